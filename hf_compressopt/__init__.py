@@ -1,0 +1,50 @@
+"""Communication-compressed training for Hugging Face Trainer and Accelerate.
+
+Public names load on first use, so that importing the package is cheap and needs neither transformers nor accelerate.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_compressopt.amp import GradScaler
+    from hf_compressopt.checkpoint.io import load_state, save_state
+    from hf_compressopt.integrations.accelerate import CompressOptAccelerator, CompressOptPlugin, attach
+    from hf_compressopt.integrations.transformers import register
+    from hf_compressopt.optim.onebit_adam import OnebitAdam
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CompressOptAccelerator": "hf_compressopt.integrations.accelerate",
+    "CompressOptPlugin": "hf_compressopt.integrations.accelerate",
+    "GradScaler": "hf_compressopt.amp",
+    "OnebitAdam": "hf_compressopt.optim.onebit_adam",
+    "attach": "hf_compressopt.integrations.accelerate",
+    "load_state": "hf_compressopt.checkpoint.io",
+    "register": "hf_compressopt.integrations.transformers",
+    "save_state": "hf_compressopt.checkpoint.io",
+}
+
+__all__ = [
+    "CompressOptAccelerator",
+    "CompressOptPlugin",
+    "GradScaler",
+    "OnebitAdam",
+    "attach",
+    "load_state",
+    "register",
+    "save_state",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

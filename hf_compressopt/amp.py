@@ -1,0 +1,48 @@
+"""The GradScaler that agrees across ranks.
+
+In the compressed stage gradients are local: an overflow on one rank is seen by that rank alone. torch's scaler would
+skip the step there and take it elsewhere, and the ranks would wait for each other for good.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.optim.compressed import CompressedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's GradScaler, whose found_inf is alike on all ranks where an optimizer's gradients are local.
+
+    For any other optimizer it is torch's. Arguments are those of :class:`torch.amp.GradScaler`.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        inner = innermost(optimizer)
+        if isinstance(inner, CompressedOptimizer) and not inner.plan.reduce_grads:
+            overflow = torch.stack([value.to(found_inf.device) for value in found.values()] or [found_inf]).max()
+            agreed = inner.agree_on_overflow(bool(overflow))
+            found = {found_inf.device: torch.full_like(found_inf, float(agreed))}
+        return found
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        result: float | None = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        inner = innermost(optimizer)
+        if isinstance(inner, CompressedOptimizer):
+            inner.note_agreement(None)  # a skipped step leaves nothing behind for the next one
+        return result
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer within wrappers such as Accelerate's AcceleratedOptimizer."""
+    while not isinstance(optimizer, CompressedOptimizer) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer

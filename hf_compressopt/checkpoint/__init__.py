@@ -1,0 +1,1 @@
+"""State to shards (safetensors) and an index (JSON), and back."""

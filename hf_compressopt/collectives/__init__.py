@@ -1,0 +1,1 @@
+"""The only room from which bytes leave a rank."""

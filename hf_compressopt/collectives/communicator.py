@@ -1,0 +1,87 @@
+"""The interface through which bytes leave a rank. A communicator knows no mathematics."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.traffic import Traffic
+
+
+class Handle:
+    """A collective under way. Its tensors must not be touched before :meth:`wait` has returned."""
+
+    def __init__(self, wait: Callable[[], Any], kind: str, traffic: Traffic) -> None:
+        """Wrap ``wait``, and count the time that it takes."""
+        self._wait, self._kind, self._traffic = wait, kind, traffic
+
+    def wait(self) -> None:
+        """Block until the collective is done (on a device with a queue: until it is enqueued before what follows)."""
+        start = time.perf_counter()
+        self._wait()
+        self._traffic.waited(self._kind, time.perf_counter() - start)
+
+
+class Communicator(ABC):
+    """A group of ranks and the collectives among them.
+
+    Attributes:
+        name: Name of the transport, such as ``"gloo"``.
+        rank: This rank's number in the group.
+        world_size: Ranks in the group.
+        device: Device on which small tensors of our own must lie.
+        traffic: Counts bytes and seconds.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    device: torch.device
+    traffic: Traffic
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
+        """Start reducing ``tensor`` over the ranks, in place. ``op`` is "sum" or "max"."""
+
+    @abstractmethod
+    def all_to_all(
+        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order."""
+
+    @abstractmethod
+    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
+        """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; blocking."""
+        if self.world_size == 1:
+            return [value]
+        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        self.all_gather(sizes, torch.tensor([data.numel()], device=self.device)).wait()
+        longest = int(sizes.max())
+        padded = torch.cat([data, data.new_zeros(longest - data.numel())])
+        gathered = data.new_empty(self.world_size * longest)
+        self.all_gather(gathered, padded).wait()
+        rows = zip(gathered.view(self.world_size, longest).cpu(), sizes.tolist(), strict=True)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
+
+    def raise_together(self, error: Exception | None) -> None:
+        """Raise on every rank where any rank has an error. All ranks call; blocking.
+
+        Raises:
+            Exception: This rank's own error where it has one, else a RuntimeError that quotes the others'.
+        """
+        texts = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            raise RuntimeError("another rank failed, so this one stops too; " + "; ".join(failed))

@@ -1,0 +1,145 @@
+"""Whatever torch.distributed runs: gloo, NCCL, HCCL, XCCL, ... by its device-neutral calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.traffic import Traffic
+
+# torch 2.13 renamed it, and warns of the old name
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+class TorchCommunicator(Communicator):
+    """A torch.distributed process group, or one rank alone where torch.distributed is not in use."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        """Wrap a process group.
+
+        Args:
+            process_group: The group; None is the default group, or this rank alone where there is none.
+            device: Device of the tensors to be sent.
+            traffic: Counters to write to; own ones where None.
+
+        Raises:
+            RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
+        """
+        self.device = device or torch.device("cpu")
+        self.traffic = traffic or Traffic()
+        self.process_group = process_group
+        if process_group is None and not (dist.is_available() and dist.is_initialized()):
+            announced = int(os.environ.get("WORLD_SIZE", "1"))
+            if announced > 1:
+                raise RuntimeError(
+                    f"WORLD_SIZE is {announced}, but torch.distributed is not initialized: call "
+                    "torch.distributed.init_process_group() (Trainer and Accelerate do) before making the optimizer"
+                )
+            self.name, self.rank, self.world_size = "none", 0, 1
+            return
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if self.rank < 0:
+            raise ValueError("this rank is not a member of process_group: make the optimizer on its members only")
+        self.name = backend_of(process_group, self.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchCommunicator:
+        """A process group cannot be copied: copies share it."""
+        return self
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
+        """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""
+        if self.world_size == 1:
+            return self._done("all_reduce")
+        self._count_all_reduce(tensor)
+        work = dist.all_reduce(tensor, _OPS[op], group=self.process_group, async_op=True)
+        return self._handle(work, "all_reduce")
+
+    def all_reduce_future(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
+        """Start summing ``tensor`` over the ranks in place; the future's value is the tensor. For DDP hooks."""
+        self._count_all_reduce(tensor)
+        work = dist.all_reduce(tensor, group=self.process_group, async_op=True)
+        future = cast("dist.Work", work).get_future()
+        return cast("torch.futures.Future[Tensor]", future.then(lambda done: done.value()[0]))
+
+    def all_to_all(
+        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        """See the base class. Bytes: every part but this rank's own."""
+        nbytes = (inputs.numel() - input_splits[self.rank]) * inputs.element_size()
+        self.traffic.sent("all_to_all", nbytes)
+        work = dist.all_to_all_single(
+            output, inputs, list(output_splits), list(input_splits), group=self.process_group, async_op=True
+        )
+        return self._handle(work, "all_to_all")
+
+    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
+        """See the base class. Bytes: the part, to every other rank."""
+        self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
+        work = _all_gather_single(output, part, group=self.process_group, async_op=True)
+        return self._handle(work, "all_gather")
+
+    def _count_all_reduce(self, tensor: Tensor) -> None:
+        nbytes = tensor.numel() * tensor.element_size()
+        self.traffic.sent("all_reduce", 2 * (self.world_size - 1) * nbytes // self.world_size)
+
+    def _handle(self, work: Any, kind: str) -> Handle:
+        return Handle(work.wait, kind, self.traffic)
+
+    def _done(self, kind: str) -> Handle:
+        return Handle(lambda: None, kind, self.traffic)
+
+
+def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Name of the backend that carries tensors of this device, such as "gloo" in a "cpu:gloo,cuda:nccl" group."""
+    config = dist.get_backend_config(process_group)
+    pairs = dict(part.split(":", 1) for part in str(config).split(",") if ":" in part)
+    return pairs.get(device.type, str(dist.get_backend(process_group)))
+
+
+def make_communicator(
+    name: str | Communicator | None,
+    process_group: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    traffic: Traffic,
+) -> Communicator:
+    """The communicator that an optimizer's ``communicator`` option asks for.
+
+    Args:
+        name: None, "auto" or "compressed" take whatever backend the process group has; the name of a torch.distributed
+            backend demands that one; a communicator is taken as it is.
+        process_group: The process group, None for the default one.
+        device: Device of the parameters.
+        traffic: Counters of the optimizer.
+
+    Raises:
+        ValueError: If the group has no such backend.
+    """
+    if isinstance(name, Communicator):
+        name.traffic = traffic
+        return name
+    communicator = TorchCommunicator(process_group, device=device, traffic=traffic)
+    if name in (None, "auto", "compressed") or name == communicator.name:
+        return communicator
+    if communicator.name == "none":  # one rank alone sends nothing: any transport that torch knows will do
+        if name in dist.Backend.backend_list:
+            return communicator
+        raise ValueError(f"communicator must be 'auto' or one of {sorted(dist.Backend.backend_list)}, got {name!r}")
+    raise ValueError(
+        f"communicator={name!r} is not what the process group has: for {device.type} tensors it has "
+        f"{communicator.name!r}; use communicator='auto', or make a process group with backend={name!r} and pass it as "
+        "process_group"
+    )

@@ -1,0 +1,50 @@
+"""What a rank has sent, and how long it waited: bytes and seconds by kind of message."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+
+class Traffic:
+    """Counters that every communicator of an optimizer writes to.
+
+    Bytes are what this rank sends to other ranks, by the volume of the collective's bandwidth-optimal algorithm
+    (headers of lower layers excluded). Seconds are host seconds in which the caller was blocked by the collective: on
+    a device whose queue is asynchronous to the host they are a lower bound.
+    """
+
+    def __init__(self) -> None:
+        """Start at zero."""
+        self.bytes: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._bytes_before = 0
+        self.step_bytes = 0
+
+    def sent(self, kind: str, nbytes: int) -> None:
+        """Count ``nbytes`` bytes sent by a collective of this kind."""
+        self.bytes[kind] += nbytes
+
+    def waited(self, kind: str, seconds: float) -> None:
+        """Count host seconds spent in a collective of this kind."""
+        self.seconds[kind] += seconds
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes sent so far."""
+        return sum(self.bytes.values())
+
+    @property
+    def total_seconds(self) -> float:
+        """Host seconds spent in collectives so far."""
+        return sum(self.seconds.values())
+
+    def end_step(self) -> None:
+        """Close a step: ``step_bytes`` becomes what was sent since the last call."""
+        self.step_bytes = self.total_bytes - self._bytes_before
+        self._bytes_before = self.total_bytes
+
+    def restore(self, total_bytes: int) -> None:
+        """Go on from a checkpoint at which ``total_bytes`` had been sent."""
+        self.bytes.clear()
+        self.bytes["before_resume"] = total_bytes
+        self._bytes_before = total_bytes

@@ -1,0 +1,125 @@
+"""One flat buffer per param group, cut into buckets and chunks: pure interval arithmetic, no process group.
+
+The flat side of a group is the concatenation of its parameters. It is cut, across tensor boundaries and whatever the
+world size is, into buckets of ``bucket_numel`` elements. For the wire a bucket is cut again into ``world_size`` chunks
+of a multiple of 8 elements, so that a chunk's signs fill whole bytes; chunk j belongs to rank j. The padding that this
+needs is virtual: no buffer holds it, so that it can count in no norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from torch import Tensor
+
+#: Elements whose signs share a byte.
+SIGNS_PER_BYTE = 8
+
+
+def chunk_numel(numel: int, world_size: int) -> int:
+    """Elements of each chunk of a bucket of ``numel`` elements: a multiple of 8, padding included."""
+    return -(-numel // (SIGNS_PER_BYTE * world_size)) * SIGNS_PER_BYTE
+
+
+def chunk_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The real elements [start, stop) of a bucket that belong to ``rank``; empty where the bucket is too short."""
+    chunk = chunk_numel(numel, world_size)
+    return min(rank * chunk, numel), min((rank + 1) * chunk, numel)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one bucket.
+
+    Attributes:
+        index: The parameter's place in its group.
+        start: First element within the flattened parameter.
+        stop: One past the last element within the flattened parameter.
+        offset: Where the piece begins in the group's flat buffer.
+    """
+
+    index: int
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements [start, stop) of a group's flat buffer, sent together."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Real elements of the bucket."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where the parameters of a group lie in its flat buffer, and how that is cut into buckets.
+
+    Attributes:
+        numels: Elements of each parameter, in the order of the group; 0 is legal.
+        bucket_numel: Elements of every bucket but the last.
+        starts: Offset of each parameter in the flat buffer.
+        buckets: The buckets, in order; none where the group has no element.
+    """
+
+    numels: tuple[int, ...]
+    bucket_numel: int
+    starts: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(cls, numels: Sequence[int], bucket_numel: int) -> FlatLayout:
+        """Lay out parameters of the given sizes.
+
+        Raises:
+            ValueError: If ``bucket_numel`` is less than 1.
+        """
+        if bucket_numel < 1:
+            raise ValueError(f"bucket_numel must be >= 1, got {bucket_numel}")
+        starts = tuple(accumulate(numels, initial=0))
+        total = starts[-1]
+        buckets = tuple(
+            Bucket(start, min(start + bucket_numel, total), tuple(_pieces(numels, starts, start, start + bucket_numel)))
+            for start in range(0, total, bucket_numel)
+        )
+        return cls(tuple(numels), bucket_numel, starts[:-1], buckets)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole flat buffer."""
+        return sum(self.numels)
+
+
+def _pieces(numels: Sequence[int], starts: Sequence[int], low: int, high: int) -> Iterator[Piece]:
+    for index, (begin, numel) in enumerate(zip(starts, numels, strict=False)):
+        first, last = max(begin, low), min(begin + numel, high)
+        if first < last:
+            yield Piece(index, first - begin, last - begin, first)
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One rank's part of a state tensor, as a checkpoint sees it.
+
+    Attributes:
+        name: Name of the whole tensor, the same on all ranks that hold a part of it.
+        shape: Shape of the whole tensor.
+        start: Where this rank's part begins in the flattened whole.
+        local: This rank's part; shares memory with the optimizer.
+        replicated: True where every rank holds the same whole tensor, so that any of them may write it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    local: Tensor
+    replicated: bool

@@ -1,0 +1,383 @@
+"""Accelerate's plug-in: an Accelerator whose DDP models leave gradients local when a compressed optimizer asks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_compressopt.amp import GradScaler, innermost
+from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, load_state, save_state
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.grad_sync import GradientSync, ddp_hook
+from hf_compressopt.integrations.options import OPTIMIZERS, parse_value
+from hf_compressopt.optim.compressed import CompressedOptimizer
+
+logger = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+_UNSUPPORTED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+
+
+def _from_env(name: str, default: _Value, *kinds: type) -> Callable[[], _Value]:
+    """A default factory: the environment variable COMPRESSOPT_<name> where it is set."""
+
+    def read() -> _Value:
+        variable = f"COMPRESSOPT_{name}"
+        text = os.environ.get(variable)
+        return default if text is None else parse_value(variable, text, kinds)
+
+    return read
+
+
+@dataclass
+class CompressOptPlugin:
+    """Options for plain Accelerate: the optimizer that takes the place of an Adam or AdamW given to ``prepare``.
+
+    Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals.
+
+    Attributes:
+        optimizer: "onebit_adam", or "none" to leave every optimizer as it is.
+        freeze_step: Last step of the warmup stage.
+        scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
+        variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
+        bucket_cap_mb: MiB of float32 values that are sent together.
+        communicator: "auto", or the name of a torch.distributed backend.
+
+    Raises:
+        ValueError: For a name that is not there, or an environment variable of a wrong type.
+    """
+
+    optimizer: str = field(default_factory=_from_env("OPTIMIZER", "onebit_adam", str))
+    freeze_step: int = field(default_factory=_from_env("FREEZE_STEP", 100_000, int))
+    scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
+    variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
+    bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
+    communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
+
+    def __post_init__(self) -> None:
+        """Check the optimizer's name; the other options are checked where the optimizer is made."""
+        if self.optimizer not in (*OPTIMIZERS, "none"):
+            raise ValueError(f"optimizer must be one of {[*OPTIMIZERS, 'none']}, got {self.optimizer!r}")
+
+    def convert(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The compressed optimizer in the place of a fresh Adam or AdamW; any other is returned as it is.
+
+        The param groups are the same objects, so that a scheduler made for the old optimizer drives the new one.
+
+        Raises:
+            ValueError: If the optimizer has taken steps, or Adam has a weight decay (its L2 is not decoupled).
+        """
+        if self.optimizer == "none" or not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            return optimizer
+        if optimizer.state:
+            raise ValueError(
+                f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that "
+                f"{self.optimizer} can take its place"
+            )
+        decays = any(group["weight_decay"] for group in optimizer.param_groups)
+        if decays and not isinstance(optimizer, torch.optim.AdamW):
+            raise ValueError(
+                f"Adam with weight_decay is L2 regularization, which {self.optimizer} does not have: use AdamW"
+            )
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
+        make: Callable[..., CompressedOptimizer] = OPTIMIZERS[self.optimizer]
+        return make(
+            optimizer.param_groups,
+            freeze_step=self.freeze_step,
+            scale_block=self.scale_block,
+            variance_floor=self.variance_floor,
+            bucket_cap_mb=self.bucket_cap_mb,
+            communicator=self.communicator,
+        )
+
+
+class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Accelerate's wrapper, which also reports the steps that the compressed optimizer skips by itself."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped, by the scaler or by the optimizer."""
+        return bool(self._is_overflow or self.optimizer.step_was_skipped)
+
+
+@dataclass
+class _Attachment:
+    """What a CompressOptAccelerator remembers beyond an Accelerator."""
+
+    plugin: CompressOptPlugin | None
+    announce: bool
+    given_options: list[str] | None = None  # of an optimizer whose schedule is still to be fitted to the run
+    models: list[tuple[DistributedDataParallel, GradientSync | None]] = field(default_factory=list)
+
+
+class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator for compressed optimizers; with any other optimizer it is Accelerate's own.
+
+    It leaves the gradients of a DDP model local when the optimizer's plan says so, clips them by a norm that all ranks
+    know, keeps a GradScaler's decisions alike on all ranks, saves and loads the optimizer's state in shards, and adds
+    the optimizer's metrics to what is logged.
+
+    Args:
+        *args: Accelerate's.
+        compressopt_plugin: Options; with None an Adam or AdamW stays what it is, and compressed optimizers are to be
+            given to ``prepare`` as such.
+        **kwargs: Accelerate's.
+    """
+
+    def __init__(self, *args: Any, compressopt_plugin: CompressOptPlugin | None = None, **kwargs: Any) -> None:
+        """See the class."""
+        super().__init__(*args, **kwargs)
+        attach(self, compressopt_plugin)
+
+    # -- prepare ------------------------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As Accelerate's; a model that was prepared for evaluation only is prepared anew for training."""
+        if not evaluation_mode and self.num_processes > 1:
+            _undo_evaluation_mode(model, self._models)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        wrapped = _without_compile(prepared)
+        known = [ddp for ddp, _ in self._compressopt.models]
+        if isinstance(wrapped, DistributedDataParallel) and not any(ddp is wrapped for ddp in known):
+            self._compressopt.models.append((wrapped, None))
+            self._bind()
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """As Accelerate's; by the plugin, an Adam or AdamW becomes a compressed optimizer.
+
+        Raises:
+            ValueError: If a compressed optimizer cannot work in this set-up.
+        """
+        if self._compressopt.plugin is not None:
+            optimizer = self._compressopt.plugin.convert(optimizer)
+        inner = innermost(optimizer)
+        if isinstance(inner, CompressedOptimizer):
+            if self.distributed_type.name in _UNSUPPORTED:
+                raise ValueError(
+                    f"{type(inner).__name__} works with DistributedDataParallel, not with {self.distributed_type.name}"
+                )
+            if self.scaler is not None and not isinstance(self.scaler, GradScaler):
+                self.scaler.__class__ = GradScaler
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if isinstance(inner, CompressedOptimizer):
+            prepared.__class__ = CompressOptAcceleratedOptimizer
+            self._bind()
+            if self._compressopt.announce and self.is_main_process:
+                logger.info("attached %s", inner.describe())
+        return prepared
+
+    def compressed_optimizers(self) -> list[CompressedOptimizer]:
+        """The compressed optimizers among those that were prepared."""
+        found = (innermost(optimizer) for optimizer in self._optimizers)
+        return [optimizer for optimizer in found if isinstance(optimizer, CompressedOptimizer)]
+
+    def _bind(self) -> None:
+        """Give every DDP model whose parameters a compressed optimizer owns the hook that follows its plan."""
+        for place, (ddp, sync) in enumerate(self._compressopt.models):
+            params = {id(p) for p in ddp.parameters() if p.requires_grad}
+            owners = [o for o in self.compressed_optimizers() if _shares(o.trainable_parameters, params)]
+            if not owners:
+                continue
+            self._check_owners(ddp, owners, params)
+            if sync is None:
+                communicator = TorchCommunicator(ddp.process_group, device=owners[0].communicator.device)
+                sync = GradientSync(communicator)
+                self._register_hook(ddp, sync)
+                self._compressopt.models[place] = (ddp, sync)
+            sync.optimizers = tuple(owners)
+            sync.communicator.traffic = owners[0].traffic
+
+    def _check_owners(
+        self, ddp: DistributedDataParallel, owners: Sequence[CompressedOptimizer], params: set[int]
+    ) -> None:
+        for other in map(innermost, self._optimizers):
+            if not isinstance(other, CompressedOptimizer) and _shares(_all_params(other), params):
+                raise ValueError(
+                    f"the model has parameters in {type(owners[0]).__name__} and in {type(other).__name__}: gradients "
+                    "that stay local for the one would stay local for the other; give all to the first, with "
+                    "non_freeze=True for a group that is to stay in full precision"
+                )
+        world_size = torch.distributed.get_world_size(ddp.process_group)
+        if any(owner.communicator.world_size != world_size for owner in owners):
+            raise ValueError(
+                f"the model averages over {world_size} ranks, its optimizer over "
+                f"{[owner.communicator.world_size for owner in owners]}: make the optimizer after the process group"
+            )
+
+    def _register_hook(self, ddp: DistributedDataParallel, sync: GradientSync) -> None:
+        hook = getattr(self.ddp_handler, "comm_hook", None)
+        try:
+            if hook is not None and getattr(hook, "name", str(hook)) != "NO":
+                raise RuntimeError(f"DistributedDataParallelKwargs(comm_hook={hook})")
+            ddp.register_comm_hook(sync, ddp_hook)
+        except RuntimeError as error:
+            raise ValueError(
+                "a compressed optimizer needs DDP's communication hook for itself, but the model has one already: "
+                f"remove your own comm_hook ({error})"
+            ) from error
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """As Accelerate's; local gradients are clipped by a norm that all ranks agree on.
+
+        Raises:
+            ValueError: If ``norm_type`` is not 2 where gradients are local.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        wanted = {id(p) for p in parameters}
+        owners = [o for o in self.compressed_optimizers() if _shares(o.trainable_parameters, wanted)]
+        local = [owner for owner in owners if not owner.plan.reduce_grads]
+        if not owners:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+        self._unscale(owners)
+        if not local:
+            norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            for owner in owners:
+                if all(id(p) in wanted for p in owner.trainable_parameters) and norm is not None:
+                    owner.note_agreement(bool(torch.as_tensor(norm).isfinite()))
+            return norm  # type: ignore[no-any-return]
+        if norm_type != 2:
+            raise ValueError(f"norm_type must be 2 where gradients are local to each rank, got {norm_type}")
+        if len(owners) > 1:
+            raise ValueError("clip the parameters of one compressed optimizer at a time")
+        return local[0].clip_grad_norm_(max_norm, parameters)
+
+    def _unscale(self, owners: Sequence[CompressedOptimizer]) -> None:
+        """Unscale before clipping, also where a scaler was set by hand and mixed_precision is not "fp16"."""
+        if self.scaler is not None and not (self.native_amp and self.mixed_precision == "fp16"):
+            for owner in owners:
+                self.scaler.unscale_(owner)
+        elif any(not owner.plan.reduce_grads for owner in owners):
+            self.unscale_gradients()
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
+        """As Accelerate's, with the optimizers' metrics as ``compressopt/...``."""
+        metrics: dict[str, float] = {}
+        for optimizer in self.compressed_optimizers():
+            metrics.update(prefixed_metrics(optimizer))
+        super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; compressed optimizers' states go to safetensors shards beside the rest; all ranks call."""
+        with self._states_in_shards():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; compressed optimizers' states come from the shards. All ranks call.
+
+        Raises:
+            CheckpointError: If they are damaged or do not fit.
+        """
+        with self._states_in_shards():
+            return super().load_state(*args, **kwargs)
+
+    def _states_in_shards(self) -> ExitStack:
+        stack = ExitStack()
+        for optimizer in self.compressed_optimizers():
+            stack.enter_context(optimizer.state_in_shards())
+        return stack
+
+    def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
+        for number, optimizer in enumerate(self.compressed_optimizers()):
+            save_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
+
+    def _load_shards(self, models: list[nn.Module], directory: str) -> None:
+        for number, optimizer in enumerate(self.compressed_optimizers()):
+            if has_checkpoint(directory, prefix=_prefix(number)):
+                load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
+
+
+def attach(
+    accelerator: Accelerator, plugin: CompressOptPlugin | None = None, *, announce: bool = True
+) -> CompressOptAccelerator:
+    """Make an accelerator that exists a :class:`CompressOptAccelerator`, in place, before it prepares anything.
+
+    Args:
+        accelerator: The accelerator.
+        plugin: Options; see :class:`CompressOptAccelerator`.
+        announce: Whether a line in the log says what was attached.
+
+    Returns:
+        The same object.
+    """
+    if "_compressopt" in vars(accelerator):
+        if plugin is not None:
+            accelerator._compressopt.plugin = plugin
+        return cast("CompressOptAccelerator", accelerator)
+    cls = type(accelerator)
+    if cls is Accelerator:
+        accelerator.__class__ = CompressOptAccelerator
+    elif not issubclass(cls, CompressOptAccelerator):
+        accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
+    accelerator._compressopt = _Attachment(plugin, announce)
+    accelerator.register_save_state_pre_hook(accelerator._save_shards)
+    accelerator.register_load_state_pre_hook(accelerator._load_shards)
+    return cast("CompressOptAccelerator", accelerator)
+
+
+def prefixed_metrics(optimizer: CompressedOptimizer) -> dict[str, float]:
+    """The optimizer's metrics under the names that logs carry."""
+    return {f"compressopt/{name}": value for name, value in optimizer.metrics().items()}
+
+
+def parameter_names(optimizer: CompressedOptimizer, models: Sequence[nn.Module]) -> list[str]:
+    """Names of the optimizer's trainable parameters in the models that hold them, else the optimizer's own."""
+    names: dict[int, str] = {}
+    for number, model in enumerate(models):
+        inner = _without_compile(model)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        for name, param in _without_compile(inner).named_parameters():
+            names.setdefault(id(param), name if len(models) == 1 else f"model{number}.{name}")
+    own = [name for group in optimizer.parameter_names() for name in group]
+    return [names.get(id(p), name) for p, name in zip(optimizer.trainable_parameters, own, strict=True)]
+
+
+def _prefix(number: int) -> str:
+    return DEFAULT_PREFIX if number == 0 else f"{DEFAULT_PREFIX}_{number}"
+
+
+def _all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _shares(params: Iterable[Tensor], ids: set[int]) -> bool:
+    return any(id(p) in ids for p in params)
+
+
+def _without_compile(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
+
+
+def _undo_evaluation_mode(model: nn.Module, prepared: list[nn.Module]) -> None:
+    """Let a model that was prepared for evaluation only be prepared again.
+
+    accelerate marks such a model as prepared (from 1.14) and would leave out DDP: every rank would train alone.
+    """
+    if not getattr(model, "_is_accelerate_prepared", False) or isinstance(
+        _without_compile(model), DistributedDataParallel
+    ):
+        return
+    del model._is_accelerate_prepared
+    if hasattr(model, "_original_forward"):
+        model.forward = model._original_forward  # type: ignore[assignment]
+    prepared[:] = [other for other in prepared if other is not model]

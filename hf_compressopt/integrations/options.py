@@ -1,0 +1,102 @@
+"""The optimizers by the names that users type, and their options read from text."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.onebit_adam import OnebitAdam
+
+#: What ``--optim NAME`` and ``CompressOptPlugin(optimizer=NAME)`` stand for.
+OPTIMIZERS: dict[str, type[CompressedOptimizer]] = {"onebit_adam": OnebitAdam}
+
+# Trainer has flags of its own for these.
+_TRAINER_FLAGS = {
+    "lr": "--learning_rate",
+    "betas": "--adam_beta1 and --adam_beta2",
+    "eps": "--adam_epsilon",
+    "weight_decay": "--weight_decay",
+    "max_grad_norm": "--max_grad_norm",
+}
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+def text_options(optimizer_class: type[CompressedOptimizer]) -> dict[str, tuple[tuple[type, ...], Any]]:
+    """Options that text can set: name -> (types that it may have, default)."""
+    options: dict[str, tuple[tuple[type, ...], Any]] = {}
+    for cls in reversed(optimizer_class.__mro__):
+        if not issubclass(cls, CompressedOptimizer) or "__init__" not in vars(cls):
+            continue
+        hints = get_type_hints(cls.__init__)
+        for name, parameter in inspect.signature(cls.__init__).parameters.items():
+            kinds = _text_types(hints.get(name))
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and kinds and name not in _TRAINER_FLAGS:
+                options[name] = (kinds, parameter.default)
+    return options
+
+
+def parse_options(optimizer_class: type[CompressedOptimizer], text: str | None) -> dict[str, Any]:
+    """Read ``"freeze_step=200,scale_block=1024"`` into keyword arguments, each of its option's type.
+
+    Raises:
+        ValueError: For an unknown name, a value of a wrong type, or text that is no list of name=value; the message
+            lists what is legal.
+    """
+    options = text_options(optimizer_class)
+    values: dict[str, Any] = {}
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name or not value:
+            raise ValueError(
+                f"optim_args must be name=value pairs, separated by commas; got {part.strip()!r} in {text!r}"
+            )
+        if name in _TRAINER_FLAGS:
+            raise ValueError(f"optim_args: {name} is set by Trainer's {_TRAINER_FLAGS[name]}")
+        if name not in options:
+            raise ValueError(
+                f"optim_args: {optimizer_class.__name__} has no option {name!r}; legal are {_legal(options)}"
+            )
+        if name in values:
+            raise ValueError(f"optim_args: {name} is given twice in {text!r}")
+        values[name] = parse_value(name, value, options[name][0])
+    return values
+
+
+def parse_value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
+    """One value from text.
+
+    Raises:
+        ValueError: If the text is of none of these types.
+    """
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    for kind in kinds:
+        try:
+            if kind is bool:
+                return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
+            if kind in (int, float, str):
+                return kind(text)
+        except (ValueError, KeyError):
+            continue
+    raise ValueError(f"{name} must be {_kinds(kinds)}, got {text!r}")
+
+
+def _text_types(hint: Any) -> tuple[type, ...]:
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = tuple(kind for kind in alternatives if kind in (bool, int, float, str, type(None)))
+    return kinds if any(kind is not type(None) for kind in kinds) else ()
+
+
+def _kinds(kinds: tuple[type, ...]) -> str:
+    names = {bool: "true or false", int: "an int", float: "a float", str: "a name", type(None): "none"}
+    return " or ".join(names[kind] for kind in kinds)
+
+
+def _legal(options: dict[str, tuple[tuple[type, ...], Any]]) -> str:
+    return ", ".join(
+        f"{name} ({_kinds(kinds)}; default {default})" for name, (kinds, default) in sorted(options.items())
+    )

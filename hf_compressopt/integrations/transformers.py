@@ -1,0 +1,202 @@
+"""Trainer: ``--optim onebit_adam`` and its relatives, and what has to follow from them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, trainer, training_args
+
+from hf_compressopt.amp import innermost
+from hf_compressopt.checkpoint.io import has_checkpoint, load_state, save_state
+from hf_compressopt.integrations.accelerate import attach, parameter_names, prefixed_metrics
+from hf_compressopt.integrations.options import OPTIMIZERS, parse_options
+from hf_compressopt.optim.compressed import CompressedOptimizer
+
+logger = logging.getLogger(__name__)
+
+_MARK = "_hf_compressopt"
+
+
+def register() -> None:
+    """Teach transformers' Trainer the compressed optimizers. Calling it again changes nothing.
+
+    Afterwards ``--optim onebit_adam`` (with ``--optim_args "name=value,..."``), ``optimizer_cls_and_kwargs=`` and
+    ``optimizers=`` take them; any other optimizer works as before.
+    """
+    if hasattr(Trainer.create_optimizer, _MARK):
+        return
+    for name in OPTIMIZERS:
+        _add_optimizer_name(name)
+    _wrap_static(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
+    _wrap(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
+    _wrap(Trainer, "create_optimizer", _create_optimizer)
+    _wrap(Trainer, "create_scheduler", _create_scheduler)
+    _wrap(Trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
+    _wrap(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
+    trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
+    _show_log()
+
+
+class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
+    """Adds ``compressopt/...`` numbers to every log line of the training, ahead of the reporting callbacks."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Add the metrics to the line, and to Trainer's copy of it in the history."""
+        inner = innermost(optimizer)
+        if isinstance(inner, CompressedOptimizer) and logs is not None and "loss" in logs:
+            metrics = prefixed_metrics(inner)
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)
+
+
+# -- what is wrapped: each takes Trainer's own method first -----------------------------------------------------------
+
+
+def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model: Any = None) -> Any:
+    cls = OPTIMIZERS.get(_optim_name(args))
+    if cls is None:
+        return original(args, model)
+    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return cls, {**kwargs, **parse_options(cls, args.optim_args)}
+
+
+def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    attach(self.accelerator, announce=False)
+    return result
+
+
+def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    made_here = self.optimizer is None
+    result = original(self, *args, **kwargs)
+    inner = innermost(self.optimizer)
+    if isinstance(inner, CompressedOptimizer):
+        attached = attach(self.accelerator, announce=False)
+        attached._compressopt.given_options = _given_options(self) if made_here else None
+        inner_model = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)
+        if self.accelerator.num_processes > 1 and not isinstance(inner_model, DistributedDataParallel):
+            # an evaluation before the training may have left a compiled model without DDP here
+            self.model_wrapped = self.model
+    return result
+
+
+def _create_scheduler(
+    original: Callable[..., Any], self: Trainer, num_training_steps: int, *args: Any, **kw: Any
+) -> Any:
+    result = original(self, num_training_steps, *args, **kw)
+    inner = innermost(self.optimizer)
+    if isinstance(inner, CompressedOptimizer):
+        attachment = attach(self.accelerator, announce=False)._compressopt
+        schedule = ""
+        if attachment.given_options is not None:
+            schedule = f" ({inner.scale_schedule(num_training_steps, attachment.given_options)})"
+            attachment.given_options = None
+        if self.is_world_process_zero():
+            logger.info("attached to Trainer: %s%s", inner.describe(), schedule)
+    return result
+
+
+def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
+    inner = innermost(self.optimizer)
+    if not isinstance(inner, CompressedOptimizer):
+        return original(self, output_dir)
+    save_state(inner, output_dir, names=parameter_names(inner, [self.model]))
+    with inner.state_in_shards():
+        return original(self, output_dir)
+
+
+def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, checkpoint: str | None) -> Any:
+    inner = innermost(self.optimizer)
+    if checkpoint is None or not isinstance(inner, CompressedOptimizer):
+        return original(self, checkpoint)
+    saved = inner.communicator.all_gather_object(has_checkpoint(checkpoint))
+    if not any(saved):
+        has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
+        if not has_plain:
+            logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts anew", checkpoint)
+        return original(self, checkpoint)
+    load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
+    with inner.state_in_shards():
+        return original(self, checkpoint)
+
+
+def _given_options(self: Trainer) -> list[str]:
+    """The options that the user gave for the optimizer that Trainer makes."""
+    if self.optimizer_cls_and_kwargs is not None:
+        return list(self.optimizer_cls_and_kwargs[1])
+    cls = OPTIMIZERS.get(_optim_name(self.args))
+    return [] if cls is None else list(parse_options(cls, self.args.optim_args))
+
+
+# -- how it is wrapped ------------------------------------------------------------------------------------------------
+
+
+def _optim_name(args: Any) -> str:
+    return str(getattr(args.optim, "value", args.optim))
+
+
+def _wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    setattr(cls, name, method)
+
+
+def _wrap_static(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(cls, name, staticmethod(function))
+
+
+def _add_optimizer_name(value: str) -> None:
+    """Add a member to OptimizerNames: TrainingArguments and argument parsers accept members of that enum only."""
+    enum = training_args.OptimizerNames
+    if value in enum._value2member_map_:
+        return
+    name = value.upper()
+    member = str.__new__(enum, value)
+    member._name_, member._value_ = name, value
+    member._sort_order_ = len(enum._member_names_)
+    type.__setattr__(enum, name, member)
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+    if hasattr(enum, "_hashable_values_"):  # Python >= 3.12.3 looks here too
+        enum._hashable_values_.append(value)
+
+
+class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes a line without tearing the progress bars apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record to stderr, above the bars."""
+        from tqdm import tqdm
+
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _show_log() -> None:
+    """Show the package's lines on the terminal, unless the program has set its logger up."""
+    package = logging.getLogger("hf_compressopt")
+    if not package.handlers and package.level == logging.NOTSET:
+        handler = _ProgressBarHandler()
+        handler.setFormatter(logging.Formatter("[hf_compressopt] %(message)s"))
+        package.addHandler(handler)
+        package.setLevel(logging.INFO)
+        package.propagate = False

@@ -1,0 +1,114 @@
+"""The kernels in pure PyTorch: the specification, the fallback on every device, and the oracle of native ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# Multiplying eight 0/1 bytes, read as one little-endian int64, by this number gathers them in the top byte, the first
+# byte as its least significant bit; no partial sums meet, so there are no carries.
+_GATHER_BITS = 0x0102040810204080
+_TOP_BYTE_SHIFT = 56
+# Sums of squares are taken in float32 over runs of this length and in float64 over the runs.
+_RMS_RUN = 4096
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of a bucket whose message begins at ``byte`` and holds ``blocks`` scales."""
+
+    start: int
+    stop: int
+    byte: int
+    blocks: int
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square of all elements. x: [n] float32, n > 0. Returns [] float32."""
+    whole = x.numel() // _RMS_RUN * _RMS_RUN
+    runs = torch.linalg.vector_norm(x[:whole].view(-1, _RMS_RUN), dim=1).double()  # [n // _RMS_RUN]
+    rest = torch.linalg.vector_norm(x[whole:]).double()
+    mean_square: Tensor = (runs.square().sum() + rest.square()) / x.numel()
+    return mean_square.sqrt().float()
+
+
+def block_rms(x: Tensor, scale_block: int) -> Tensor:
+    """Root mean square of each block. x: [n] float32. Returns [ceil(n / scale_block)] float32."""
+    whole = x.numel() // scale_block * scale_block
+    scales: Tensor = torch.linalg.vector_norm(x[:whole].view(-1, scale_block), dim=1).div_(scale_block**0.5)
+    if whole < x.numel():
+        last = torch.linalg.vector_norm(x[whole:]).div_((x.numel() - whole) ** 0.5)
+        scales = torch.cat([scales, last.view(1)])
+    return scales
+
+
+def pack_signs(x: Tensor) -> Tensor:
+    """Signs of x, eight to a byte, least significant bit first; 1 is negative. x: [n]. Returns [ceil(n / 8)] uint8."""
+    negative = (x < 0).view(torch.uint8)
+    if padding := -x.numel() % 8:
+        negative = torch.cat([negative, negative.new_zeros(padding)])
+    return negative.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(_TOP_BYTE_SHIFT).to(torch.uint8)
+
+
+def unpack_signs(bits: Tensor, numel: int) -> Tensor:
+    """The signs as +1.0 and -1.0. bits: [ceil(numel / 8)] uint8. Returns [numel] float32."""
+    return _sign_table(bits.device).index_select(0, bits.to(torch.int32)).view(-1)[:numel]
+
+
+@lru_cache
+def _sign_table(device: torch.device) -> Tensor:
+    byte = torch.arange(256, device=device).unsqueeze(1)
+    bit = torch.arange(8, device=device)
+    return 1.0 - 2.0 * (byte >> bit & 1).float()  # [256, 8]
+
+
+def compress_chunks_(
+    u: Tensor, messages: Tensor, chunks: Sequence[Chunk], scale_block: int | None, scale: Tensor | None
+) -> None:
+    """Write the message of each chunk of u, and leave in u what the messages miss: u <- u - Q(u).
+
+    Args:
+        u: [n] float32, updated in place.
+        messages: uint8, written.
+        chunks: The non-empty chunks.
+        scale_block: Elements per scale, or None.
+        scale: [] float32, the one scale of every chunk where ``scale_block`` is None.
+    """
+    for chunk in chunks:
+        part = u[chunk.start : chunk.stop]
+        scales = scale.view(1) if scale is not None else block_rms(part, scale_block or part.numel())
+        signs = pack_signs(part)
+        first_sign = chunk.byte + 4 * chunk.blocks
+        messages[chunk.byte : first_sign].view(torch.float32).copy_(scales)
+        messages[first_sign : first_sign + signs.numel()].copy_(signs)
+        part.sub_(_scaled(unpack_signs(signs, part.numel()), scales, scale_block))
+
+
+def decompress_message(message: Tensor, numel: int, scale_block: int | None) -> Tensor:
+    """The elements that a message stands for. message: uint8, from its first byte on. Returns [numel] float32."""
+    blocks = 1 if scale_block is None else -(-numel // scale_block)
+    scales = message[: 4 * blocks].view(torch.float32)
+    bits = message[4 * blocks : 4 * blocks + -(-numel // 8)]
+    return _scaled(unpack_signs(bits, numel), scales, scale_block)
+
+
+def mean_of_messages(messages: Tensor, numel: int, scale_block: int | None) -> Tensor:
+    """Mean over ranks of one chunk's messages, summed in rank order. messages: [W, bytes] uint8. Returns [numel]."""
+    total = decompress_message(messages[0], numel, scale_block)
+    for message in messages[1:]:
+        total.add_(decompress_message(message, numel, scale_block))
+    return total.mul_(1.0 / messages.shape[0])
+
+
+def _scaled(signs: Tensor, scales: Tensor, scale_block: int | None) -> Tensor:
+    """Multiply each block of signs by its scale, in place. signs: [n], scales: [blocks]. Returns signs."""
+    if scale_block is None:
+        return signs.mul_(scales)
+    whole = signs.numel() // scale_block * scale_block
+    signs[:whole].view(-1, scale_block).mul_(scales[: whole // scale_block].unsqueeze(1))
+    signs[whole:].mul_(scales[-1])
+    return signs

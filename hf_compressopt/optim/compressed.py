@@ -1,0 +1,567 @@
+"""The template of the optimizers that compress what they send."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, overload
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt import kernels
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.compressed import pipelined_compressed_all_reduce_
+from hf_compressopt.flat import Bucket
+from hf_compressopt.grad_sync import average_gradients
+from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.optim.functional import (
+    AdamOptions,
+    adam_step_,
+    bit_sum,
+    clip_factor,
+    correct_bias_,
+    floor_variance_,
+)
+from hf_compressopt.optim.gradients import Grads, find_fault, flatten_given, local_square_norm, reduced_square_norm
+from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
+from hf_compressopt.stages import StepPlan
+
+logger = logging.getLogger(__name__)
+
+_BYTES_PER_MB = 2**20
+_FLOAT_BYTES = 4
+
+
+class CompressedOptimizer(FlatOptimizer):
+    """What the compressed optimizers share: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
+
+    An algorithm subclasses it with a schedule (:meth:`plan_at`), the local mathematics that makes a bucket's message
+    (:meth:`_prepare`), and what is done with the message that comes back (:meth:`_apply`).
+
+    In the stages in which ``plan.reduce_grads`` is True the caller averages the gradients over the ranks before
+    :meth:`step` (Trainer and Accelerate do, through DDP); otherwise gradients must stay local.
+
+    Args:
+        params: Parameters, named parameters or param groups, as for any torch optimizer. A param group may carry its
+            own lr, betas, eps, weight_decay, bias_correction and eps_inside_sqrt; ``non_freeze`` (True keeps it in
+            the warmup stage for good); and ``exp_avg_mask`` (a tensor that broadcasts to each of its parameters).
+        lr: Learning rate, >= 0.
+        bias_correction: Whether Adam's bias corrections apply.
+        betas: Coefficients of the running averages, each in [0, 1).
+        eps: Added to the denominator, >= 0.
+        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
+        weight_decay: Decoupled weight decay, >= 0.
+        max_grad_norm: Gradients are clipped to this norm in :meth:`step`; 0 is off. (Trainer clips by itself.)
+        scale_block: Elements that share a scale in a message, a positive multiple of 8; None is the original's one
+            scale per message.
+        variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
+            its tensor's mean, >= 0; 0 is off.
+        bucket_cap_mb: MiB of float32 values that are sent together, > 0.
+        process_group: The ranks; None is the default group.
+        communicator: "auto", the name of a torch.distributed backend, or a Communicator.
+        comm_backend_name: DeepSpeed's spelling of ``communicator``.
+        cuda_aware: For communicator="mpi", which this version does not have: must be False.
+        amsgrad: Not supported, as nowhere in this family: must be False.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that no option can make work.
+        RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        scale_block: int | None = 4096,
+        variance_floor: float = 0.01,
+        bucket_cap_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+        communicator: str | Communicator | None = None,
+        comm_backend_name: str | None = None,
+        cuda_aware: bool = False,
+        amsgrad: bool = False,
+    ) -> None:
+        """See the class."""
+        check_at_least("max_grad_norm", max_grad_norm, 0)
+        check_at_least("variance_floor", variance_floor, 0)
+        check_scale_block(scale_block)
+        if amsgrad:
+            raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
+        communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
+        bucket_numel = math.floor(bucket_cap_mb * _BYTES_PER_MB / _FLOAT_BYTES)
+        if bucket_numel < 1:
+            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {bucket_cap_mb}")
+        self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
+        self.step_was_skipped = False
+        self.skipped_steps = 0
+        self._gradients_finite: bool | None = None  # what the ranks have agreed on the coming step; None: nothing yet
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "non_freeze": False,
+        }
+        super().__init__(
+            params,
+            defaults,
+            bucket_numel=bucket_numel,
+            scale_block=scale_block,
+            communicator=communicator,
+            process_group=process_group,
+        )
+
+    # -- what an algorithm defines ------------------------------------------------------------------------------------
+
+    def plan_at(self, step: int) -> StepPlan:
+        """The schedule: what step ``step`` does. A pure function of the step and the options."""
+        raise NotImplementedError("abstract")
+
+    def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
+        """Compute the message of one bucket. Returns [bucket.numel] float32, a view into the flat buffers."""
+        raise NotImplementedError("abstract")
+
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket) -> None:
+        """Update the parameters from the message of one bucket, which has come back averaged."""
+        raise NotImplementedError("abstract")
+
+    def _schedule_options(self) -> dict[str, Any]:
+        """The options that :meth:`plan_at` depends on: they must be alike on all ranks and outlive a resume."""
+        raise NotImplementedError("abstract")
+
+    def _set_schedule_options(self, options: dict[str, Any]) -> None:
+        """Take over the schedule of a checkpoint."""
+        raise NotImplementedError("abstract")
+
+    def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
+        """Fit the schedule to a run of ``max_steps`` steps, leaving alone the options named in ``given``.
+
+        Returns:
+            What was chosen, in words, for the log.
+
+        Raises:
+            RuntimeError: After the first step.
+        """
+        raise NotImplementedError("abstract")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group; its state is allocated at once.
+
+        Raises:
+            ValueError: For an option outside its range, and in the compressed stage, where a new parameter would have
+                no variance, for a group without ``non_freeze=True``.
+            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
+        """
+        if self._ready and not self.plan.update_variance and not param_group.get("non_freeze"):
+            raise ValueError(
+                f"a group added in the {self.plan.stage.value} stage has no variance to divide by: add it before, or "
+                "with non_freeze=True, which keeps it in full precision"
+            )
+        super().add_param_group(param_group)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> StepPlan:
+        """What the coming step does."""
+        return self.plan_at(self._step + 1)
+
+    @overload
+    def step(self, closure: None = None, grads: Iterable[Any] | None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], grads: Iterable[Any] | None = None) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, grads: Iterable[Any] | None = None) -> float | None:
+        """Take one step, on all ranks together.
+
+        Where a gradient is not finite on any rank the step is skipped on all: nothing changes, and
+        ``step_was_skipped`` is True until the next step.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+            grads: One gradient (or None) per parameter, flat or per group; ``p.grad`` of each where not given.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            TypeError: For sparse or complex gradients, on all ranks.
+            ValueError: For gradients of a wrong shape, device or number, on all ranks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._follow_parameters()
+        self._check_ranks_agree()
+        plan = self.plan
+        if grads is not None:
+            self._gradients_finite = None  # what was agreed on concerned other gradients
+        gradients, fault = self._collect(grads)
+        if self.max_grad_norm > 0 and fault is None:
+            self._clip(gradients, self.max_grad_norm, plan, fault)
+        finite = self._agree_finite(gradients, plan, fault)
+        self._gradients_finite = None
+        self.step_was_skipped = not finite
+        if finite:
+            self._take_step(plan, gradients)
+            self._step = plan.step
+        else:
+            self.skipped_steps += 1
+            if self.communicator.rank == 0:
+                logger.warning("step %d skipped: a gradient is not finite", plan.step)
+        self.traffic.end_step()
+        return loss
+
+    def _take_step(self, plan: StepPlan, gradients: Grads) -> None:
+        whole: list[int] = []
+        for index, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
+            if plan.update_variance:
+                self._uncompressed_step(group, state, gradients[index])
+            elif not state.compressed:
+                shapes = [p.shape for p in state.params]
+                averaged = average_gradients(gradients[index], state.layout, shapes, self.communicator)
+                self._uncompressed_step(group, state, averaged)
+            else:
+                whole.append(index)
+        if plan.synchronize:
+            self._compressed_step(whole, gradients)
+        if plan.ends_stage:
+            self._end_warmup(plan)
+
+    def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
+        rows = [index for index, grad in enumerate(grads) if grad is not None]
+        adam_step_(
+            [state.params[index] for index in rows],
+            [grad for grad in grads if grad is not None],
+            [state.view(state.exp_avg, index) for index in rows],
+            [state.view(state.exp_avg_sq, index) for index in rows],
+            [state.steps[index] for index in rows],
+            adam_options(group),
+        )
+
+    def _compressed_step(self, groups: Sequence[int], gradients: Grads) -> None:
+        jobs = [(index, number) for index in groups for number in range(len(self._states[index].layout.buckets))]
+        still = self._still_parameters()
+
+        def messages() -> Iterator[tuple[Tensor, Any]]:
+            for index, number in jobs:
+                state = self._states[index]
+                bucket = state.layout.buckets[number]
+                message = self._prepare(self.param_groups[index], state, bucket, gradients[index])
+                yield message, state.feedback[number]
+
+        for job in pipelined_compressed_all_reduce_(messages(), self.communicator):
+            index, number = jobs[job]
+            group, state = self.param_groups[index], self._states[index]
+            bucket = state.layout.buckets[number]
+            _mask_(state, bucket, group.get("exp_avg_mask"), still[index])
+            self._apply(group, state, bucket)
+        for index in groups:
+            self._states[index].steps += 1
+
+    def _still_parameters(self) -> list[list[bool]]:
+        """Parameters that never had a gradient in warmup: they have no variance, and keep still."""
+        if self._still is None:
+            self._still = [state.without_variance() for state in self._states]
+        return self._still
+
+    def _end_warmup(self, plan: StepPlan) -> None:
+        """Fold the bias corrections into the moments, and apply the variance floor, once."""
+        self._compare_parameters()
+        for group, state in zip(self.param_groups, self._states, strict=True):
+            if not state.compressed:
+                continue
+            beta1, beta2 = group["betas"]
+            for index, count in enumerate(state.steps.tolist()):
+                exp_avg, exp_avg_sq = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index)
+                if group["bias_correction"] and count > 0:
+                    correct_bias_(exp_avg, exp_avg_sq, count, beta1, beta2)
+                floor_variance_(exp_avg_sq, self.variance_floor)
+        self._still = None
+        if self.communicator.rank == 0:
+            self._report_switch(plan)
+
+    def _report_switch(self, plan: StepPlan) -> None:
+        logger.info(
+            "step %d: warmup ends, the variance is frozen; from here on gradients stay local and the momentum is sent "
+            "as signs",
+            plan.step,
+        )
+        flags = chain.from_iterable(self._still_parameters())
+        names = [name for name, flag in zip(chain.from_iterable(self._names), flags, strict=True) if flag]
+        if names:
+            logger.warning(
+                "%d parameter(s) had no gradient in the warmup stage, so they have no variance and keep still from "
+                "here on: %s%s (for such parameters use a later freeze_step, or a group with non_freeze=True)",
+                len(names),
+                ", ".join(names[:8]),
+                ", ..." if len(names) > 8 else "",
+            )
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _collect(self, grads: Iterable[Any] | None) -> tuple[Grads, Exception | None]:
+        """The gradients of the trainable parameters, and what is wrong with them."""
+        groups = [group["params"] for group in self.param_groups]
+        all_params = list(chain.from_iterable(groups))
+        try:
+            given = [p.grad for p in all_params] if grads is None else flatten_given(grads, [len(g) for g in groups])
+        except ValueError as error:
+            return [], error
+        by_param = dict(zip(map(id, all_params), given, strict=True))
+        gradients = [[by_param.pop(id(p)) for p in state.params] for state in self._states]
+        if any(grad is not None for grad in by_param.values()):
+            return gradients, ValueError(
+                "a parameter that was frozen (requires_grad=False) when it was added now has a gradient: the optimizer "
+                "has no state for it; add it with add_param_group once it is trainable"
+            )
+        params = self.trainable_parameters
+        names = list(chain.from_iterable(self._names))
+        return gradients, find_fault(params, list(chain.from_iterable(gradients)), names)
+
+    def _agree_finite(self, gradients: Grads, plan: StepPlan, fault: Exception | None) -> bool:
+        if self._gradients_finite is not None:
+            if fault is not None:
+                raise fault
+            return self._gradients_finite
+        return math.isfinite(float(self._square_norm(gradients, plan, fault)))
+
+    def _square_norm(self, gradients: Grads, plan: StepPlan, fault: Exception | None) -> Tensor:
+        flat = list(chain.from_iterable(gradients))
+        if plan.reduce_grads:
+            return reduced_square_norm(flat, self.communicator.device, fault)
+        return local_square_norm(flat, self.communicator, fault)
+
+    def _clip(self, gradients: Grads, max_norm: float, plan: StepPlan, fault: Exception | None) -> Tensor:
+        norm = self._square_norm(gradients, plan, fault).sqrt()
+        self._gradients_finite = math.isfinite(float(norm))
+        factor = float(clip_factor(norm, max_norm))
+        if self._gradients_finite and factor < 1.0:
+            torch._foreach_mul_([grad for grad in chain.from_iterable(gradients) if grad is not None], factor)
+        return norm.float()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Clip the gradients of the coming step, by the same factor on every rank. All ranks call.
+
+        Averaged gradients are clipped by their norm. Local ones by sqrt(mean over ranks of their squared norms), an
+        upper bound of the norm of their average that is at most sqrt(W) larger.
+
+        Args:
+            max_norm: The norm to clip to; ``math.inf`` only measures.
+            parameters: Clip these of the optimizer's parameters; all where None.
+
+        Returns:
+            [] float32, the norm before clipping.
+
+        Raises:
+            ValueError: If ``max_norm`` is not positive.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be > 0, got {max_norm}")
+        self._follow_parameters()
+        gradients, fault = self._collect(None)
+        everything = gradients
+        if parameters is not None:
+            chosen = {id(p) for p in parameters}
+            gradients = [
+                [grad if id(p) in chosen else None for p, grad in zip(state.params, grads, strict=True)]
+                for state, grads in zip(self._states, gradients, strict=True)
+            ]
+        norm = self._clip(gradients, max_norm, self.plan, fault)
+        if self._gradients_finite and any(
+            (mine is None) != (all_ is None)
+            for mine, all_ in zip(chain.from_iterable(gradients), chain.from_iterable(everything), strict=True)
+        ):
+            self._gradients_finite = None  # the others were not looked at
+        return norm
+
+    def agree_on_overflow(self, overflow: bool) -> bool:
+        """Whether any rank met an overflow in its local gradients. One small all-reduce; all ranks call.
+
+        The coming step needs no agreement of its own then.
+
+        Raises:
+            TypeError: For gradients that cannot be used, on all ranks.
+            ValueError: Likewise.
+        """
+        _, fault = self._collect(None)
+        found = torch.tensor([float(overflow), float(fault is not None)], device=self.communicator.device)
+        self.communicator.all_reduce(found, op="max").wait()
+        if fault is not None:
+            raise fault
+        if float(found[1]) > 0:
+            raise RuntimeError("another rank was given gradients that cannot be used; see its error")
+        self._gradients_finite = not float(found[0]) > 0
+        return not self._gradients_finite
+
+    def note_agreement(self, finite: bool | None) -> None:
+        """Tell the coming step what all ranks have agreed on already: whether every gradient is finite.
+
+        A gradient scaler or a clipping of one's own calls this, so that the step needs no agreement of its own. None
+        takes it back.
+        """
+        self._gradients_finite = finite
+
+    def _check_ranks_agree(self) -> None:
+        """Once before the first step: all ranks must hold the same layout, options and step.
+
+        Raises:
+            ValueError: If they do not, on all ranks.
+        """
+        if self._ranks_checked:
+            return
+        sizes = [(state.compressed, state.layout.numels) for state in self._states]
+        options = [self.bucket_numel, self.scale_block, self.variance_floor, self._schedule_options()]
+        self._compare_ranks(
+            "optimizer, step, parameter sizes or options",
+            [type(self).__name__, self._step, crc32(repr(sizes).encode()), repr(options)],
+        )
+        self._compare_parameters()
+        self._ranks_checked = True
+
+    def _compare_parameters(self) -> None:
+        """Check that all ranks hold the same parameter bits: nothing after the warmup stage would mend a difference.
+
+        Raises:
+            ValueError: If they do not, on all ranks.
+        """
+        digests = [bit_sum(param) for param in self.trainable_parameters]
+        digest = int(torch.stack(digests).sum()) if digests else 0
+        self._compare_ranks("the bits of their parameters (were all gradients averaged in the warmup stage?)", digest)
+
+    def _compare_ranks(self, what: str, mine: Any) -> None:
+        everyone = self.communicator.all_gather_object(mine)
+        different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if different:
+            raise ValueError(
+                f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has "
+                f"{everyone[different[0]]}, rank 0 {everyone[0]}"
+            )
+
+    # -- metrics ------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step and of the run so far, of this rank.
+
+        Returns:
+            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (by
+            this rank; without what the caller of a plain loop sends to average gradients); ``compression_ratio``
+            (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
+            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
+        """
+        world_size = self.communicator.world_size
+        numel = sum(state.layout.numel for state in self._states)
+        full = 2 * (world_size - 1) / world_size * _FLOAT_BYTES * numel
+        plan = self.plan_at(max(self._step, 1))
+        sent = self.traffic.step_bytes
+        compressed = world_size > 1 and not plan.reduce_grads and sent > 0
+        return {
+            "stage": plan.stage.number,
+            "step": float(self._step),
+            "skipped_steps": float(self.skipped_steps),
+            "bytes_sent_step": float(sent),
+            "bytes_sent": float(self.traffic.total_bytes),
+            "compression_ratio": full / sent if compressed else 1.0,
+            "seconds_all_to_all": self.traffic.seconds["all_to_all"],
+            "seconds_all_gather": self.traffic.seconds["all_gather"],
+            "seconds_communication": self.traffic.total_seconds,
+        }
+
+    def describe(self) -> str:
+        """One line on what this optimizer is and how it talks."""
+        schedule = ", ".join(f"{key}={value}" for key, value in self._schedule_options().items())
+        numel = sum(state.layout.numel for state in self._states)
+        return (
+            f"{type(self).__name__}, {numel:,} parameters, {schedule}; {self.communicator.world_size} rank(s) over "
+            f"{self.communicator.name}, scale_block={self.scale_block}, kernels: {kernels.implementation()}"
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "optimizer": type(self).__name__,
+            "step": self._step,
+            "stage": self.plan_at(max(self._step, 1)).stage.value,
+            "world_size": self.communicator.world_size,
+            "schedule": self._schedule_options(),
+            "bucket_numel": self.bucket_numel,
+            "scale_block": self.scale_block,
+            "skipped_steps": self.skipped_steps,
+            "bytes_sent": self.traffic.total_bytes,
+        }
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        if header["optimizer"] != type(self).__name__:
+            raise ValueError(f"the state is {header['optimizer']}'s, this optimizer is {type(self).__name__}")
+        if self.communicator.world_size > 1 and header["bucket_numel"] != self.bucket_numel:
+            cap = header["bucket_numel"] * _FLOAT_BYTES / _BYTES_PER_MB
+            raise ValueError(
+                f"the state was made with buckets of {header['bucket_numel']} elements, this optimizer has "
+                f"{self.bucket_numel}: give bucket_cap_mb={cap:g}"
+            )
+
+    def _load_header(self, header: dict[str, Any]) -> None:
+        if header["schedule"] != self._schedule_options() and self.communicator.rank == 0:
+            logger.warning(
+                "the schedule of the checkpoint, %s, takes the place of %s",
+                header["schedule"],
+                self._schedule_options(),
+            )
+        self._set_schedule_options(header["schedule"])
+        self._step = header["step"]
+        self.skipped_steps = header["skipped_steps"]
+        self.traffic.restore(header["bytes_sent"])
+        self._gradients_finite = None
+        self.step_was_skipped = False
+
+    def _plain_header(self, step: int) -> dict[str, Any]:
+        if step > 0 and (not self.plan_at(step).update_variance or self.plan_at(step).ends_stage):
+            raise ValueError(
+                f"a plain Adam state dict at step {step} can be taken over in the warmup stage only, and here step "
+                f"{step} ends or follows it ({self._schedule_options()}): let the warmup end later"
+            )
+        return {**self._header(), "step": step, "skipped_steps": 0, "bytes_sent": 0}
+
+
+def adam_options(group: dict[str, Any]) -> AdamOptions:
+    """The options of a param group that Adam's arithmetic takes."""
+    beta1, beta2 = group["betas"]
+    return AdamOptions(
+        lr=group["lr"],
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        bias_correction=group["bias_correction"],
+        eps_inside_sqrt=group["eps_inside_sqrt"],
+    )
+
+
+def _mask_(state: GroupState, bucket: Bucket, mask: Tensor | None, still: list[bool]) -> None:
+    """Multiply a bucket's momentum with the group's mask, and with 0 for parameters that keep still, in place."""
+    for piece in bucket.pieces:
+        part = state.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
+        if still[piece.index]:
+            part.zero_()
+        elif mask is not None:
+            whole = mask.to(part).expand(state.params[piece.index].shape).reshape(-1)
+            part.mul_(whole[piece.start : piece.stop])

@@ -1,0 +1,353 @@
+"""The state of an optimizer in flat buffers: param groups, state dicts, and what a checkpoint sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.torch_dist import make_communicator
+from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.flat import StateTensor
+from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.options import check_group
+
+#: Key under which a state dict carries what torch's own have no place for.
+STATE_KEY = "compressopt"
+_STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FlatOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state lies in one flat buffer per param group and is allocated at construction.
+
+    ``state[p]`` holds torch's names (``step``, ``exp_avg``, ``exp_avg_sq``) as views of the buffers, shaped like p.
+
+    Attributes:
+        communicator: The ranks.
+        traffic: What was sent.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        bucket_numel: int,
+        scale_block: int | None,
+        communicator: str | Communicator | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Check the param groups, choose the communicator, allocate the state."""
+        self.bucket_numel, self.scale_block = bucket_numel, scale_block
+        self.traffic = Traffic()
+        self._step = 0
+        self._ready = False  # False while torch's constructor adds the groups: state comes when all are known
+        self._in_shards = False
+        self._ranks_checked = False
+        self._states: list[GroupState] = []
+        self._names: list[list[str]] = []
+        self._still: list[list[bool]] | None = None
+        super().__init__(params, defaults)
+        tensors = chain.from_iterable(group["params"] for group in self.param_groups)
+        device = next((p.device for p in tensors), torch.device("cpu"))
+        self.communicator = make_communicator(communicator, process_group, device=device, traffic=self.traffic)
+        self._ready = True
+        for group in self.param_groups:
+            self._add_state(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything: copies share the process group, and views stay views of the copied buffers."""
+        return dict(self.__dict__)
+
+    # -- param groups -------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group; its state is allocated at once.
+
+        Raises:
+            ValueError: For an option outside its range.
+            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
+        """
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except (ValueError, TypeError):
+            self.param_groups.pop()
+            raise
+        if self._ready:
+            self._add_state(self.param_groups[-1])
+
+    def _add_state(self, group: dict[str, Any]) -> None:
+        trainable = dict.fromkeys(p for p in group["params"] if p.requires_grad)  # a tensor given twice counts once
+        state = GroupState(
+            list(trainable),
+            bucket_numel=self.bucket_numel,
+            scale_block=self.scale_block,
+            communicator=self.communicator,
+            compressed=not group["non_freeze"],
+        )
+        number = len(self._states)
+        given = group.get("param_names", [f"group{number}.{i}" for i in range(len(group["params"]))])
+        by_param = dict(zip(group["params"], given, strict=True))
+        self._states.append(state)
+        self._names.append([by_param[p] for p in trainable])
+        self._link(state)
+
+    def _link(self, state: GroupState) -> None:
+        for index, param in enumerate(state.params):
+            self.state[param] = state.torch_state(index)
+        self._state_changed()
+
+    def _state_changed(self) -> None:
+        """Forget what was derived from the state."""
+        self._still = None
+        self._ranks_checked = False
+
+    def _follow_parameters(self) -> None:
+        """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
+        for state in self._states:
+            if state.params and state.params[0].device != state.device:
+                state.to(state.params[0].device)
+                self.communicator.device = state.device
+                self._link(state)
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """The parameters that have state, group by group."""
+        return list(chain.from_iterable(state.params for state in self._states))
+
+    # -- what an optimizer adds to its state dict ---------------------------------------------------------------------
+
+    def _header(self) -> dict[str, Any]:
+        """Numbers and strings that belong to the state, for JSON."""
+        raise NotImplementedError("abstract")
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        """Raise ValueError where a header does not fit this optimizer; change nothing."""
+        raise NotImplementedError("abstract")
+
+    def _load_header(self, header: dict[str, Any]) -> None:
+        """Take over a header that was checked."""
+        raise NotImplementedError("abstract")
+
+    def _plain_header(self, step: int) -> dict[str, Any]:
+        """The header that a plain Adam state dict at this step stands for; ValueError where it can be none."""
+        raise NotImplementedError("abstract")
+
+    # -- state dict ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def state_in_shards(self) -> Iterator[None]:
+        """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` takes one: the state is in shards."""
+        before, self._in_shards = self._in_shards, True
+        try:
+            yield
+        finally:
+            self._in_shards = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's full local state, errors included, in tensors and primitives. Makes no collective call."""
+        self._follow_parameters()
+        packed = super().state_dict()
+        if self._in_shards:
+            packed["state"] = {}
+            for group in packed["param_groups"]:
+                group.pop("exp_avg_mask", None)
+            # one group too many: torch's own optimizers refuse it, where they would take an empty state for a fresh one
+            packed["param_groups"].append({"params": [], STATE_KEY: _STUB_NOTE})
+            packed[STATE_KEY] = {"stub": True, "step": self._step}
+            return packed
+        packed[STATE_KEY] = {
+            **self._header(),
+            "rank": self.communicator.rank,
+            "worker_error": [state.worker_error for state in self._states],
+            "server_error": [state.server_error for state in self._states],
+        }
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state dict into the buffers: one of this class and rank, or a plain one of torch's Adam or AdamW.
+
+        Raises:
+            ValueError: If it does not fit; nothing has changed then.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        self._follow_parameters()
+        own = state_dict.get(STATE_KEY)
+        if own is not None and own.get("stub"):
+            if not self._in_shards:
+                raise ValueError(
+                    "this state dict is a stub: the state itself lies beside it, in compressopt.index.json and its "
+                    "safetensors files; load it with hf_compressopt.load_state(optimizer, directory), or through "
+                    "Trainer or Accelerate with hf_compressopt registered"
+                )
+        else:
+            self._load_full(state_dict, own)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_full(self, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
+        rows = self._matching_rows(state_dict)
+        if own is None:
+            steps = [int(row["step"]) for _, _, row in rows if row]
+            header = self._plain_header(max(steps, default=0))
+        else:
+            header = own
+            self._check_errors(own)
+        self._check_header(header)
+        for state, index, row in rows:
+            for name in _MOMENTS:
+                state.view(getattr(state, name), index).copy_(row[name]) if row else None
+            state.steps[index] = float(row["step"]) if row else 0.0
+        if own is not None:
+            for name in ("worker_error", "server_error"):
+                for state, saved in zip(self._states, own[name], strict=True):
+                    getattr(state, name).copy_(saved)
+        saved_groups = [{k: v for k, v in g.items() if k not in ("params",)} for g in state_dict["param_groups"]]
+        self._load_groups(deepcopy(saved_groups))
+        self._load_header(header)
+        self._state_changed()
+
+    def _matching_rows(self, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
+        """Each trainable parameter with its saved state; {} where a plain state dict has none for it."""
+        saved_groups = state_dict["param_groups"]
+        sizes, saved = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
+        if sizes != saved:
+            raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
+        rows = []
+        for group, saved_group, state in zip(self.param_groups, saved_groups, self._states, strict=True):
+            key = dict(zip(group["params"], saved_group["params"], strict=True))
+            for index, param in enumerate(state.params):
+                row = state_dict["state"].get(key[param], {})
+                for name in _MOMENTS if row else ():
+                    if name not in row or row[name].shape != param.shape:
+                        found = tuple(row[name].shape) if name in row else "nothing"
+                        raise ValueError(
+                            f"{name} of parameter {key[param]} must have shape {tuple(param.shape)}, the state dict "
+                            f"has {found}"
+                        )
+                rows.append((state, index, row))
+        return rows
+
+    def _check_errors(self, own: dict[str, Any]) -> None:
+        if own["world_size"] != self.communicator.world_size:
+            raise ValueError(
+                f"the state dict is of a run of {own['world_size']} rank(s), this one has "
+                f"{self.communicator.world_size}: resume on as many ranks as the run had"
+            )
+        in_use = any(bool(error.any()) for error in [*own["worker_error"], *own["server_error"]])
+        if own["rank"] != self.communicator.rank and in_use:
+            raise ValueError(
+                f"the state dict is rank {own['rank']}'s, whose errors are not those of rank {self.communicator.rank}: "
+                "save and load with hf_compressopt.save_state and load_state, which keep every rank's own"
+            )
+        for name in ("worker_error", "server_error"):
+            sizes = [getattr(state, name).numel() for state in self._states]
+            saved = [error.numel() for error in own[name]]
+            if own["rank"] == self.communicator.rank and sizes != saved:
+                raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
+
+    def _load_groups(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Take over hyperparameters, in place: schedulers keep hold of the groups."""
+        for group, values in zip(self.param_groups, saved, strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), Tensor) and key == "lr":
+                    group[key].fill_(float(value))
+                else:
+                    group[key] = value
+
+    # -- what a checkpoint sees ---------------------------------------------------------------------------------------
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.
+
+        Raises:
+            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        """
+        if names is None:
+            return self._names
+        counts = [len(state.params) for state in self._states]
+        if len(names) != sum(counts) or len(set(names)) != len(names):
+            raise ValueError(
+                f"names must hold a different name for each of the {sum(counts)} trainable parameters, got "
+                f"{len(names)} names, {len(set(names))} different ones"
+            )
+        rest = iter(names)
+        return [[next(rest) for _ in range(count)] for count in counts]
+
+    def checkpoint_tensors(
+        self, names: Sequence[Sequence[str]], masks: dict[str, Tensor] | None = None
+    ) -> list[StateTensor]:
+        """Every state tensor that this rank holds a part of; they share memory with the optimizer.
+
+        Args:
+            names: Names of the trainable parameters, per group.
+            masks: Momentum masks by name, in the place of the optimizer's own.
+        """
+        self._follow_parameters()
+        tensors: list[StateTensor] = []
+        for number, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
+            tensors += state.checkpoint_tensors(number, names[number])
+            if masks is None and (mask := group.get("exp_avg_mask")) is not None:
+                tensors.append(StateTensor(_mask_name(number), tuple(mask.shape), 0, mask, True))
+        return tensors + [StateTensor(name, tuple(mask.shape), 0, mask, True) for name, mask in (masks or {}).items()]
+
+    def checkpoint_header(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors, for JSON: the header, and each group's hyperparameters."""
+        groups = [
+            {key: plain for key, value in group.items() if (plain := _plain(value)) is not None}
+            for group in self.param_groups
+        ]
+        return {**self._header(), "param_groups": groups}
+
+    def check_checkpoint_header(self, header: dict[str, Any]) -> None:
+        """Check that a checkpoint's header fits this optimizer.
+
+        Raises:
+            ValueError: If it does not; nothing has changed.
+        """
+        self._check_header(header)
+        if len(header["param_groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"the checkpoint has {len(header['param_groups'])} param groups, this optimizer has "
+                f"{len(self.param_groups)}"
+            )
+
+    def load_checkpoint_header(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Take over a checkpoint's header, and its momentum masks among ``tensors``, after the rest was copied in."""
+        self._load_groups([_from_plain(group) for group in header["param_groups"]])
+        for number, group in enumerate(self.param_groups):
+            if (mask := tensors.get(_mask_name(number))) is not None:
+                group["exp_avg_mask"] = mask.to(self._states[number].device)
+        self._load_header(header)
+        self._state_changed()
+
+
+def _mask_name(group: int) -> str:
+    return f"exp_avg_mask/group{group}"
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as JSON holds it; None for what is no hyperparameter."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and all(isinstance(entry, (int, float)) for entry in value):
+        return list(value)
+    return None
+
+
+def _from_plain(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

@@ -1,0 +1,152 @@
+"""Pure tensor mathematics: no process group, no optimizer, no state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+_RUN = 65536  # float32 norms are taken over runs of this length; longer ones lose digits on a CPU
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """The hyperparameters of one param group that Adam's arithmetic takes."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    bias_correction: bool
+    eps_inside_sqrt: bool
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements. Returns [] float64; not finite exactly where an element is not.
+
+    Squares are summed in float32 over short runs and in float64 over the runs.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // _RUN * _RUN
+        runs = [torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1)]
+        if whole:
+            runs.append(torch.linalg.vector_norm(flat[:whole].view(-1, _RUN), dim=1, dtype=torch.float32))
+        total += torch.cat(runs).double().square().sum()
+    if not bool(total.isfinite()) and all(bool(tensor.isfinite().all()) for tensor in tensors):
+        # every element is finite, only float32's range was too small for their squares
+        squares = [tensor.double().square().sum() for tensor in tensors]
+        total = torch.stack(squares).sum()
+    return total
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of this norm are multiplied with so that it becomes at most ``max_norm``; as torch computes it."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def denominator(variance: Tensor, eps: float, eps_inside_sqrt: bool) -> Tensor:
+    """sqrt(v) + eps, or sqrt(v + eps). A new tensor."""
+    return variance.add(eps).sqrt_() if eps_inside_sqrt else variance.sqrt().add_(eps)
+
+
+def adam_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    options: AdamOptions,
+) -> None:
+    """One step of Adam with decoupled weight decay (AdamW, arXiv 1711.05101, Algorithm 2), in place.
+
+    Where torch has the algorithm, this is torch's own arithmetic, bit for bit. Parameters of lower precision than
+    float32 are updated in float32 and rounded once.
+
+    Args:
+        params: Any shapes; float32, bfloat16 or float16.
+        grads: Shaped like params.
+        exp_avgs: float32, shaped like params.
+        exp_avg_sqs: float32, shaped like params.
+        steps: [] float32 each: steps that the parameter has seen; counted up here.
+        options: The group's hyperparameters.
+    """
+    if not params:
+        return
+    wide = [p if p.dtype == torch.float32 else p.float() for p in params]
+    grads = [g if g.dtype == torch.float32 else g.float() for g in grads]
+    if options.bias_correction and not options.eps_inside_sqrt:
+        adamw(
+            wide,
+            list(grads),
+            list(exp_avgs),
+            list(exp_avg_sqs),
+            [],
+            list(steps),
+            amsgrad=False,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            eps=options.eps,
+            maximize=False,
+        )
+    else:
+        for p, g, m, v, step in zip(wide, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+            _adam_variant_(p, g, m, v, step, options)
+    for p, result in zip(params, wide, strict=True):
+        if p is not result:
+            p.copy_(result)
+
+
+def _adam_variant_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, options: AdamOptions) -> None:
+    step += 1
+    m.lerp_(g, 1 - options.beta1)
+    v.mul_(options.beta2).addcmul_(g, g, value=1 - options.beta2)
+    m_hat, v_hat = m, v
+    if options.bias_correction:
+        count = float(step)
+        m_hat, v_hat = m / (1 - options.beta1**count), v / (1 - options.beta2**count)
+    lr = float(options.lr)
+    p.mul_(1 - lr * options.weight_decay)
+    p.addcdiv_(m_hat, denominator(v_hat, options.eps, options.eps_inside_sqrt), value=-lr)
+
+
+def apply_direction_(param: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
+    """Update p <- p (1 - lr wd) - lr direction, in place, in float32 whatever the parameter's dtype.
+
+    Args:
+        param: Any shape; float32, bfloat16 or float16.
+        direction: float32, shaped like param.
+        lr: Learning rate.
+        weight_decay: Decoupled weight decay.
+    """
+    wide = param if param.dtype == torch.float32 else param.float()
+    if weight_decay != 0:
+        wide.mul_(1 - lr * weight_decay)
+    wide.add_(direction, alpha=-lr)
+    if wide is not param:
+        param.copy_(wide)
+
+
+def correct_bias_(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, beta1: float, beta2: float) -> None:
+    """Fold Adam's bias corrections into the moments, in place: m <- m / (1 - b1^k), v <- v / (1 - b2^k), k > 0."""
+    exp_avg.div_(1 - beta1**step)
+    exp_avg_sq.div_(1 - beta2**step)
+
+
+def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:
+    """Raise every element of one tensor's variance to at least ``floor`` times the tensor's mean, in place."""
+    if floor > 0 and exp_avg_sq.numel() > 0:
+        exp_avg_sq.clamp_(min=floor * float(exp_avg_sq.double().mean()))
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Sum of all elements' bits, read as integers: exact, so that its order does not matter. Returns [] int64."""
+    integers = torch.int32 if tensor.element_size() == 4 else torch.int16
+    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)

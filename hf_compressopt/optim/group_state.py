@@ -1,0 +1,125 @@
+"""The flat buffers of one param group: moments, steps, and what error feedback remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.compressed import ErrorFeedback, server_numel
+from hf_compressopt.flat import Bucket, FlatLayout, StateTensor, chunk_range
+from hf_compressopt.optim.functional import apply_direction_
+
+
+class GroupState:
+    """State of the trainable parameters of one param group, allocated at once and alike on every rank.
+
+    Attributes:
+        params: The parameters that required a gradient when the group was added, in the group's order.
+        layout: Where they lie in the flat buffers.
+        exp_avg: [numel] float32, first moment.
+        exp_avg_sq: [numel] float32, second moment.
+        steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
+        worker_error: [numel] float32, or [0] where nothing is ever compressed.
+        server_error: [elements whose server this rank is] float32, or [0].
+        feedback: One per bucket, views of the two errors.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        *,
+        bucket_numel: int,
+        scale_block: int | None,
+        communicator: Communicator,
+        compressed: bool,
+    ) -> None:
+        """Allocate zeros. ``compressed`` says whether the group is ever compressed, so that it needs errors."""
+        self.params = list(params)
+        self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
+        self.compressed = compressed
+        self._scale_block = scale_block
+        self._communicator = communicator
+        has_errors = compressed and communicator.world_size > 1
+        owned = [server_numel(bucket.numel, communicator) for bucket in self.layout.buckets] if has_errors else []
+        device = self.params[0].device if self.params else communicator.device
+        self.exp_avg = torch.zeros(self.layout.numel, device=device)
+        self.exp_avg_sq = torch.zeros(self.layout.numel, device=device)
+        self.worker_error = torch.zeros(self.layout.numel if has_errors else 0, device=device)
+        self.server_error = torch.zeros(sum(owned), device=device)
+        self.steps = torch.zeros(len(self.params))
+        self._make_feedback()
+
+    def _make_feedback(self) -> None:
+        self.feedback: list[ErrorFeedback] = []
+        offset = 0
+        for bucket in self.layout.buckets:
+            own = server_numel(bucket.numel, self._communicator) if self.worker_error.numel() else 0
+            worker = self.worker_error[bucket.start : bucket.stop]
+            self.feedback.append(ErrorFeedback(worker, self.server_error[offset : offset + own], self._scale_block))
+            offset += own
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers lie."""
+        return self.exp_avg.device
+
+    def to(self, device: torch.device) -> None:
+        """Move the buffers. Views that were handed out become stale."""
+        for name in ("exp_avg", "exp_avg_sq", "worker_error", "server_error"):
+            setattr(self, name, getattr(self, name).to(device))
+        self._make_feedback()
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """Part of a flat buffer that belongs to one parameter, shaped like it."""
+        start = self.layout.starts[index]
+        return flat[start : start + self.layout.numels[index]].view(self.params[index].shape)
+
+    def torch_state(self, index: int) -> dict[str, Tensor]:
+        """What ``optimizer.state[p]`` holds: torch's names, as views of the flat buffers."""
+        return {
+            "step": self.steps[index],
+            "exp_avg": self.view(self.exp_avg, index),
+            "exp_avg_sq": self.view(self.exp_avg_sq, index),
+        }
+
+    def without_variance(self) -> list[bool]:
+        """For each parameter: True where it has elements and all of its second moment is zero."""
+        views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
+        return [view.numel() > 0 and not bool(view.any()) for view in views]
+
+    def apply_direction_(self, bucket: Bucket, direction: Tensor, lr: float, weight_decay: float) -> None:
+        """Update p <- p (1 - lr wd) - lr direction for the parameters' parts in a bucket. direction: [bucket.numel]."""
+        for piece in bucket.pieces:
+            param = self.params[piece.index]
+            if not param.requires_grad:
+                continue  # frozen after it was added: it keeps still
+            flat = param.reshape(-1)  # a view where the parameter is contiguous, else a copy
+            start = piece.offset - bucket.start
+            part = direction[start : start + piece.stop - piece.start]
+            apply_direction_(flat[piece.start : piece.stop], part, lr, weight_decay)
+            if not param.is_contiguous():
+                param.copy_(flat.view(param.shape))
+
+    def checkpoint_tensors(self, group: int, names: Sequence[str]) -> Iterator[StateTensor]:
+        """Every tensor of this state as a checkpoint sees it; ``names`` are those of ``params``."""
+        for index, (name, param) in enumerate(zip(names, self.params, strict=True)):
+            shape = tuple(param.shape)
+            yield StateTensor(f"exp_avg/{name}", shape, 0, self.view(self.exp_avg, index), True)
+            yield StateTensor(f"exp_avg_sq/{name}", shape, 0, self.view(self.exp_avg_sq, index), True)
+        yield StateTensor(f"step/group{group}", (len(self.params),), 0, self.steps, True)
+        if self.worker_error.numel() == 0:
+            return
+        whole = (self.layout.numel,)
+        rank = self._communicator.rank
+        yield StateTensor(f"worker_error/group{group}/rank{rank}", whole, 0, self.worker_error, False)
+        for bucket, feedback in zip(self.layout.buckets, self.feedback, strict=True):
+            if feedback.server_error.numel():
+                start = self._server_start(bucket)
+                yield StateTensor(f"server_error/group{group}", whole, start, feedback.server_error, False)
+
+    def _server_start(self, bucket: Bucket) -> int:
+        communicator = self._communicator
+        return bucket.start + chunk_range(bucket.numel, communicator.world_size, communicator.rank)[0]

@@ -1,0 +1,115 @@
+"""Checks of options: every error names the value, what is legal, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.flat import SIGNS_PER_BYTE
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_at_least(name: str, value: Any, low: float) -> None:
+    """Check value >= low.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is less, or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(f"{name} must be a number >= {low}, got {value!r}")
+    if not bool(value >= low):
+        raise ValueError(f"{name} must be >= {low}, got {value}")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Check that value is an int >= 1.
+
+    Raises:
+        TypeError: If it is not an int.
+        ValueError: If it is less than 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int >= 1, got {value!r}")
+    check_at_least(name, value, 1)
+
+
+def check_scale_block(value: Any) -> None:
+    """Check that value is None or a positive multiple of 8.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if value is not None and (not isinstance(value, int) or value < 1 or value % SIGNS_PER_BYTE):
+        raise ValueError(f"scale_block must be a positive multiple of {SIGNS_PER_BYTE}, or None, got {value!r}")
+
+
+def resolve_communicator(
+    communicator: str | Communicator | None, comm_backend_name: str | None, cuda_aware: bool
+) -> str | Communicator | None:
+    """The communicator that two spellings and an option of one transport ask for.
+
+    Raises:
+        ValueError: If both spellings are given, or if cuda_aware is True.
+    """
+    if communicator is not None and comm_backend_name is not None:
+        raise ValueError(
+            f"communicator={communicator!r} and comm_backend_name={comm_backend_name!r} are two spellings of one "
+            "option: give one"
+        )
+    if cuda_aware:
+        raise ValueError("cuda_aware must be False, got True: it belongs to communicator='mpi', which is not there yet")
+    return communicator if communicator is not None else comm_backend_name
+
+
+def check_group(group: dict[str, Any], number: int) -> None:
+    """Check the options and parameters of a param group.
+
+    Raises:
+        ValueError: For an option outside its range, a mask that fits no parameter, or parameters on several devices.
+        TypeError: For parameters of a dtype that is not supported.
+    """
+    for name in ("lr", "eps", "weight_decay"):
+        check_at_least(name, group[name], 0)
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    for index, beta in enumerate(betas):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta}")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"{name} must be False, got {group[name]} in param group {number}")
+    _check_params(group["params"], number)
+    if (mask := group.get("exp_avg_mask")) is not None:
+        _check_mask(mask, group["params"], number)
+
+
+def _check_params(params: list[Tensor], number: int) -> None:
+    for param in params:
+        if param.dtype not in _DTYPES:
+            raise TypeError(f"parameters must be one of {_DTYPES}, got {param.dtype} in param group {number}")
+        if param.layout != torch.strided:
+            raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
+        if param.device != params[0].device:
+            raise ValueError(
+                f"the parameters of param group {number} must be on one device, got {params[0].device} and "
+                f"{param.device}: make a group for each device"
+            )
+
+
+def _check_mask(mask: Any, params: list[Tensor], number: int) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"exp_avg_mask must be a tensor, got {type(mask).__name__} in param group {number}")
+    for param in params:
+        try:
+            mask.expand(param.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"exp_avg_mask of shape {tuple(mask.shape)} must broadcast to every parameter of param group {number}, "
+                f"got one of shape {tuple(param.shape)}: give the parameter a group of its own"
+            ) from None
