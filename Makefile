@@ -30,7 +30,7 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	@echo "== tests that need a CUDA device =="
-	@$(VENV)/bin/python -m pytest tests/gpu
+	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers" tests/gpu
 
 style: $(STAMP)
 	@echo "== style: ruff, mypy --strict =="

@@ -1,11 +1,12 @@
 """Where gradients meet the wire: DDP's communication hook, and what step() itself sends of gradients."""
 
-from __future__ import annotations
+# No postponed annotations here: DDP compares those of a hook with the types themselves.
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
@@ -44,7 +45,10 @@ class GradientSync:
         return not self.optimizers or any(optimizer.plan.reduce_grads for optimizer in self.optimizers)
 
 
-def ddp_hook(state: GradientSync, bucket: Any) -> torch.futures.Future[Tensor]:
+def ddp_hook(
+    state: GradientSync,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
     """DDP communication hook: average a bucket of gradients over the ranks, or leave it local, as the plan says.
 
     The average has the bits of DDP's own: times 1/W first, then the all-reduce.

@@ -60,9 +60,13 @@ class Communicator(ABC):
         """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; blocking."""
+        """Every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; blocking; not counted."""
         if self.world_size == 1:
             return [value]
+        with self.traffic.paused():
+            return self._all_gather_json(value)
+
+    def _all_gather_json(self, value: Any) -> list[Any]:
         data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         self.all_gather(sizes, torch.tensor([data.numel()], device=self.device)).wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Traffic:
@@ -17,16 +19,28 @@ class Traffic:
         """Start at zero."""
         self.bytes: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._bytes_before = 0
         self.step_bytes = 0
+        self._bytes_before = 0
+        self._paused = False
 
     def sent(self, kind: str, nbytes: int) -> None:
         """Count ``nbytes`` bytes sent by a collective of this kind."""
-        self.bytes[kind] += nbytes
+        if not self._paused:
+            self.bytes[kind] += nbytes
 
     def waited(self, kind: str, seconds: float) -> None:
         """Count host seconds spent in a collective of this kind."""
-        self.seconds[kind] += seconds
+        if not self._paused:
+            self.seconds[kind] += seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is counted: what checkpoints and checks exchange is no part of the training's traffic."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     @property
     def total_bytes(self) -> int:

@@ -25,6 +25,7 @@ from hf_compressopt.optim.compressed import CompressedOptimizer
 logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
+_LOGGED = ("stage", "bytes_sent", "bytes_sent_step", "compression_ratio", "seconds_communication")
 _UNSUPPORTED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
@@ -336,8 +337,9 @@ def attach(
 
 
 def prefixed_metrics(optimizer: CompressedOptimizer) -> dict[str, float]:
-    """The optimizer's metrics under the names that logs carry."""
-    return {f"compressopt/{name}": value for name, value in optimizer.metrics().items()}
+    """Those of the optimizer's metrics that a log line carries, under the names that it carries."""
+    metrics = optimizer.metrics()
+    return {f"compressopt/{name}": metrics[name] for name in _LOGGED}
 
 
 def parameter_names(optimizer: CompressedOptimizer, models: Sequence[nn.Module]) -> list[str]:

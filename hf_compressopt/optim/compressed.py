@@ -300,8 +300,8 @@ class CompressedOptimizer(FlatOptimizer):
 
     def _report_switch(self, plan: StepPlan) -> None:
         logger.info(
-            "step %d: warmup ends, the variance is frozen; from here on gradients stay local and the momentum is sent "
-            "as signs",
+            "step %d: warmup ends, the variance is frozen; from here on gradients stay local, the momentum is sent as "
+            "signs, and a reported grad_norm is sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger",
             plan.step,
         )
         flags = chain.from_iterable(self._still_parameters())

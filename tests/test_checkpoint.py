@@ -1,0 +1,300 @@
+"""save_state and load_state: exact, whole or refused, and nothing changed by a refusal."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from tests.harness import run_ranks, run_ranks_expecting_error
+
+SHAPES = [(30, 7), (11,), (0, 4), (5, 3, 2), (1,)]
+FREEZE, STEPS = 3, 8
+
+
+def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    from hf_compressopt import OnebitAdam
+
+    torch.manual_seed(0)
+    named = [(f"layer.{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
+    mask = (torch.arange(7) < 5).float()
+    groups = [
+        {"params": named[:1], "exp_avg_mask": mask},
+        {"params": named[1:-1], "weight_decay": 0.1},
+        {"params": named[-1:], "non_freeze": True},
+    ]
+    settings = {"lr": 1e-2, "freeze_step": FREEZE, "bucket_cap_mb": 0.0003, "scale_block": 16, **options}
+    return [p for _, p in named], OnebitAdam(groups, **settings)
+
+
+def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    import torch.distributed as dist
+
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+            if optimizer.plan.reduce_grads:
+                p.grad.mul_(1 / world_size)
+                dist.all_reduce(p.grad)
+        optimizer.step()
+
+
+def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
+    own = optimizer.state_dict()["compressopt"]
+    moments = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq", "step")]
+    return [t.detach().clone() for t in [*params, *moments, *own["worker_error"], *own["server_error"]]]
+
+
+def save_and_go_on(rank: int, world_size: int, directory: str, at: int) -> list[Tensor]:
+    from hf_compressopt import save_state
+
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(at))
+    save_state(optimizer, directory)
+    torch.save([p.detach() for p in params], f"{directory}/params-{rank}.pt")
+    train(rank, world_size, params, optimizer, range(at, STEPS))
+    return everything(params, optimizer)
+
+
+def resume(rank: int, world_size: int, directory: str, at: int) -> list[Tensor]:
+    from hf_compressopt import load_state, save_state
+
+    params, optimizer = make(world_size)
+    optimizer.param_groups[0].pop("exp_avg_mask")  # the mask comes back with the checkpoint
+    load_state(optimizer, directory)
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / at
+    save_state(optimizer, directory + "-again")  # right after the load
+    load_state(optimizer, directory + "-again")
+    with torch.no_grad():
+        for p, saved in zip(params, torch.load(f"{directory}/params-{rank}.pt"), strict=True):
+            p.copy_(saved)
+    train(rank, world_size, params, optimizer, range(at, STEPS))
+    return everything(params, optimizer)
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.invariant(23)
+@pytest.mark.invariant(31)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("at", [2, FREEZE, 6])
+def test_resume_is_the_uninterrupted_run(world_size: int, at: int, tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    whole = run_ranks(world_size, save_and_go_on, directory, at)
+    resumed = run_ranks(world_size, resume, directory, at)
+    for before, after in zip(whole, resumed, strict=True):
+        assert len(before) == len(after)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    if world_size > 1:
+        assert any(error.any() for error in whole[0][-2:]), "no error feedback was at work"
+
+
+def save_twice(rank: int, world_size: int, directory: str) -> None:
+    from hf_compressopt import save_state
+
+    params, optimizer = make(world_size)
+    for at in (4, 6):
+        train(rank, world_size, params, optimizer, range(at - 2, at))
+        save_state(optimizer, directory)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    run_ranks(2, save_twice, str(tmp_path))
+    return tmp_path
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "compressopt.index.json").read_text())
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    (folder / "compressopt.index.json").write_text(json.dumps(index))
+
+
+def test_the_files_are_those_of_the_last_save_and_open_with_safetensors(saved: Path) -> None:
+    index = read_index(saved)
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == sorted(["compressopt.index.json", *(shard["file"] for shard in index["shards"])])
+    assert index["header"]["step"] == 4 and index["header"]["world_size"] == 2
+    seen: set[str] = set()
+    for shard in index["shards"]:
+        with safe_open(saved / shard["file"], framework="pt") as file:
+            seen |= set(file.keys())
+            assert file.metadata()["save_id"] == index["save_id"]
+    assert {"exp_avg/layer.0", "exp_avg_sq/layer.3", "worker_error/group0/rank1"} <= seen
+
+
+def load_and_compare(rank: int, world_size: int, directory: str, options: dict[str, Any]) -> None:
+    """Load into an optimizer that has state; whatever happens, it must be unchanged after an error."""
+    from hf_compressopt import load_state
+
+    params, optimizer = make(world_size, **options)
+    train(rank, world_size, params, optimizer, range(5))
+    before, step = everything(params, optimizer), optimizer.metrics()["step"]
+    try:
+        load_state(optimizer, directory)
+    finally:
+        after = everything(params, optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the state was changed"
+        assert optimizer.metrics()["step"] == step
+
+
+def truncate(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][1]["file"]
+    os.truncate(file, file.stat().st_size - 5)
+    return file.name
+
+
+def flip_a_bit(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][0]["file"]
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(bytes(data))
+    return file.name
+
+
+def remove_a_shard(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][1]["file"]
+    file.unlink()
+    return file.name
+
+
+def swap_the_shards(folder: Path) -> str:
+    first, second = (folder / shard["file"] for shard in read_index(folder)["shards"])
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    return "compressopt-"
+
+
+def shard_of_another_save(folder: Path) -> str:
+    index = read_index(folder)
+    index["save_id"] = "0123456789abcdef"
+    write_index(folder, index)
+    return index["shards"][0]["file"]
+
+
+def damage_the_header(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][0]["file"]
+    data = bytearray(file.read_bytes())
+    data[:8] = (2**40).to_bytes(8, "little")
+    file.write_bytes(bytes(data))
+    return file.name
+
+
+def name_a_file_elsewhere(folder: Path) -> str:
+    index = read_index(folder)
+    index["shards"][0]["file"] = "../" + index["shards"][0]["file"]
+    write_index(folder, index)
+    return "compressopt.index.json"
+
+
+def overlap_the_pieces(folder: Path) -> str:
+    index = read_index(folder)
+    entry = next(entry for entry in index["tensors"].values() if len(entry["pieces"]) > 1)
+    entry["pieces"][1]["start"] -= 1
+    write_index(folder, index)
+    return "compressopt.index.json"
+
+
+def cut_the_index(folder: Path) -> str:
+    text = (folder / "compressopt.index.json").read_text()
+    (folder / "compressopt.index.json").write_text(text[: len(text) // 2])
+    return "compressopt.index.json"
+
+
+def later_format(folder: Path) -> str:
+    index = read_index(folder)
+    write_index(folder, {**index, "version": 99})
+    return "compressopt.index.json"
+
+
+def wrong_dtype(folder: Path) -> str:
+    index = read_index(folder)
+    index["tensors"]["exp_avg/layer.0"]["dtype"] = "float64"
+    write_index(folder, index)
+    return "compressopt.index.json"
+
+
+HOSTILE = [
+    truncate,
+    flip_a_bit,
+    remove_a_shard,
+    swap_the_shards,
+    shard_of_another_save,
+    damage_the_header,
+    name_a_file_elsewhere,
+    overlap_the_pieces,
+    cut_the_index,
+    later_format,
+    wrong_dtype,
+]
+
+
+@pytest.mark.invariant(27)
+@pytest.mark.parametrize("damage", HOSTILE, ids=lambda damage: damage.__name__)
+def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any, saved: Path) -> None:
+    file = damage(saved)
+    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {})
+    assert any(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
+    assert all(file in text for text in errors.values()), errors
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"shapes": [(30, 7), (12,), (0, 4), (5, 3, 2), (1,)]}, "another model"),
+        ({"shapes": [(30, 7), (11,), (5, 3, 2), (1,)]}, "another model"),
+        ({"bucket_cap_mb": 0.001}, "bucket_cap_mb=0.000"),
+    ],
+    ids=["shape", "count", "buckets"],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str, saved: Path) -> None:
+    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), options)
+    assert all("compressopt.index.json" in text and expected in text for text in errors.values()), errors
+
+
+def test_another_number_of_ranks_is_refused(saved: Path) -> None:
+    for world_size in (1, 3):
+        errors = run_ranks_expecting_error(world_size, load_and_compare, str(saved), {})
+        assert all("saved by 2 rank(s)" in text and "resume on 2" in text for text in errors.values()), errors
+
+
+def save_without_room(rank: int, world_size: int, directory: str) -> None:
+    from hf_compressopt import save_state
+
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(6))
+    if rank == 1:  # its disk is full: no file may grow beyond this many bytes
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, resource.RLIM_INFINITY))
+    try:
+        save_state(optimizer, directory)
+    finally:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_earlier_checkpoint(saved: Path) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    errors = run_ranks_expecting_error(2, save_without_room, str(saved))
+    assert "another rank failed" in errors[0] and "File too large" in errors[1], errors
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    run_ranks(2, resume_only, str(saved))
+
+
+def resume_only(rank: int, world_size: int, directory: str) -> None:
+    from hf_compressopt import load_state
+
+    _, optimizer = make(world_size)
+    load_state(optimizer, directory)
+    assert optimizer.metrics()["step"] == 4

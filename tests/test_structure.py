@@ -1,0 +1,74 @@
+"""Imports run down only: integrations -> checkpoint.io, amp -> optim -> grad_sync -> collectives -> kernels -> flat."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "hf_compressopt"
+
+# A file may import what stands in a later row, or in its own room.
+ROWS = [
+    ["auto", "run", "cli"],
+    ["integrations"],
+    ["checkpoint.io", "amp"],
+    ["optim", "zero"],
+    ["grad_sync"],
+    ["collectives"],
+    ["kernels"],
+    ["flat", "stages"],
+    ["checkpoint.index", "checkpoint.reshard"],
+]
+LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
+HOSTS = {"transformers", "accelerate"}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return next(name for end in (2, 1) if (name := ".".join(parts[:end])) in LEVEL)
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        if name not in ("__init__", "checkpoint"):
+            yield name, path
+
+
+def test_imports_run_down_only() -> None:
+    seen = 0
+    for name, path in modules():
+        room = room_of(name)
+        for target in imports(path):
+            if target.startswith("hf_compressopt."):
+                seen += 1
+                other = room_of(target.removeprefix("hf_compressopt."))
+                assert other == room or LEVEL[other] > LEVEL[room], f"{path} imports {target}"
+    assert seen > 30
+
+
+def test_only_the_integrations_know_the_hosts() -> None:
+    knowing = {room_of(name) for name, path in modules() if any(t.split(".")[0] in HOSTS for t in imports(path))}
+    assert knowing == {"integrations"}
+
+
+def test_stages_and_the_index_know_no_torch() -> None:
+    for file in ("stages.py", "checkpoint/index.py"):
+        assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
+
+
+def test_recipes_use_public_names_only() -> None:
+    recipes = PACKAGE.parent / "recipes"
+    public = {"hf_compressopt", "hf_compressopt.auto"}
+    for path in recipes.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_compressopt"):
+                assert node.module in public, f"{path} imports {node.module}"

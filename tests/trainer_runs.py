@@ -1,0 +1,161 @@
+"""Real Trainer runs on real ranks, for the tests of the integration: small GPT-2 models on fixed random tokens."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCAB, LENGTH, EXAMPLES = 61, 12, 96
+
+
+@dataclass
+class Run:
+    """What to train, and what to disturb. `arguments` go to TrainingArguments."""
+
+    arguments: dict[str, Any]
+    evaluate_first: bool = False
+    resume: str | None = None
+    overflow: tuple[int, int] | None = None  # (rank, step counted from 0): a gradient becomes inf there
+    scaler: bool = False
+    optimizer: str | None = None  # "cls_and_kwargs" or "instance": how the optimizer gets to Trainer
+    comm_hook: bool = False
+    unused: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def use_accelerate(rank: int, world_size: int) -> None:
+    """Make accelerate take the process group that is there, as if a launcher had started this process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    os.environ.update({"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})
+
+
+def small_model(unused: bool = False) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=LENGTH,
+        n_embd=24,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = GPT2LMHeadModel(config)
+    if unused:
+        model.never_used = torch.nn.Linear(3, 3)
+    return model
+
+
+def tokens(count: int = EXAMPLES) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, VOCAB, (count, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def same_on_all_ranks(params: Any) -> bool:
+    flat = torch.cat([p.detach().flatten() for p in params])
+    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, flat)
+    return all(torch.equal(gathered[0].view(torch.int32), other.view(torch.int32)) for other in gathered)
+
+
+def make_trainer(rank: int, world_size: int, run: Run) -> Any:
+    use_accelerate(rank, world_size)
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    import hf_compressopt.auto  # noqa: F401
+    from hf_compressopt import OnebitAdam
+    from hf_compressopt.amp import innermost
+
+    class Watch(TrainerCallback):
+        """After every step: are the parameters alike on all ranks, which lr, was the step skipped?"""
+
+        def __init__(self) -> None:
+            self.alike: list[bool] = []
+            self.rows: list[dict[str, Any]] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            inner = innermost(kwargs["optimizer"])
+            self.alike.append(same_on_all_ranks(model.parameters()))
+            row = {"lr": inner.param_groups[0]["lr"], "skipped": getattr(inner, "step_was_skipped", False)}
+            flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+            self.rows.append({**row, "norm": flat.double().norm().item()})
+
+    class TestTrainer(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            overflow = run.overflow == (rank, self.state.global_step)
+            bias = self.model.transformer.ln_f.bias
+            handle = bias.register_hook(lambda grad: grad + float("inf")) if overflow else None
+            loss = super().training_step(*args, **kwargs)
+            if handle is not None:
+                handle.remove()
+            return loss
+
+    defaults = {
+        "report_to": "none",
+        "use_cpu": True,
+        "per_device_train_batch_size": 2,
+        "max_steps": 8,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "learning_rate": 1e-2,
+        "weight_decay": 0.05,
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    args = TrainingArguments(**{**defaults, **run.arguments})
+    model = small_model(run.unused)
+    options: dict[str, Any] = dict(run.extra)
+    if run.optimizer == "cls_and_kwargs":
+        options["optimizer_cls_and_kwargs"] = (OnebitAdam, {"lr": args.learning_rate})
+    if run.optimizer == "instance":
+        options["optimizers"] = (OnebitAdam(model.parameters(), lr=args.learning_rate, freeze_step=3), None)
+    data = tokens()
+    trainer = TestTrainer(
+        model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[watch := Watch()], **options
+    )
+    trainer.watch = watch
+    if run.scaler:
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    if run.comm_hook:
+        from accelerate.utils import DDPCommunicationHookType
+
+        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType.FP16
+    return trainer
+
+
+def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    """Train, and tell what came of it."""
+    from hf_compressopt.amp import innermost
+
+    trainer = make_trainer(rank, world_size, run)
+    if run.evaluate_first:
+        trainer.evaluate()
+    torch.manual_seed(3)  # an evaluation draws random numbers
+    trainer.train(resume_from_checkpoint=run.resume)
+    inner = innermost(trainer.optimizer)
+    return {
+        "params": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        "alike": trainer.watch.alike,
+        "rows": trainer.watch.rows,
+        "history": trainer.state.log_history,
+        "optimizer": type(inner).__name__,
+        "freeze_step": getattr(inner, "freeze_step", None),
+        "metrics": inner.metrics() if hasattr(inner, "metrics") else {},
+        "model_class": type(getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)).__name__,
+        "best": trainer.state.best_model_checkpoint,
+    }
+
+
+def equal_params(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
