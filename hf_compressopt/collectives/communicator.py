@@ -77,6 +77,20 @@ class Communicator(ABC):
         rows = zip(gathered.view(self.world_size, longest).cpu(), sizes.tolist(), strict=True)
         return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
 
+    def require_equal(self, what: str, mine: Any) -> None:
+        """Check that every rank has the same value (anything that JSON holds). All ranks call; blocking.
+
+        Raises:
+            ValueError: On all ranks, if one differs from rank 0's.
+        """
+        everyone = self.all_gather_object(mine)
+        different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if different:
+            raise ValueError(
+                f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has "
+                f"{everyone[different[0]]}, rank 0 {everyone[0]}"
+            )
+
     def raise_together(self, error: Exception | None) -> None:
         """Raise on every rank where any rank has an error. All ranks call; blocking.
 

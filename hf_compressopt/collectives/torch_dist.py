@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from typing import Any, cast
 
 import torch
@@ -56,8 +57,11 @@ class TorchCommunicator(Communicator):
         self.name = backend_of(process_group, self.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchCommunicator:
-        """A process group cannot be copied: copies share it."""
-        return self
+        """A process group cannot be copied: copies share it, and count for themselves."""
+        copied = copy(self)
+        memo[id(self)] = copied
+        copied.traffic = deepcopy(self.traffic, memo)
+        return copied
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""

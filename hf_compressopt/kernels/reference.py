@@ -13,8 +13,8 @@ from torch import Tensor
 # byte as its least significant bit; no partial sums meet, so there are no carries.
 _GATHER_BITS = 0x0102040810204080
 _TOP_BYTE_SHIFT = 56
-# Sums of squares are taken in float32 over runs of this length and in float64 over the runs.
-_RMS_RUN = 4096
+# Norms are taken in float32 over runs of this length, and in float64 over the runs: longer ones lose digits.
+_RUN = 256
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,31 @@ class Chunk:
 
 def rms(x: Tensor) -> Tensor:
     """Root mean square of all elements. x: [n] float32, n > 0. Returns [] float32."""
-    whole = x.numel() // _RMS_RUN * _RMS_RUN
-    runs = torch.linalg.vector_norm(x[:whole].view(-1, _RMS_RUN), dim=1).double()  # [n // _RMS_RUN]
-    rest = torch.linalg.vector_norm(x[whole:]).double()
-    mean_square: Tensor = (runs.square().sum() + rest.square()) / x.numel()
-    return mean_square.sqrt().float()
+    return block_rms(x, x.numel()).view(())
 
 
 def block_rms(x: Tensor, scale_block: int) -> Tensor:
-    """Root mean square of each block. x: [n] float32. Returns [ceil(n / scale_block)] float32."""
+    """Root mean square of each block. x: [n] float32, n > 0. Returns [ceil(n / scale_block)] float32."""
     whole = x.numel() // scale_block * scale_block
-    scales: Tensor = torch.linalg.vector_norm(x[:whole].view(-1, scale_block), dim=1).div_(scale_block**0.5)
+    scales = []
+    if whole:
+        scales.append(_row_norms(x[:whole].view(-1, scale_block)).div_(scale_block**0.5))
     if whole < x.numel():
-        last = torch.linalg.vector_norm(x[whole:]).div_((x.numel() - whole) ** 0.5)
-        scales = torch.cat([scales, last.view(1)])
-    return scales
+        scales.append(_row_norms(x[whole:].unsqueeze(0)).div_((x.numel() - whole) ** 0.5))
+    return torch.cat(scales).float()
+
+
+def _row_norms(rows: Tensor) -> Tensor:
+    """Norm of each row, in float32 over short runs and in float64 over the runs. rows: [r, n]. Returns [r] float64."""
+    whole = rows.shape[1] // _RUN * _RUN
+    parts = []
+    if whole:
+        runs = torch.linalg.vector_norm(rows[:, :whole].view(rows.shape[0], -1, _RUN), dim=2)
+        parts.append(torch.linalg.vector_norm(runs.double(), dim=1))
+    if whole < rows.shape[1]:
+        parts.append(torch.linalg.vector_norm(rows[:, whole:], dim=1).double())
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0) if len(parts) > 1 else parts[0]
+    return norms
 
 
 def pack_signs(x: Tensor) -> Tensor:

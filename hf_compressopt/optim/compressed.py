@@ -23,11 +23,10 @@ from hf_compressopt.optim.functional import (
     AdamOptions,
     adam_step_,
     bit_sum,
-    clip_factor,
     correct_bias_,
     floor_variance_,
 )
-from hf_compressopt.optim.gradients import Grads, find_fault, flatten_given, local_square_norm, reduced_square_norm
+from hf_compressopt.optim.gradients import Grads, StepGradients
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
 from hf_compressopt.stages import StepPlan
@@ -195,7 +194,8 @@ class CompressedOptimizer(FlatOptimizer):
 
         Args:
             closure: Evaluates the model again and returns the loss.
-            grads: One gradient (or None) per parameter, flat or per group; ``p.grad`` of each where not given.
+            grads: One gradient (or None) per parameter, flat or per group, left as they are; ``p.grad`` of each where
+                not given.
 
         Returns:
             What the closure returned.
@@ -213,14 +213,15 @@ class CompressedOptimizer(FlatOptimizer):
         plan = self.plan
         if grads is not None:
             self._gradients_finite = None  # what was agreed on concerned other gradients
-        gradients, fault = self._collect(grads)
-        if self.max_grad_norm > 0 and fault is None:
-            self._clip(gradients, self.max_grad_norm, plan, fault)
-        finite = self._agree_finite(gradients, plan, fault)
+        gradients = self._collect(grads)
+        if self.max_grad_norm > 0:
+            norm = gradients.clip_(self.max_grad_norm, in_place=grads is None)
+            self._gradients_finite = math.isfinite(float(norm))
+        finite = self._agree_finite(gradients)
         self._gradients_finite = None
         self.step_was_skipped = not finite
         if finite:
-            self._take_step(plan, gradients)
+            self._take_step(plan, gradients.groups)
             self._step = plan.step
         else:
             self.skipped_steps += 1
@@ -230,7 +231,7 @@ class CompressedOptimizer(FlatOptimizer):
         return loss
 
     def _take_step(self, plan: StepPlan, gradients: Grads) -> None:
-        whole: list[int] = []
+        compressed: list[int] = []
         for index, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
             if plan.update_variance:
                 self._uncompressed_step(group, state, gradients[index])
@@ -239,9 +240,9 @@ class CompressedOptimizer(FlatOptimizer):
                 averaged = average_gradients(gradients[index], state.layout, shapes, self.communicator)
                 self._uncompressed_step(group, state, averaged)
             else:
-                whole.append(index)
+                compressed.append(index)
         if plan.synchronize:
-            self._compressed_step(whole, gradients)
+            self._compressed_step(compressed, gradients)
         if plan.ends_stage:
             self._end_warmup(plan)
 
@@ -258,7 +259,6 @@ class CompressedOptimizer(FlatOptimizer):
 
     def _compressed_step(self, groups: Sequence[int], gradients: Grads) -> None:
         jobs = [(index, number) for index in groups for number in range(len(self._states[index].layout.buckets))]
-        still = self._still_parameters()
 
         def messages() -> Iterator[tuple[Tensor, Any]]:
             for index, number in jobs:
@@ -271,16 +271,10 @@ class CompressedOptimizer(FlatOptimizer):
             index, number = jobs[job]
             group, state = self.param_groups[index], self._states[index]
             bucket = state.layout.buckets[number]
-            _mask_(state, bucket, group.get("exp_avg_mask"), still[index])
+            state.mask_(bucket, group.get("exp_avg_mask"))
             self._apply(group, state, bucket)
         for index in groups:
             self._states[index].steps += 1
-
-    def _still_parameters(self) -> list[list[bool]]:
-        """Parameters that never had a gradient in warmup: they have no variance, and keep still."""
-        if self._still is None:
-            self._still = [state.without_variance() for state in self._states]
-        return self._still
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""
@@ -294,7 +288,7 @@ class CompressedOptimizer(FlatOptimizer):
                 if group["bias_correction"] and count > 0:
                     correct_bias_(exp_avg, exp_avg_sq, count, beta1, beta2)
                 floor_variance_(exp_avg_sq, self.variance_floor)
-        self._still = None
+            state.find_still()
         if self.communicator.rank == 0:
             self._report_switch(plan)
 
@@ -304,7 +298,7 @@ class CompressedOptimizer(FlatOptimizer):
             "signs, and a reported grad_norm is sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger",
             plan.step,
         )
-        flags = chain.from_iterable(self._still_parameters())
+        flags = chain.from_iterable(state.still for state in self._states)
         names = [name for name, flag in zip(chain.from_iterable(self._names), flags, strict=True) if flag]
         if names:
             logger.warning(
@@ -317,45 +311,22 @@ class CompressedOptimizer(FlatOptimizer):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, grads: Iterable[Any] | None) -> tuple[Grads, Exception | None]:
-        """The gradients of the trainable parameters, and what is wrong with them."""
-        groups = [group["params"] for group in self.param_groups]
-        all_params = list(chain.from_iterable(groups))
-        try:
-            given = [p.grad for p in all_params] if grads is None else flatten_given(grads, [len(g) for g in groups])
-        except ValueError as error:
-            return [], error
-        by_param = dict(zip(map(id, all_params), given, strict=True))
-        gradients = [[by_param.pop(id(p)) for p in state.params] for state in self._states]
-        if any(grad is not None for grad in by_param.values()):
-            return gradients, ValueError(
-                "a parameter that was frozen (requires_grad=False) when it was added now has a gradient: the optimizer "
-                "has no state for it; add it with add_param_group once it is trainable"
-            )
-        params = self.trainable_parameters
-        names = list(chain.from_iterable(self._names))
-        return gradients, find_fault(params, list(chain.from_iterable(gradients)), names)
+    def _collect(self, given: Iterable[Any] | None = None) -> StepGradients:
+        return StepGradients.collect(
+            [group["params"] for group in self.param_groups],
+            [state.params for state in self._states],
+            self._names,
+            given,
+            self.communicator,
+            self.plan.reduce_grads,
+        )
 
-    def _agree_finite(self, gradients: Grads, plan: StepPlan, fault: Exception | None) -> bool:
-        if self._gradients_finite is not None:
-            if fault is not None:
-                raise fault
-            return self._gradients_finite
-        return math.isfinite(float(self._square_norm(gradients, plan, fault)))
-
-    def _square_norm(self, gradients: Grads, plan: StepPlan, fault: Exception | None) -> Tensor:
-        flat = list(chain.from_iterable(gradients))
-        if plan.reduce_grads:
-            return reduced_square_norm(flat, self.communicator.device, fault)
-        return local_square_norm(flat, self.communicator, fault)
-
-    def _clip(self, gradients: Grads, max_norm: float, plan: StepPlan, fault: Exception | None) -> Tensor:
-        norm = self._square_norm(gradients, plan, fault).sqrt()
-        self._gradients_finite = math.isfinite(float(norm))
-        factor = float(clip_factor(norm, max_norm))
-        if self._gradients_finite and factor < 1.0:
-            torch._foreach_mul_([grad for grad in chain.from_iterable(gradients) if grad is not None], factor)
-        return norm.float()
+    def _agree_finite(self, gradients: StepGradients) -> bool:
+        if self._gradients_finite is None:
+            return math.isfinite(float(gradients.square_norm()))
+        if gradients.fault is not None:
+            raise gradients.fault
+        return self._gradients_finite
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
@@ -377,20 +348,14 @@ class CompressedOptimizer(FlatOptimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         self._follow_parameters()
-        gradients, fault = self._collect(None)
-        everything = gradients
+        everything = self._collect()
+        chosen = everything
         if parameters is not None:
-            chosen = {id(p) for p in parameters}
-            gradients = [
-                [grad if id(p) in chosen else None for p, grad in zip(state.params, grads, strict=True)]
-                for state, grads in zip(self._states, gradients, strict=True)
-            ]
-        norm = self._clip(gradients, max_norm, self.plan, fault)
-        if self._gradients_finite and any(
-            (mine is None) != (all_ is None)
-            for mine, all_ in zip(chain.from_iterable(gradients), chain.from_iterable(everything), strict=True)
-        ):
-            self._gradients_finite = None  # the others were not looked at
+            chosen = everything.restricted([state.params for state in self._states], parameters)
+        norm = chosen.clip_(max_norm, in_place=True).float()
+        finite = math.isfinite(float(norm))
+        seen_all = len(chosen.present()) == len(everything.present())
+        self.note_agreement(finite if seen_all or not finite else None)
         return norm
 
     def agree_on_overflow(self, overflow: bool) -> bool:
@@ -398,19 +363,16 @@ class CompressedOptimizer(FlatOptimizer):
 
         The coming step needs no agreement of its own then.
 
+        Args:
+            overflow: Whether this rank met one, as a gradient scaler finds it.
+
         Raises:
             TypeError: For gradients that cannot be used, on all ranks.
             ValueError: Likewise.
         """
-        _, fault = self._collect(None)
-        found = torch.tensor([float(overflow), float(fault is not None)], device=self.communicator.device)
-        self.communicator.all_reduce(found, op="max").wait()
-        if fault is not None:
-            raise fault
-        if float(found[1]) > 0:
-            raise RuntimeError("another rank was given gradients that cannot be used; see its error")
-        self._gradients_finite = not float(found[0]) > 0
-        return not self._gradients_finite
+        finite = math.isfinite(float(self._collect().square_norm(overflow)))
+        self.note_agreement(finite)
+        return not finite
 
     def note_agreement(self, finite: bool | None) -> None:
         """Tell the coming step what all ranks have agreed on already: whether every gradient is finite.
@@ -430,7 +392,7 @@ class CompressedOptimizer(FlatOptimizer):
             return
         sizes = [(state.compressed, state.layout.numels) for state in self._states]
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self._schedule_options()]
-        self._compare_ranks(
+        self.communicator.require_equal(
             "optimizer, step, parameter sizes or options",
             [type(self).__name__, self._step, crc32(repr(sizes).encode()), repr(options)],
         )
@@ -443,18 +405,9 @@ class CompressedOptimizer(FlatOptimizer):
         Raises:
             ValueError: If they do not, on all ranks.
         """
-        digests = [bit_sum(param) for param in self.trainable_parameters]
-        digest = int(torch.stack(digests).sum()) if digests else 0
-        self._compare_ranks("the bits of their parameters (were all gradients averaged in the warmup stage?)", digest)
-
-    def _compare_ranks(self, what: str, mine: Any) -> None:
-        everyone = self.communicator.all_gather_object(mine)
-        different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-        if different:
-            raise ValueError(
-                f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has "
-                f"{everyone[different[0]]}, rank 0 {everyone[0]}"
-            )
+        digest = sum(bit_sum(param) for param in self.trainable_parameters)
+        what = "the bits of their parameters (are they alike at the start, and all gradients averaged in warmup?)"
+        self.communicator.require_equal(what, int(digest))
 
     # -- metrics ------------------------------------------------------------------------------------------------------
 
@@ -554,14 +507,3 @@ def adam_options(group: dict[str, Any]) -> AdamOptions:
         bias_correction=group["bias_correction"],
         eps_inside_sqrt=group["eps_inside_sqrt"],
     )
-
-
-def _mask_(state: GroupState, bucket: Bucket, mask: Tensor | None, still: list[bool]) -> None:
-    """Multiply a bucket's momentum with the group's mask, and with 0 for parameters that keep still, in place."""
-    for piece in bucket.pieces:
-        part = state.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
-        if still[piece.index]:
-            part.zero_()
-        elif mask is not None:
-            whole = mask.to(part).expand(state.params[piece.index].shape).reshape(-1)
-            part.mul_(whole[piece.start : piece.stop])

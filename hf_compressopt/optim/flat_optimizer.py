@@ -22,6 +22,7 @@ from hf_compressopt.optim.options import check_group
 #: Key under which a state dict carries what torch's own have no place for.
 STATE_KEY = "compressopt"
 _STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
+_NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -54,7 +55,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._ranks_checked = False
         self._states: list[GroupState] = []
         self._names: list[list[str]] = []
-        self._still: list[list[bool]] | None = None
         super().__init__(params, defaults)
         tensors = chain.from_iterable(group["params"] for group in self.param_groups)
         device = next((p.device for p in tensors), torch.device("cpu"))
@@ -104,11 +104,12 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _link(self, state: GroupState) -> None:
         for index, param in enumerate(state.params):
             self.state[param] = state.torch_state(index)
-        self._state_changed()
+        self._ranks_checked = False
 
-    def _state_changed(self) -> None:
-        """Forget what was derived from the state."""
-        self._still = None
+    def _state_loaded(self) -> None:
+        """Find anew what is derived from the state."""
+        for state in self._states:
+            state.find_still()
         self._ranks_checked = False
 
     def _follow_parameters(self) -> None:
@@ -206,18 +207,22 @@ class FlatOptimizer(torch.optim.Optimizer):
             header = own
             self._check_errors(own)
         self._check_header(header)
+        saved_groups = [_loadable(group) for group in state_dict["param_groups"]]
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            check_group({**group, **saved}, number)
         for state, index, row in rows:
             for name in _MOMENTS:
-                state.view(getattr(state, name), index).copy_(row[name]) if row else None
+                target = state.view(getattr(state, name), index)
+                target.copy_(row[name]) if row else target.zero_()
             state.steps[index] = float(row["step"]) if row else 0.0
-        if own is not None:
-            for name in ("worker_error", "server_error"):
-                for state, saved in zip(self._states, own[name], strict=True):
-                    getattr(state, name).copy_(saved)
-        saved_groups = [{k: v for k, v in g.items() if k not in ("params",)} for g in state_dict["param_groups"]]
-        self._load_groups(deepcopy(saved_groups))
+        for name in ("worker_error", "server_error"):
+            for number, state in enumerate(self._states):
+                error: Tensor = getattr(state, name)
+                mine = own is not None and own["rank"] == self.communicator.rank
+                error.copy_(own[name][number]) if own is not None and mine else error.zero_()
+        self._load_groups(saved_groups)
         self._load_header(header)
-        self._state_changed()
+        self._state_loaded()
 
     def _matching_rows(self, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
         """Each trainable parameter with its saved state; {} where a plain state dict has none for it."""
@@ -331,7 +336,21 @@ class FlatOptimizer(torch.optim.Optimizer):
             if (mask := tensors.get(_mask_name(number))) is not None:
                 group["exp_avg_mask"] = mask.to(self._states[number].device)
         self._load_header(header)
-        self._state_changed()
+        self._state_loaded()
+
+
+def _loadable(group: dict[str, Any]) -> dict[str, Any]:
+    """What a saved param group has to tell this optimizer; options of torch's Adam that have no effect stay behind.
+
+    Raises:
+        ValueError: For a group of Adam's with L2 regularization, whose decay is not decoupled.
+    """
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
+        raise ValueError(
+            f"the state dict is of Adam with L2 regularization, weight_decay={group['weight_decay']}, which is no "
+            "decoupled decay: take an AdamW state dict, or weight_decay=0"
+        )
+    return {key: deepcopy(value) for key, value in group.items() if key not in _NOT_LOADED}
 
 
 def _mask_name(group: int) -> str:

@@ -26,9 +26,10 @@ class AdamOptions:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements. Returns [] float64; not finite exactly where an element is not.
+    """Sum of the squares of all elements. Returns [] float64.
 
-    Squares are summed in float32 over short runs and in float64 over the runs.
+    Squares are summed in float32 over short runs and in float64 over the runs. The sum is not finite where an element
+    is not, and where one is so large (some 1e19) that its square is beyond float32: nothing downstream can use it.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
@@ -38,10 +39,6 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         if whole:
             runs.append(torch.linalg.vector_norm(flat[:whole].view(-1, _RUN), dim=1, dtype=torch.float32))
         total += torch.cat(runs).double().square().sum()
-    if not bool(total.isfinite()) and all(bool(tensor.isfinite().all()) for tensor in tensors):
-        # every element is finite, only float32's range was too small for their squares
-        squares = [tensor.double().square().sum() for tensor in tensors]
-        total = torch.stack(squares).sum()
     return total
 
 

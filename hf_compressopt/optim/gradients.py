@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -10,29 +11,142 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.optim.functional import sum_of_squares
+from hf_compressopt.optim.functional import clip_factor, sum_of_squares
 
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
 
-def flatten_given(grads: Iterable[Any], group_sizes: Sequence[int]) -> list[Tensor | None]:
-    """Gradients handed to ``step(grads=...)`` as one list: per parameter, or per group a list of these.
+class StepGradients:
+    """The gradients of one step, and what is wrong with them.
 
-    Raises:
-        ValueError: If their number is not that of the parameters.
+    Attributes:
+        groups: One list per param group, one entry per trainable parameter; None where there is no gradient.
+        fault: The error that they deserve on this rank; None where they are sound.
     """
+
+    def __init__(self, groups: Grads, fault: Exception | None, communicator: Communicator, reduced: bool) -> None:
+        """Wrap gradients that are averaged over the ranks (``reduced``), or local to this one."""
+        self.groups, self.fault = groups, fault
+        self._communicator, self._reduced = communicator, reduced
+
+    @classmethod
+    def collect(
+        cls,
+        all_params: Sequence[Sequence[Tensor]],
+        trainable: Sequence[Sequence[Tensor]],
+        names: Sequence[Sequence[str]],
+        given: Iterable[Any] | None,
+        communicator: Communicator,
+        reduced: bool,
+    ) -> StepGradients:
+        """The gradients of the trainable parameters.
+
+        Args:
+            all_params: The parameters of each param group.
+            trainable: Those of them that have state.
+            names: A name for each of the latter.
+            given: One gradient (or None) per parameter, flat or per group; ``p.grad`` of each where not given.
+            communicator: The ranks.
+            reduced: Whether they are averaged over the ranks.
+        """
+        flat = list(chain.from_iterable(all_params))
+        try:
+            grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
+        except ValueError as error:
+            return cls([], error, communicator, reduced)
+        by_param = dict(zip(map(id, flat), grads, strict=True))
+        groups = [[by_param.pop(id(p)) for p in params] for params in trainable]
+        fault: Exception | None = None
+        if any(grad is not None for grad in by_param.values()):
+            fault = ValueError(
+                "a parameter that was frozen (requires_grad=False) when it was added now has a gradient: the optimizer "
+                "has no state for it; add it with add_param_group once it is trainable"
+            )
+        for params, mine, called in zip(trainable, groups, names, strict=True):
+            fault = fault or _find_fault(params, mine, called)
+        return cls(groups, fault, communicator, reduced)
+
+    def present(self) -> list[Tensor]:
+        """The gradients that there are."""
+        return [grad for grad in chain.from_iterable(self.groups) if grad is not None]
+
+    def restricted(self, params: Sequence[Sequence[Tensor]], chosen: Iterable[Tensor]) -> StepGradients:
+        """The same, with None for parameters that are not among the chosen."""
+        ids = {id(p) for p in chosen}
+        groups = [
+            [grad if id(p) in ids else None for p, grad in zip(mine, grads, strict=True)]
+            for mine, grads in zip(params, self.groups, strict=True)
+        ]
+        return StepGradients(groups, self.fault, self._communicator, self._reduced)
+
+    def square_norm(self, overflow: bool = False) -> Tensor:
+        """Square of the norm of averaged gradients; of local ones the mean over ranks of their squared norms.
+
+        The latter takes one small all-reduce, in which the ranks also tell each other of faults: all ranks call. It is
+        at least the square of the norm of the mean, and at most W times that.
+
+        Args:
+            overflow: Whether this rank knows already that an element of its gradients is not finite.
+
+        Returns:
+            [] float64, alike on all ranks. Not finite where an element on any rank is not, or is too large for its
+            square to be a float32.
+
+        Raises:
+            Exception: ``fault`` on the ranks that have one, and a RuntimeError on the others.
+        """
+        communicator = self._communicator
+        square = torch.zeros((), dtype=torch.float64, device=communicator.device)
+        if overflow:
+            square = square + math.inf
+        elif self.fault is None:
+            square = sum_of_squares(self.present(), communicator.device)
+        if not self._reduced:
+            faults = torch.full_like(square, float(self.fault is not None))
+            agreed = torch.stack([square / communicator.world_size, faults])
+            communicator.all_reduce(agreed).wait()
+            square, faults = agreed[0], agreed[1]
+            if self.fault is None and float(faults) > 0:
+                raise RuntimeError(f"{int(faults)} other rank(s) were given gradients that cannot be used")
+        if self.fault is not None:
+            raise self.fault
+        return square
+
+    def clip_(self, max_norm: float, *, in_place: bool) -> Tensor:
+        """Clip to ``max_norm``, by the same factor on every rank; gradients that are not finite stay as they are.
+
+        Args:
+            max_norm: The norm to clip to.
+            in_place: Whether to change the tensors, or to go on with new ones.
+
+        Returns:
+            [] float64, the norm before.
+
+        Raises:
+            Exception: As :meth:`square_norm`.
+        """
+        norm = self.square_norm().sqrt()
+        factor = float(clip_factor(norm, max_norm))
+        if not math.isfinite(float(norm)) or factor >= 1.0:
+            return norm
+        if in_place:
+            torch._foreach_mul_(self.present(), factor)
+        else:
+            self.groups = [[None if grad is None else grad * factor for grad in grads] for grads in self.groups]
+        return norm
+
+
+def _flatten(grads: Iterable[Any], count: int) -> list[Tensor | None]:
+    """Gradients handed to ``step(grads=...)`` as one list: per parameter, or per group a list of these."""
     given = list(grads)
     if given and all(isinstance(entry, (list, tuple)) for entry in given):
         given = list(chain.from_iterable(given))
-    if len(given) != sum(group_sizes):
-        raise ValueError(
-            f"grads must hold one gradient (or None) per parameter, {sum(group_sizes)} in all, got {len(given)}"
-        )
+    if len(given) != count:
+        raise ValueError(f"grads must hold one gradient (or None) per parameter, {count} in all, got {len(given)}")
     return given
 
 
-def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str]) -> Exception | None:
-    """What is wrong with these gradients, in words; None where nothing is."""
+def _find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str]) -> Exception | None:
     for param, grad, name in zip(params, grads, names, strict=True):
         if grad is None:
             continue
@@ -50,45 +164,3 @@ def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: 
         if grad.device != param.device:
             return ValueError(f"the gradient of {name} is on {grad.device}, its parameter on {param.device}")
     return None
-
-
-def reduced_square_norm(grads: Iterable[Tensor | None], device: torch.device, fault: Exception | None) -> Tensor:
-    """Square of the norm of averaged gradients, which every rank finds alike. Returns [] float64.
-
-    Raises:
-        Exception: ``fault``, where there is one; averaged gradients have it on every rank.
-    """
-    if fault is not None:
-        raise fault
-    return sum_of_squares([grad for grad in grads if grad is not None], device)
-
-
-def local_square_norm(
-    grads: Iterable[Tensor | None], communicator: Communicator, fault: Exception | None = None
-) -> Tensor:
-    """Mean over ranks of the squared norm of their local gradients. One scalar all-reduce; all ranks call.
-
-    It is at least the square of the norm of the mean, and at most W times that.
-
-    Args:
-        grads: This rank's gradients.
-        communicator: The ranks.
-        fault: What is wrong with this rank's gradients.
-
-    Returns:
-        [] float64, alike on all ranks; not finite exactly where an element on any rank is not.
-
-    Raises:
-        Exception: ``fault`` on the ranks that have one, and a RuntimeError on the others.
-    """
-    device = communicator.device
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    if fault is None:
-        square = sum_of_squares([grad for grad in grads if grad is not None], device)
-    agreed = torch.stack([square / communicator.world_size, torch.full_like(square, float(fault is not None))])
-    communicator.all_reduce(agreed).wait()
-    if fault is not None:
-        raise fault
-    if float(agreed[1]) > 0:
-        raise RuntimeError(f"{int(agreed[1])} other rank(s) were given gradients that cannot be used; see their errors")
-    return agreed[0]

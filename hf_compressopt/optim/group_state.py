@@ -25,6 +25,7 @@ class GroupState:
         worker_error: [numel] float32, or [0] where nothing is ever compressed.
         server_error: [elements whose server this rank is] float32, or [0].
         feedback: One per bucket, views of the two errors.
+        still: For each parameter, whether it keeps still after the warmup stage; see :meth:`find_still`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class GroupState:
         self.worker_error = torch.zeros(self.layout.numel if has_errors else 0, device=device)
         self.server_error = torch.zeros(sum(owned), device=device)
         self.steps = torch.zeros(len(self.params))
+        self.still = [False] * len(self.params)
         self._make_feedback()
 
     def _make_feedback(self) -> None:
@@ -85,10 +87,20 @@ class GroupState:
             "exp_avg_sq": self.view(self.exp_avg_sq, index),
         }
 
-    def without_variance(self) -> list[bool]:
-        """For each parameter: True where it has elements and all of its second moment is zero."""
+    def find_still(self) -> None:
+        """Find the parameters that keep still in the stages after warmup: no element of theirs has a variance."""
         views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
-        return [view.numel() > 0 and not bool(view.any()) for view in views]
+        self.still = [self.compressed and view.numel() > 0 and not bool(view.any()) for view in views]
+
+    def mask_(self, bucket: Bucket, mask: Tensor | None) -> None:
+        """Multiply a bucket's momentum with the group's mask, and with 0 for parameters that keep still, in place."""
+        for piece in bucket.pieces:
+            part = self.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
+            if self.still[piece.index]:
+                part.zero_()
+            elif mask is not None:
+                whole = mask.to(part).expand(self.params[piece.index].shape).reshape(-1)
+                part.mul_(whole[piece.start : piece.stop])
 
     def apply_direction_(self, bucket: Bucket, direction: Tensor, lr: float, weight_decay: float) -> None:
         """Update p <- p (1 - lr wd) - lr direction for the parameters' parts in a bucket. direction: [bucket.numel]."""
@@ -99,6 +111,8 @@ class GroupState:
             flat = param.reshape(-1)  # a view where the parameter is contiguous, else a copy
             start = piece.offset - bucket.start
             part = direction[start : start + piece.stop - piece.start]
+            if self.still[piece.index]:
+                part.zero_()  # with eps = 0 it is 0 / 0
             apply_direction_(flat[piece.start : piece.stop], part, lr, weight_decay)
             if not param.is_contiguous():
                 param.copy_(flat.view(param.shape))

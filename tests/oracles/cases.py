@@ -1,0 +1,159 @@
+"""Problems for OnebitAdam as data, and both ways to solve them: on real ranks, and by the simulation."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_compressopt import OnebitAdam
+from tests.oracles.simulation import OnebitAdamSimulation
+
+BYTES_PER_MB = 2**20
+SAFE_DISTANCE = 3e-7
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    groups: per group "shapes" and the group's own options; "mask" stands for exp_avg_mask, as a nested list.
+    missing: (step, rank, group, parameter) without a gradient; None matches anything.
+    lrs: learning rate of every group without its own, step by step.
+    """
+
+    name: str
+    groups: list[dict[str, Any]]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    freeze_step: int = 4
+    steps: int = 12
+    missing: tuple[tuple[int | None, ...], ...] = ()
+    lrs: tuple[float, ...] = ()
+
+    @property
+    def bucket_numel(self) -> int:
+        return int(self.kwargs.get("bucket_cap_mb", 25.0) * BYTES_PER_MB // 4)
+
+
+class Problem:
+    """Initial parameters [group][parameter] and local gradients [step][rank][group][parameter] of a case, float32."""
+
+    def __init__(self, case: Case, world_size: int, seed: int):
+        rng = np.random.default_rng(seed)
+        self.case, self.world_size = case, world_size
+        self.params = [[self._draw(rng, shape) for shape in group["shapes"]] for group in case.groups]
+        self.grads = [
+            [
+                [
+                    [self._gradient(rng, shape, (t, rank, g, i)) for i, shape in enumerate(group["shapes"])]
+                    for g, group in enumerate(case.groups)
+                ]
+                for rank in range(world_size)
+            ]
+            for t in range(1, case.steps + 1)
+        ]
+
+    @staticmethod
+    def _draw(rng, shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def _gradient(self, rng, shape, place):
+        grad = self._draw(rng, shape)
+        for pattern in self.case.missing:
+            if all(want is None or want == got for want, got in zip(pattern, place, strict=True)):
+                return None
+        return grad
+
+    def options(self, index, convert):
+        """A group's options, its mask converted."""
+        own = {key: value for key, value in self.case.groups[index].items() if key not in ("shapes", "mask")}
+        if (mask := self.case.groups[index].get("mask")) is not None:
+            own["exp_avg_mask"] = convert(np.array(mask, np.float32))
+        return own
+
+    def averaged(self, t):
+        """Averages over the ranks in float32, [group][parameter]; None where no rank has a gradient."""
+        averages = []
+        for g, group in enumerate(self.case.groups):
+            averages.append([])
+            for i, shape in enumerate(group["shapes"]):
+                given = [rank[g][i] for rank in self.grads[t - 1] if rank[g][i] is not None]
+                total = sum(given, np.zeros(shape, np.float32)) * np.float32(1 / self.world_size)
+                averages[-1].append(np.float32(total) if given else None)
+        return averages
+
+
+def simulate(problem: Problem):
+    """The finished simulation and the parameters after every step, [steps, numel]."""
+    case = problem.case
+    kwargs = {key: value for key, value in case.kwargs.items() if key != "bucket_cap_mb"}
+    groups = [{"params": params, **problem.options(g, lambda mask: mask)} for g, params in enumerate(problem.params)]
+    simulation = OnebitAdamSimulation(
+        groups, problem.world_size, freeze_step=case.freeze_step, bucket_numel=case.bucket_numel, **kwargs
+    )
+    history = []
+    for t in range(1, case.steps + 1):
+        for group, spec in zip(simulation.groups, case.groups, strict=True):
+            if case.lrs and "lr" not in spec:
+                group.lr = case.lrs[t - 1]
+        assert simulation.step(problem.grads[t - 1])
+        history.append(np.concatenate([group.flatten(group.params) for group in simulation.groups]))
+    return simulation, np.stack(history)
+
+
+def safe_problem(case: Case, world_size: int):
+    """The first problem whose messages keep away from a change of sign, with its solution."""
+    for seed in range(200):
+        problem = Problem(case, world_size, seed)
+        simulation, history = simulate(problem)
+        if simulation.min_distance >= SAFE_DISTANCE:
+            return problem, simulation, history
+    raise AssertionError(f"{case.name}: no seed keeps every message away from a change of sign")
+
+
+def make_optimizer(problem: Problem, **kwargs):
+    """The optimizer and its parameters, [group][parameter]."""
+    case = problem.case
+    params = [[torch.nn.Parameter(torch.from_numpy(p.copy())) for p in group] for group in problem.params]
+    groups = [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
+    return OnebitAdam(groups, freeze_step=case.freeze_step, **{**case.kwargs, **kwargs}), params
+
+
+def set_gradients(problem: Problem, optimizer, params, rank: int, t: int) -> None:
+    """What a training loop does before step t: averaged gradients where the plan asks for them, local ones else."""
+    grads = problem.averaged(t) if optimizer.plan.reduce_grads else problem.grads[t - 1][rank]
+    for group, group_grads in zip(params, grads, strict=True):
+        for p, grad in zip(group, group_grads, strict=True):
+            p.grad = None if grad is None else torch.from_numpy(grad.copy())
+    for group, spec in zip(optimizer.param_groups, problem.case.groups, strict=True):
+        if problem.case.lrs and "lr" not in spec:
+            group["lr"] = problem.case.lrs[t - 1]
+
+
+def flat_params(params) -> np.ndarray:
+    flat = [p.detach().reshape(-1) for group in params for p in group]
+    return torch.cat(flat).numpy().copy()
+
+
+def flat_state(optimizer, params, key: str) -> list[np.ndarray]:
+    """exp_avg or exp_avg_sq of every group, flat."""
+    return [torch.cat([torch.zeros(0), *(optimizer.state[p][key].reshape(-1) for p in g)]).numpy() for g in params]
+
+
+def run_on_rank(rank: int, problem: Problem) -> dict[str, Any]:
+    """Solve a problem with the real optimizer on this rank."""
+    optimizer, params = make_optimizer(problem)
+    history = []
+    for t in range(1, problem.case.steps + 1):
+        set_gradients(problem, optimizer, params, rank, t)
+        optimizer.step()
+        history.append(flat_params(params))
+    saved = optimizer.state_dict()["compressopt"]
+    return {
+        "history": np.stack(history),
+        "exp_avg": flat_state(optimizer, params, "exp_avg"),
+        "exp_avg_sq": flat_state(optimizer, params, "exp_avg_sq"),
+        "steps": [[int(optimizer.state[p]["step"]) for p in group] for group in params],
+        "worker_error": [error.numpy() for error in saved["worker_error"]],
+        "server_error": [error.numpy() for error in saved["server_error"]],
+    }

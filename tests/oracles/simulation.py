@@ -1,0 +1,232 @@
+"""W ranks in one process, in float64: the compressed all-reduce and OnebitAdam, written from the papers' equations.
+
+Nothing here uses the package. Both report `min_distance`, how close any element of a message came to a change of sign:
+a float32 run may differ there by two scales, so tests choose seeds that keep it well above rounding. Exact zeros do
+not count, their sign is +1 by rule.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Grads = Sequence[Sequence[Sequence[Any]]]  # [rank][group][parameter], None for no gradient
+
+
+class Compressed(NamedTuple):
+    mean: Array  # [numel], alike on all ranks
+    worker_errors: list[Array]  # [world_size] of [numel]
+    server_errors: list[Array]  # [world_size] of [numel of the rank's chunk]
+    min_distance: float
+
+
+def chunk_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
+    """Where each rank's chunk begins and ends among the real elements; empty chunks begin where they end."""
+    chunk = -(-numel // (8 * world_size)) * 8
+    return [(min(j * chunk, numel), min((j + 1) * chunk, numel)) for j in range(world_size)]
+
+
+def quantize(values: Array, blocks: list[tuple[int, int]]) -> Array:
+    """RMS of each block times the sign of its elements."""
+    quantized = np.zeros_like(values)
+    for begin, end in blocks:
+        block = values[begin:end]
+        scale = np.sqrt(np.sum(block * block) / block.size)
+        quantized[begin:end] = np.where(block < 0, -scale, scale)
+    return quantized
+
+
+def blocks_of(begin: int, end: int, scale_block: int | None) -> list[tuple[int, int]]:
+    if begin == end:
+        return []
+    length = scale_block or end - begin
+    return [(at, min(at + length, end)) for at in range(begin, end, length)]
+
+
+def distance_to_zero(values: Array) -> float:
+    nonzero = np.abs(values[values != 0])
+    return float(nonzero.min()) if nonzero.size else np.inf
+
+
+def simulate_compressed_all_reduce(
+    xs: Sequence[Array], worker_errors: Sequence[Array], server_errors: Sequence[Array], scale_block: int | None
+) -> Compressed:
+    """One bucket: xs and worker_errors are [world_size] of [numel], server_errors one array per chunk."""
+    world_size, numel = len(xs), xs[0].size
+    if world_size == 1:
+        mean = xs[0] + worker_errors[0] + server_errors[0]
+        return Compressed(mean, [np.zeros(numel)], [np.zeros(numel)], np.inf)
+    chunks = chunk_bounds(numel, world_size)
+    if scale_block is None:
+        worker_blocks = blocks_of(0, numel, None)  # one scale per worker for the whole bucket
+    else:
+        worker_blocks = [block for begin, end in chunks for block in blocks_of(begin, end, scale_block)]
+
+    total, min_distance = np.zeros(numel), np.inf
+    new_worker_errors, new_server_errors, mean = [], [], np.zeros(numel)
+    for x, error in zip(xs, worker_errors, strict=True):
+        u = np.asarray(x, np.float64) + error
+        q = quantize(u, worker_blocks)
+        new_worker_errors.append(u - q)
+        total += q
+        min_distance = min(min_distance, distance_to_zero(u))
+    for (begin, end), error in zip(chunks, server_errors, strict=True):
+        a = total[begin:end] / world_size + error
+        y = quantize(a, blocks_of(0, end - begin, scale_block))
+        new_server_errors.append(a - y)
+        mean[begin:end] = y
+        min_distance = min(min_distance, distance_to_zero(a))
+    return Compressed(mean, new_worker_errors, new_server_errors, min_distance)
+
+
+@dataclass
+class SimulatedGroup:
+    params: list[Array]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    exp_avg_mask: Any = None
+    non_freeze: bool = False
+    exp_avg: list[Array] = field(init=False)
+    exp_avg_sq: list[Array] = field(init=False)
+    steps: list[int] = field(init=False)
+    worker_errors: list[list[Array]] = field(init=False)  # [bucket][rank]
+    server_errors: list[list[Array]] = field(init=False)  # [bucket][rank]
+
+    def __post_init__(self) -> None:
+        self.params = [np.array(p, dtype=np.float64) for p in self.params]
+        self.exp_avg = [np.zeros_like(p) for p in self.params]
+        self.exp_avg_sq = [np.zeros_like(p) for p in self.params]
+        self.steps = [0] * len(self.params)
+        self.worker_errors, self.server_errors = [], []
+
+    @property
+    def numel(self) -> int:
+        return sum(p.size for p in self.params)
+
+    def flatten(self, tensors: Sequence[Any]) -> Array:
+        pieces = [
+            np.zeros(p.size) if t is None else np.ravel(np.asarray(t, np.float64))
+            for t, p in zip(tensors, self.params, strict=True)
+        ]
+        return np.concatenate([np.zeros(0), *pieces])
+
+    def unflatten(self, flat: Array) -> list[Array]:
+        ends = np.cumsum([p.size for p in self.params])[:-1]
+        return [piece.reshape(p.shape) for piece, p in zip(np.split(flat, ends), self.params, strict=True)]
+
+
+class OnebitAdamSimulation:
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        world_size: int,
+        *,
+        freeze_step: int,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        eps_inside_sqrt: bool = False,
+        max_grad_norm: float = 0.0,
+        scale_block: int | None = 4096,
+        variance_floor: float = 0.01,
+        bucket_numel: int = 6_553_600,
+    ):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.groups = [SimulatedGroup(**{**defaults, **group}) for group in groups]
+        self.world_size, self.freeze_step = world_size, freeze_step
+        self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
+        self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
+        self.bucket_numel = bucket_numel
+        self.step_count = 0
+        self.min_distance = np.inf
+        for group in self.groups:
+            for begin, end in self._buckets(group):
+                group.worker_errors.append([np.zeros(end - begin) for _ in range(world_size)])
+                group.server_errors.append([np.zeros(e - b) for b, e in chunk_bounds(end - begin, world_size)])
+
+    def step(self, grads: Grads) -> bool:
+        """One step from every rank's local gradients; False when it was skipped because one is not finite."""
+        if not all(np.isfinite(g).all() for rank in grads for group in rank for g in group if g is not None):
+            return False
+        self.step_count += 1
+        compressed = self.step_count > self.freeze_step
+        factor = self._clip_factor(grads, compressed)
+        for index, group in enumerate(self.groups):
+            local = [[None if g is None else factor * np.asarray(g, np.float64) for g in rank[index]] for rank in grads]
+            if compressed and not group.non_freeze:
+                self._compressed_step(group, local)
+            else:
+                self._warmup_step(group, local)
+                if self.step_count == self.freeze_step and not group.non_freeze:
+                    self._freeze(group)
+        return True
+
+    def _buckets(self, group: SimulatedGroup) -> list[tuple[int, int]]:
+        return [] if group.non_freeze else blocks_of(0, group.numel, self.bucket_numel)
+
+    def _clip_factor(self, grads: Grads, compressed: bool) -> float:
+        if self.max_grad_norm <= 0:
+            return 1.0
+        flat = [
+            np.concatenate([np.zeros(0), *(g.flatten(t) for g, t in zip(self.groups, rank, strict=True))])
+            for rank in grads
+        ]
+        if compressed:
+            norm = np.sqrt(np.mean([np.sum(f * f) for f in flat]))
+        else:
+            norm = np.linalg.norm(np.mean(flat, axis=0))
+        return float(min(1.0, self.max_grad_norm / (norm + 1e-6)))  # torch's clip_grad_norm_
+
+    def _denominator(self, v: Array, eps: float) -> Array:
+        return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
+
+    def _warmup_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
+        b1, b2 = group.betas
+        for i, p in enumerate(group.params):
+            grads = [rank[i] for rank in local]
+            if all(g is None for g in grads):
+                continue
+            g = sum(np.zeros(p.shape) if g is None else g for g in grads) / self.world_size
+            group.steps[i] += 1
+            group.exp_avg[i] = m = b1 * group.exp_avg[i] + (1 - b1) * g
+            group.exp_avg_sq[i] = v = b2 * group.exp_avg_sq[i] + (1 - b2) * g * g
+            if self.bias_correction:
+                m, v = m / (1 - b1 ** group.steps[i]), v / (1 - b2 ** group.steps[i])
+            group.params[i] = p * (1 - group.lr * group.weight_decay) - group.lr * m / self._denominator(v, group.eps)
+
+    def _freeze(self, group: SimulatedGroup) -> None:
+        b1, b2 = group.betas
+        for i, steps in enumerate(group.steps):
+            if self.bias_correction and steps:
+                group.exp_avg[i] = group.exp_avg[i] / (1 - b1**steps)
+                group.exp_avg_sq[i] = group.exp_avg_sq[i] / (1 - b2**steps)
+            if group.exp_avg_sq[i].size:
+                floor = self.variance_floor * group.exp_avg_sq[i].mean()
+                group.exp_avg_sq[i] = np.maximum(group.exp_avg_sq[i], floor)
+
+    def _compressed_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
+        b1, _ = group.betas
+        m_flat = group.flatten(group.exp_avg)
+        messages = [b1 * m_flat + (1 - b1) * group.flatten(grads) for grads in local]
+        new = np.zeros(group.numel)
+        for k, (begin, end) in enumerate(self._buckets(group)):
+            result = simulate_compressed_all_reduce(
+                [m[begin:end] for m in messages], group.worker_errors[k], group.server_errors[k], self.scale_block
+            )
+            new[begin:end] = result.mean
+            group.worker_errors[k], group.server_errors[k] = result.worker_errors, result.server_errors
+            self.min_distance = min(self.min_distance, result.min_distance)
+        if not group.params:
+            return
+        for i, m in enumerate(group.unflatten(new)):
+            group.steps[i] += 1
+            group.exp_avg[i] = m if group.exp_avg_mask is None else m * group.exp_avg_mask
+            update = group.exp_avg[i] / self._denominator(group.exp_avg_sq[i], group.eps)
+            group.params[i] = group.params[i] * (1 - group.lr * group.weight_decay) - group.lr * update
