@@ -175,6 +175,29 @@ def mix_optimizers(rank: int, world_size: int) -> None:
     accelerator.prepare(model, torch.optim.SGD(second, lr=0.1), OnebitAdam(first, freeze_step=2))
 
 
+def test_a_comm_hook_of_the_users_own_is_refused_on_all() -> None:
+    for way in ("accelerate", "ddp"):
+        errors = run_ranks_expecting_error(2, with_own_hook, way)
+        assert all("ValueError" in text and "comm_hook" in text for text in errors.values()), errors
+
+
+def with_own_hook(rank: int, world_size: int, way: str) -> None:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    own = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    accelerator = CompressOptAccelerator(cpu=True, kwargs_handlers=[own] if way == "accelerate" else [])
+    model = network()
+    optimizer = OnebitAdam(model.parameters(), freeze_step=2)
+    prepared = accelerator.prepare(model)
+    if way == "ddp":
+        prepared.register_comm_hook(None, fp16_compress_hook)
+    accelerator.prepare(optimizer)
+
+
 def foreign(rank: int, world_size: int, attached: bool) -> dict[str, torch.Tensor]:
     from accelerate import Accelerator
 

@@ -182,12 +182,6 @@ def test_a_stub_without_its_shards_is_refused(tmp_path: Path) -> None:
         plain.load_state_dict(stub)
 
 
-def test_a_comm_hook_of_the_users_own_is_refused_on_all(tmp_path: Path) -> None:
-    run = Run({**ONEBIT, "output_dir": str(tmp_path)}, comm_hook=True)
-    errors = run_ranks_expecting_error(2, train, run, timeout=120)
-    assert all("ValueError" in message and "comm_hook" in message for message in errors.values())
-
-
 BAD_OPTIONS = {
     "frezze_step=3": "no option 'frezze_step'; legal are",
     "freeze_step=soon": "freeze_step must be an int, got 'soon'",

@@ -20,7 +20,6 @@ class Run:
     overflow: tuple[int, int] | None = None  # (rank, step counted from 0): a gradient becomes inf there
     scaler: bool = False
     optimizer: str | None = None  # "cls_and_kwargs" or "instance": how the optimizer gets to Trainer
-    comm_hook: bool = False
     unused: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -29,6 +28,8 @@ def use_accelerate(rank: int, world_size: int) -> None:
     """Make accelerate take the process group that is there, as if a launcher had started this process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:  # what an earlier test's Trainer set
+        del os.environ[name]
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -92,6 +93,11 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
             self.rows.append({**row, "norm": flat.double().norm().item()})
 
     class TestTrainer(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()  # older Trainers call it again when the training starts
+            if run.scaler:
+                self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             overflow = run.overflow == (rank, self.state.global_step)
             bias = self.model.transformer.ln_f.bias
@@ -125,12 +131,6 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
         model=model, args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[watch := Watch()], **options
     )
     trainer.watch = watch
-    if run.scaler:
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    if run.comm_hook:
-        from accelerate.utils import DDPCommunicationHookType
-
-        trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType.FP16
     return trainer
 
 
