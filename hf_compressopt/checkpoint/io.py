@@ -109,7 +109,7 @@ def load_state(
         index = CheckpointIndex.read(path)
         grouped = optimizer.parameter_names(names)
         _check_fits(optimizer, index, grouped, path)
-        wanted = optimizer.checkpoint_tensors(grouped, _saved_masks(index))
+        wanted = optimizer.checkpoint_tensors(grouped, step=index.header["step"], masks=_saved_masks(index))
         return index, _read_tensors(folder, index, wanted, path)
 
     index, tensors = _together(optimizer.communicator, read)

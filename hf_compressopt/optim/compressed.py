@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, overload
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.compressed import pipelined_compressed_all_reduce_
+from hf_compressopt.collectives.compressed import ErrorFeedback, pipelined_compressed_all_reduce_
 from hf_compressopt.flat import Bucket
 from hf_compressopt.grad_sync import average_gradients
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
@@ -133,11 +134,11 @@ class CompressedOptimizer(FlatOptimizer):
         raise NotImplementedError("abstract")
 
     def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
-        """Compute the message of one bucket. Returns [bucket.numel] float32, a view into the flat buffers."""
+        """Compute the message of one bucket. Returns [bucket.numel] float32, new or a view into the flat buffers."""
         raise NotImplementedError("abstract")
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket) -> None:
-        """Update the parameters from the message of one bucket, which has come back averaged."""
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, message: Tensor) -> None:
+        """Update the parameters from the message of one bucket, which has come back averaged and masked."""
         raise NotImplementedError("abstract")
 
     def _schedule_options(self) -> dict[str, Any]:
@@ -258,21 +259,20 @@ class CompressedOptimizer(FlatOptimizer):
         )
 
     def _compressed_step(self, groups: Sequence[int], gradients: Grads) -> None:
-        jobs = [(index, number) for index in groups for number in range(len(self._states[index].layout.buckets))]
+        under_way: deque[tuple[dict[str, Any], GroupState, Bucket, Tensor]] = deque()
 
-        def messages() -> Iterator[tuple[Tensor, Any]]:
-            for index, number in jobs:
-                state = self._states[index]
-                bucket = state.layout.buckets[number]
-                message = self._prepare(self.param_groups[index], state, bucket, gradients[index])
-                yield message, state.feedback[number]
+        def messages() -> Iterator[tuple[Tensor, ErrorFeedback]]:
+            for index in groups:
+                group, state = self.param_groups[index], self._states[index]
+                for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
+                    message = self._prepare(group, state, bucket, gradients[index])
+                    under_way.append((group, state, bucket, message))
+                    yield message, feedback
 
-        for job in pipelined_compressed_all_reduce_(messages(), self.communicator):
-            index, number = jobs[job]
-            group, state = self.param_groups[index], self._states[index]
-            bucket = state.layout.buckets[number]
-            state.mask_(bucket, group.get("exp_avg_mask"))
-            self._apply(group, state, bucket)
+        for _ in pipelined_compressed_all_reduce_(messages(), self.communicator):
+            group, state, bucket, message = under_way.popleft()
+            state.mask_(bucket, message, group.get("exp_avg_mask"))
+            self._apply(group, state, bucket, message)
         for index in groups:
             self._states[index].steps += 1
 

@@ -16,7 +16,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_group
 
 #: Key under which a state dict carries what torch's own have no place for.
@@ -35,6 +35,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         communicator: The ranks.
         traffic: What was sent.
     """
+
+    #: State tensors beyond Adam's moments.
+    extra_state: tuple[ExtraState, ...] = ()
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             scale_block=self.scale_block,
             communicator=self.communicator,
             compressed=not group["non_freeze"],
+            extras=self.extra_state,
         )
         number = len(self._states)
         given = group.get("param_names", [f"group{number}.{i}" for i in range(len(group["params"]))])
@@ -171,6 +175,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             "rank": self.communicator.rank,
             "worker_error": [state.worker_error for state in self._states],
             "server_error": [state.server_error for state in self._states],
+            "group_tensors": [state.group_tensors() for state in self._states],
         }
         return packed
 
@@ -211,10 +216,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             check_group({**group, **saved}, number)
         for state, index, row in rows:
-            for name in _MOMENTS:
-                target = state.view(getattr(state, name), index)
-                target.copy_(row[name]) if row else target.zero_()
-            state.steps[index] = float(row["step"]) if row else 0.0
+            for name, target in state.torch_state(index).items():
+                if name in row:
+                    target.copy_(torch.as_tensor(row[name]))
+                elif name == "step" or name in _MOMENTS:
+                    target.zero_()
+        for state, saved in zip(self._states, (own or {}).get("group_tensors", []), strict=False):
+            for name, target in state.group_tensors().items():
+                target.copy_(saved[name])
         for name in ("worker_error", "server_error"):
             for number, state in enumerate(self._states):
                 error: Tensor = getattr(state, name)
@@ -235,12 +244,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             key = dict(zip(group["params"], saved_group["params"], strict=True))
             for index, param in enumerate(state.params):
                 row = state_dict["state"].get(key[param], {})
-                for name in _MOMENTS if row else ():
-                    if name not in row or row[name].shape != param.shape:
-                        found = tuple(row[name].shape) if name in row else "nothing"
+                for name, mine in state.torch_state(index).items() if row else ():
+                    if STATE_KEY not in state_dict and name not in ("step", *_MOMENTS):
+                        continue  # a plain Adam has none of these
+                    found = tuple(torch.as_tensor(row[name]).shape) if name in row else "nothing"
+                    if found != tuple(mine.shape):
                         raise ValueError(
-                            f"{name} of parameter {key[param]} must have shape {tuple(param.shape)}, the state dict "
-                            f"has {found}"
+                            f"{name} of parameter {key[param]} must have shape {tuple(mine.shape)}, the state dict has "
+                            f"{found}"
                         )
                 rows.append((state, index, row))
         return rows
@@ -292,21 +303,31 @@ class FlatOptimizer(torch.optim.Optimizer):
         return [[next(rest) for _ in range(count)] for count in counts]
 
     def checkpoint_tensors(
-        self, names: Sequence[Sequence[str]], masks: dict[str, Tensor] | None = None
+        self,
+        names: Sequence[Sequence[str]],
+        *,
+        step: int | None = None,
+        masks: dict[str, Tensor] | None = None,
     ) -> list[StateTensor]:
         """Every state tensor that this rank holds a part of; they share memory with the optimizer.
 
         Args:
             names: Names of the trainable parameters, per group.
+            step: The step after which they are looked at, where it is not this optimizer's own.
             masks: Momentum masks by name, in the place of the optimizer's own.
         """
         self._follow_parameters()
         tensors: list[StateTensor] = []
         for number, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
-            tensors += state.checkpoint_tensors(number, names[number])
+            own = self._own_tensors(self._step if step is None else step) if state.compressed else ()
+            tensors += state.checkpoint_tensors(number, names[number], own)
             if masks is None and (mask := group.get("exp_avg_mask")) is not None:
                 tensors.append(StateTensor(_mask_name(number), tuple(mask.shape), 0, mask, True))
         return tensors + [StateTensor(name, tuple(mask.shape), 0, mask, True) for name, mask in (masks or {}).items()]
+
+    def _own_tensors(self, step: int) -> Sequence[str]:
+        """State tensors that are each rank's own after this step, beside the errors; "param" for the parameters."""
+        return ()
 
     def checkpoint_header(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors, for JSON: the header, and each group's hyperparameters."""

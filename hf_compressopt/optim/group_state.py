@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +12,21 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.compressed import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, StateTensor, chunk_range
 from hf_compressopt.optim.functional import apply_direction_
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """A state tensor that an algorithm has beyond Adam's two moments.
+
+    Attributes:
+        name: Its name in ``optimizer.state`` and in checkpoints.
+        per: "element" (one value per element, flat), "parameter" or "group".
+        initial: The value that it starts with.
+    """
+
+    name: str
+    per: str
+    initial: float = 0.0
 
 
 class GroupState:
@@ -22,6 +38,7 @@ class GroupState:
         exp_avg: [numel] float32, first moment.
         exp_avg_sq: [numel] float32, second moment.
         steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
+        extra: The algorithm's own state tensors, by name.
         worker_error: [numel] float32, or [0] where nothing is ever compressed.
         server_error: [elements whose server this rank is] float32, or [0].
         feedback: One per bucket, views of the two errors.
@@ -36,8 +53,9 @@ class GroupState:
         scale_block: int | None,
         communicator: Communicator,
         compressed: bool,
+        extras: Sequence[ExtraState] = (),
     ) -> None:
-        """Allocate zeros. ``compressed`` says whether the group is ever compressed, so that it needs errors."""
+        """Allocate the state. ``compressed``: whether the group is ever compressed, and so needs errors and extras."""
         self.params = list(params)
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.compressed = compressed
@@ -52,6 +70,9 @@ class GroupState:
         self.server_error = torch.zeros(sum(owned), device=device)
         self.steps = torch.zeros(len(self.params))
         self.still = [False] * len(self.params)
+        self.extras = tuple(extras) if compressed else ()
+        sizes = {"element": self.layout.numel, "parameter": len(self.params), "group": 1}
+        self.extra = {e.name: torch.full((sizes[e.per],), e.initial, device=device) for e in self.extras}
         self._make_feedback()
 
     def _make_feedback(self) -> None:
@@ -72,6 +93,7 @@ class GroupState:
         """Move the buffers. Views that were handed out become stale."""
         for name in ("exp_avg", "exp_avg_sq", "worker_error", "server_error"):
             setattr(self, name, getattr(self, name).to(device))
+        self.extra = {name: tensor.to(device) for name, tensor in self.extra.items()}
         self._make_feedback()
 
     def view(self, flat: Tensor, index: int) -> Tensor:
@@ -81,21 +103,32 @@ class GroupState:
 
     def torch_state(self, index: int) -> dict[str, Tensor]:
         """What ``optimizer.state[p]`` holds: torch's names, as views of the flat buffers."""
-        return {
+        state = {
             "step": self.steps[index],
             "exp_avg": self.view(self.exp_avg, index),
             "exp_avg_sq": self.view(self.exp_avg_sq, index),
         }
+        for extra in self.extras:
+            if extra.per == "element":
+                state[extra.name] = self.view(self.extra[extra.name], index)
+            elif extra.per == "parameter":
+                state[extra.name] = self.extra[extra.name][index]
+        return state
+
+    def group_tensors(self) -> dict[str, Tensor]:
+        """The extra state tensors that belong to no parameter."""
+        return {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "group"}
 
     def find_still(self) -> None:
         """Find the parameters that keep still in the stages after warmup: no element of theirs has a variance."""
         views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
         self.still = [self.compressed and view.numel() > 0 and not bool(view.any()) for view in views]
 
-    def mask_(self, bucket: Bucket, mask: Tensor | None) -> None:
-        """Multiply a bucket's momentum with the group's mask, and with 0 for parameters that keep still, in place."""
+    def mask_(self, bucket: Bucket, message: Tensor, mask: Tensor | None) -> None:
+        """Multiply a bucket's message with the group's mask, and with 0 for parameters that keep still, in place."""
         for piece in bucket.pieces:
-            part = self.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
+            start = piece.offset - bucket.start
+            part = message[start : start + piece.stop - piece.start]
             if self.still[piece.index]:
                 part.zero_()
             elif mask is not None:
@@ -117,13 +150,29 @@ class GroupState:
             if not param.is_contiguous():
                 param.copy_(flat.view(param.shape))
 
-    def checkpoint_tensors(self, group: int, names: Sequence[str]) -> Iterator[StateTensor]:
-        """Every tensor of this state as a checkpoint sees it; ``names`` are those of ``params``."""
+    def checkpoint_tensors(self, group: int, names: Sequence[str], own: Sequence[str] = ()) -> Iterator[StateTensor]:
+        """Every tensor of this state as a checkpoint sees it.
+
+        Args:
+            group: The group's number.
+            names: Names of ``params``.
+            own: The state tensors that are each rank's own at this moment; "param" stands for the parameters.
+        """
+        prefix = f"rank{self._communicator.rank}/"
+        flat = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        flat |= {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "element"}
         for index, (name, param) in enumerate(zip(names, self.params, strict=True)):
-            shape = tuple(param.shape)
-            yield StateTensor(f"exp_avg/{name}", shape, 0, self.view(self.exp_avg, index), True)
-            yield StateTensor(f"exp_avg_sq/{name}", shape, 0, self.view(self.exp_avg_sq, index), True)
+            tensors = {key: self.view(buffer, index) for key, buffer in flat.items()}
+            if "param" in own:
+                tensors["param"] = param.detach()
+            for key, tensor in tensors.items():
+                mine = key in own
+                yield StateTensor(f"{key}/{prefix if mine else ''}{name}", tuple(param.shape), 0, tensor, not mine)
         yield StateTensor(f"step/group{group}", (len(self.params),), 0, self.steps, True)
+        for extra in self.extras:
+            if extra.per != "element":
+                tensor = self.extra[extra.name]
+                yield StateTensor(f"{extra.name}/group{group}", tuple(tensor.shape), 0, tensor, True)
         if self.worker_error.numel() == 0:
             return
         whole = (self.layout.numel,)

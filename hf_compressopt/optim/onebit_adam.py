@@ -58,17 +58,17 @@ class OnebitAdam(CompressedOptimizer):
 
     def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
         beta1, _ = group["betas"]
-        message = state.exp_avg[bucket.start : bucket.stop].mul_(beta1)
+        message = state.exp_avg[bucket.start : bucket.stop].mul_(beta1)  # the momentum itself, so (5) is done in place
         for piece in bucket.pieces:
             if (grad := grads[piece.index]) is not None:  # (4); no gradient is a gradient of zero
                 part = state.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
                 part.add_(grad.reshape(-1)[piece.start : piece.stop], alpha=1 - beta1)
         return message
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket) -> None:
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, message: Tensor) -> None:
         variance = state.exp_avg_sq[bucket.start : bucket.stop]
         direction = denominator(variance, group["eps"], group["eps_inside_sqrt"])
-        torch.div(state.exp_avg[bucket.start : bucket.stop], direction, out=direction)  # (6)
+        torch.div(message, direction, out=direction)  # (6)
         state.apply_direction_(bucket, direction, float(group["lr"]), group["weight_decay"])
 
     def _schedule_options(self) -> dict[str, Any]:
