@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from hf_compressopt.checkpoint.io import load_state, save_state
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, CompressOptPlugin, attach
     from hf_compressopt.integrations.transformers import register
+    from hf_compressopt.optim.lamb import Lamb
     from hf_compressopt.optim.onebit_adam import OnebitAdam
+    from hf_compressopt.optim.onebit_lamb import OnebitLamb
 
 __version__ = "0.1.0"
 
@@ -21,7 +23,9 @@ _HOME = {
     "CompressOptAccelerator": "hf_compressopt.integrations.accelerate",
     "CompressOptPlugin": "hf_compressopt.integrations.accelerate",
     "GradScaler": "hf_compressopt.amp",
+    "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
+    "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
     "attach": "hf_compressopt.integrations.accelerate",
     "load_state": "hf_compressopt.checkpoint.io",
     "register": "hf_compressopt.integrations.transformers",
@@ -32,7 +36,9 @@ __all__ = [
     "CompressOptAccelerator",
     "CompressOptPlugin",
     "GradScaler",
+    "Lamb",
     "OnebitAdam",
+    "OnebitLamb",
     "attach",
     "load_state",
     "register",

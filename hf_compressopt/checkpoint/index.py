@@ -17,8 +17,11 @@ The index is an object with these keys:
 A piece is ``{"shard", "key", "start", "stop", "sha256"}``: elements [start, stop) of the flattened tensor are the
 tensor ``key`` of shard number ``shard``, and sha256 is that of its bytes. The pieces of a tensor are in order and
 cover it.
-Tensors are ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>``, ``step/group<g>``, ``exp_avg_mask/group<g>``,
-``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another) and ``server_error/group<g>``.
+
+Tensors are ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
+``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
+``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another); ``server_error/group<g>``
+(likewise). ``rank<r>/`` before a parameter's name marks what is rank r's own.
 """
 
 from __future__ import annotations

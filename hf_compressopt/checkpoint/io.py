@@ -25,7 +25,7 @@ from hf_compressopt.checkpoint.index import (
 )
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
-from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.optim.flat_optimizer import MASK_PREFIX, OPTIMIZER_PREFIX, FlatOptimizer
 
 DEFAULT_PREFIX = "compressopt"
 _Result = TypeVar("_Result")
@@ -109,15 +109,15 @@ def load_state(
         index = CheckpointIndex.read(path)
         grouped = optimizer.parameter_names(names)
         _check_fits(optimizer, index, grouped, path)
-        wanted = optimizer.checkpoint_tensors(grouped, step=index.header["step"], masks=_saved_masks(index))
+        wanted = optimizer.checkpoint_tensors(grouped, step=index.header["step"], saved=_room_for_saved(index))
         return index, _read_tensors(folder, index, wanted, path)
 
     index, tensors = _together(optimizer.communicator, read)
     with torch.no_grad():
         for state, values in tensors:
             state.local.copy_(values.view(state.local.shape))
-    masks = {state.name: state.local for state, _ in tensors if state.name in index.tensors}
-    optimizer.load_checkpoint_header(index.header, masks)
+    brought = {state.name: state.local for state, _ in tensors}
+    optimizer.load_checkpoint_header(index.header, brought)
 
 
 def _together(
@@ -274,12 +274,12 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
     return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
 
 
-def _saved_masks(index: CheckpointIndex) -> dict[str, Tensor]:
-    """Room for the momentum masks of a checkpoint: it brings its own, whether or not the optimizer was given any."""
+def _room_for_saved(index: CheckpointIndex) -> dict[str, Tensor]:
+    """Room for what a checkpoint brings whether or not the optimizer has it: masks, and optimizer-wide tensors."""
     return {
         name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
         for name, entry in index.tensors.items()
-        if name.startswith("exp_avg_mask/")
+        if name.startswith((MASK_PREFIX, OPTIMIZER_PREFIX))
     }
 
 

@@ -21,7 +21,7 @@ from hf_compressopt.flat import Bucket
 from hf_compressopt.grad_sync import average_gradients
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.functional import (
-    AdamOptions,
+    adam_options,
     adam_step_,
     bit_sum,
     correct_bias_,
@@ -141,6 +141,10 @@ class CompressedOptimizer(FlatOptimizer):
         """Update the parameters from the message of one bucket, which has come back averaged and masked."""
         raise NotImplementedError("abstract")
 
+    def _stage_ends(self, plan: StepPlan) -> bool:
+        """Whether the step that was taken by this plan is the last one of its stage."""
+        return plan.ends_stage
+
     def _schedule_options(self) -> dict[str, Any]:
         """The options that :meth:`plan_at` depends on: they must be alike on all ranks and outlive a resume."""
         raise NotImplementedError("abstract")
@@ -244,7 +248,7 @@ class CompressedOptimizer(FlatOptimizer):
                 compressed.append(index)
         if plan.synchronize:
             self._compressed_step(compressed, gradients)
-        if plan.ends_stage:
+        if self._stage_ends(plan):
             self._end_warmup(plan)
 
     def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
@@ -473,7 +477,8 @@ class CompressedOptimizer(FlatOptimizer):
             )
 
     def _load_header(self, header: dict[str, Any]) -> None:
-        if header["schedule"] != self._schedule_options() and self.communicator.rank == 0:
+        mine = self._schedule_options()
+        if header["schedule"] != mine and "auto" not in mine.values() and self.communicator.rank == 0:
             logger.warning(
                 "the schedule of the checkpoint, %s, takes the place of %s",
                 header["schedule"],
@@ -493,17 +498,3 @@ class CompressedOptimizer(FlatOptimizer):
                 f"{step} ends or follows it ({self._schedule_options()}): let the warmup end later"
             )
         return {**self._header(), "step": step, "skipped_steps": 0, "bytes_sent": 0}
-
-
-def adam_options(group: dict[str, Any]) -> AdamOptions:
-    """The options of a param group that Adam's arithmetic takes."""
-    beta1, beta2 = group["betas"]
-    return AdamOptions(
-        lr=group["lr"],
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        bias_correction=group["bias_correction"],
-        eps_inside_sqrt=group["eps_inside_sqrt"],
-    )

@@ -21,6 +21,8 @@ from hf_compressopt.optim.options import check_group
 
 #: Key under which a state dict carries what torch's own have no place for.
 STATE_KEY = "compressopt"
+#: Starts of the names of tensors that a checkpoint brings, whether or not the optimizer has them.
+MASK_PREFIX, OPTIMIZER_PREFIX = "exp_avg_mask/", "optimizer/"
 _STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -58,6 +60,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._ranks_checked = False
         self._states: list[GroupState] = []
         self._names: list[list[str]] = []
+        self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
         super().__init__(params, defaults)
         tensors = chain.from_iterable(group["params"] for group in self.param_groups)
         device = next((p.device for p in tensors), torch.device("cpu"))
@@ -176,6 +179,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             "worker_error": [state.worker_error for state in self._states],
             "server_error": [state.server_error for state in self._states],
             "group_tensors": [state.group_tensors() for state in self._states],
+            "tensors": dict(self._tensors),
         }
         return packed
 
@@ -229,6 +233,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 error: Tensor = getattr(state, name)
                 mine = own is not None and own["rank"] == self.communicator.rank
                 error.copy_(own[name][number]) if own is not None and mine else error.zero_()
+        if own is not None:
+            self._tensors = {name: tensor.clone() for name, tensor in own["tensors"].items()}
         self._load_groups(saved_groups)
         self._load_header(header)
         self._state_loaded()
@@ -307,23 +313,26 @@ class FlatOptimizer(torch.optim.Optimizer):
         names: Sequence[Sequence[str]],
         *,
         step: int | None = None,
-        masks: dict[str, Tensor] | None = None,
+        saved: dict[str, Tensor] | None = None,
     ) -> list[StateTensor]:
         """Every state tensor that this rank holds a part of; they share memory with the optimizer.
 
         Args:
             names: Names of the trainable parameters, per group.
             step: The step after which they are looked at, where it is not this optimizer's own.
-            masks: Momentum masks by name, in the place of the optimizer's own.
+            saved: Room for the momentum masks and the optimizer-wide tensors that a checkpoint brings, in the place of
+                the optimizer's own.
         """
         self._follow_parameters()
         tensors: list[StateTensor] = []
-        for number, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
+        for number, state in enumerate(self._states):
             own = self._own_tensors(self._step if step is None else step) if state.compressed else ()
             tensors += state.checkpoint_tensors(number, names[number], own)
-            if masks is None and (mask := group.get("exp_avg_mask")) is not None:
-                tensors.append(StateTensor(_mask_name(number), tuple(mask.shape), 0, mask, True))
-        return tensors + [StateTensor(name, tuple(mask.shape), 0, mask, True) for name, mask in (masks or {}).items()]
+        if saved is None:
+            masks = {_mask_name(n): group.get("exp_avg_mask") for n, group in enumerate(self.param_groups)}
+            saved = {name: mask for name, mask in masks.items() if mask is not None}
+            saved |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in self._tensors.items()}
+        return tensors + [StateTensor(name, tuple(tensor.shape), 0, tensor, True) for name, tensor in saved.items()]
 
     def _own_tensors(self, step: int) -> Sequence[str]:
         """State tensors that are each rank's own after this step, beside the errors; "param" for the parameters."""
@@ -351,11 +360,16 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
 
     def load_checkpoint_header(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take over a checkpoint's header, and its momentum masks among ``tensors``, after the rest was copied in."""
+        """Take over a checkpoint's header, and what ``saved`` made room for, after the rest was copied in."""
         self._load_groups([_from_plain(group) for group in header["param_groups"]])
         for number, group in enumerate(self.param_groups):
             if (mask := tensors.get(_mask_name(number))) is not None:
                 group["exp_avg_mask"] = mask.to(self._states[number].device)
+        self._tensors = {
+            name.removeprefix(OPTIMIZER_PREFIX): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(OPTIMIZER_PREFIX)
+        }
         self._load_header(header)
         self._state_loaded()
 
@@ -375,7 +389,7 @@ def _loadable(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mask_name(group: int) -> str:
-    return f"exp_avg_mask/group{group}"
+    return f"{MASK_PREFIX}group{group}"
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,20 @@ class AdamOptions:
     weight_decay: float
     bias_correction: bool
     eps_inside_sqrt: bool
+
+
+def adam_options(group: dict[str, Any]) -> AdamOptions:
+    """The options of a param group that Adam's arithmetic takes."""
+    beta1, beta2 = group["betas"]
+    return AdamOptions(
+        lr=group["lr"],
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        bias_correction=group["bias_correction"],
+        eps_inside_sqrt=group["eps_inside_sqrt"],
+    )
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -102,13 +117,7 @@ def adam_step_(
 
 
 def _adam_variant_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, options: AdamOptions) -> None:
-    step += 1
-    m.lerp_(g, 1 - options.beta1)
-    v.mul_(options.beta2).addcmul_(g, g, value=1 - options.beta2)
-    m_hat, v_hat = m, v
-    if options.bias_correction:
-        count = float(step)
-        m_hat, v_hat = m / (1 - options.beta1**count), v / (1 - options.beta2**count)
+    m_hat, v_hat = adam_moments_(g, m, v, step, options)
     lr = float(options.lr)
     p.mul_(1 - lr * options.weight_decay)
     p.addcdiv_(m_hat, denominator(v_hat, options.eps, options.eps_inside_sqrt), value=-lr)
@@ -147,3 +156,43 @@ def bit_sum(tensor: Tensor) -> Tensor:
     """Sum of all elements' bits, read as integers: exact, so that its order does not matter. Returns [] int64."""
     integers = torch.int32 if tensor.element_size() == 4 else torch.int16
     return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+
+
+def adam_moments_(
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions
+) -> tuple[Tensor, Tensor]:
+    """Update Adam's moments of one tensor in place, and count the step.
+
+    Args:
+        grad: Any shape, any floating-point dtype.
+        exp_avg: float32, shaped like grad.
+        exp_avg_sq: float32, shaped like grad.
+        step: [] float32 on the CPU.
+        options: The group's hyperparameters.
+
+    Returns:
+        m^ and v^, which are the moments themselves where there is no bias correction.
+    """
+    grad = grad.float()
+    step += 1
+    exp_avg.lerp_(grad, 1 - options.beta1)
+    exp_avg_sq.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
+    if not options.bias_correction:
+        return exp_avg, exp_avg_sq
+    count = float(step)
+    return exp_avg / (1 - options.beta1**count), exp_avg_sq / (1 - options.beta2**count)
+
+
+def trust_ratio(param: Tensor, update: Tensor, low: float, high: float) -> Tensor:
+    """LAMB's factor of one tensor: ||p|| / ||update|| within [low, high], 1 where a norm is 0. Returns [] float32."""
+    weight_norm, update_norm = torch.linalg.vector_norm(param.float()), torch.linalg.vector_norm(update)
+    ratio = (weight_norm / update_norm).clamp(low, high)
+    return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+
+
+def apply_update_(param: Tensor, update: Tensor, rate: Tensor) -> None:
+    """Update p <- p - rate update, in place, in float32 whatever the parameter's dtype. rate: [] float32."""
+    if param.dtype == torch.float32:
+        param.addcmul_(update, rate, value=-1)
+    else:
+        param.copy_(param.float().addcmul_(update, rate, value=-1))

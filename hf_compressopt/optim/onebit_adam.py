@@ -15,46 +15,23 @@ Compressed stage, t > freeze_step:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.flat import Bucket
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.functional import denominator
 from hf_compressopt.optim.group_state import GroupState
-from hf_compressopt.optim.options import check_count
-from hf_compressopt.stages import StepPlan, onebit_plan
 
 
-class OnebitAdam(CompressedOptimizer):
+class OnebitAdam(FreezingOptimizer):
     """Adam whose momentum crosses the network as signs, after a warmup stage in full precision.
 
-    Args:
-        params: Parameters, named parameters or param groups, as for any torch optimizer. Param-group keys beyond the
-            options below: ``exp_avg_mask`` (a tensor that broadcasts to each parameter of the group; the momentum is
-            multiplied with it after every compressed message) and ``non_freeze`` (True keeps the group in the warmup
-            stage for good).
-        lr: Learning rate.
-        freeze_step: Last step of the warmup stage, >= 1. Papers use 15-25 % of all steps.
-        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
-
-    Raises:
-        ValueError: For an option outside its range; the message names value and range.
-        TypeError: For parameters that no option can make work.
+    Options are those of :class:`~hf_compressopt.optim.freezing.FreezingOptimizer` (``freeze_step``, which papers put
+    at 15-25 % of all steps) and of :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
     """
-
-    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *, freeze_step: int = 100_000, **options: Any) -> None:
-        """See the class."""
-        check_count("freeze_step", freeze_step)
-        self.freeze_step = freeze_step
-        super().__init__(params, lr, **options)
-
-    def plan_at(self, step: int) -> StepPlan:
-        """Warmup up to and including ``freeze_step``, compressed after it."""
-        return onebit_plan(step, self.freeze_step)
 
     def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
         beta1, _ = group["betas"]
@@ -70,18 +47,3 @@ class OnebitAdam(CompressedOptimizer):
         direction = denominator(variance, group["eps"], group["eps_inside_sqrt"])
         torch.div(message, direction, out=direction)  # (6)
         state.apply_direction_(bucket, direction, float(group["lr"]), group["weight_decay"])
-
-    def _schedule_options(self) -> dict[str, Any]:
-        return {"freeze_step": self.freeze_step}
-
-    def _set_schedule_options(self, options: dict[str, Any]) -> None:
-        self.freeze_step = options["freeze_step"]
-
-    def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
-        """Freeze after 20 % of the run, unless ``freeze_step`` is given."""
-        if "freeze_step" in given:
-            return f"freeze_step={self.freeze_step}, as given, of {max_steps} steps"
-        if self._step > 0:
-            raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step}")
-        self.freeze_step = max(1, max_steps // 5)
-        return f"freeze_step={self.freeze_step}, 20 % of {max_steps} steps (none was given)"

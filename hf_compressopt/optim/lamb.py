@@ -1,0 +1,172 @@
+"""LAMB (You et al. 2020, arXiv 1904.00962), with the moments and decay of Adam and one trust ratio per tensor.
+
+For every tensor:
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    update = m^ / (sqrt(v^) + eps) + wd p
+    coeff = clamp(||p|| / ||update||, min_coeff, max_coeff), and 1 where a norm is 0
+    p <- p - lr coeff update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.optim.functional import (
+    AdamOptions,
+    adam_moments_,
+    adam_options,
+    apply_update_,
+    denominator,
+    trust_ratio,
+)
+from hf_compressopt.optim.options import check_at_least, check_group
+
+
+class Lamb(torch.optim.Optimizer):
+    """LAMB for gradients that are averaged already: an ordinary optimizer, and the warmup stage of OnebitLamb.
+
+    Args:
+        params: Parameters, named parameters or param groups, as for any torch optimizer.
+        lr: Learning rate, >= 0.
+        bias_correction: Whether Adam's bias corrections apply.
+        betas: Coefficients of the running averages, each in [0, 1).
+        eps: Added to the denominator, >= 0.
+        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
+        weight_decay: Weight decay, part of the update that the trust ratio scales, >= 0.
+        max_coeff: Upper bound of the trust ratio.
+        min_coeff: Lower bound of the trust ratio, >= 0.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters of another dtype than float32, bfloat16 or float16.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        """See the class."""
+        check_coefficients(min_coeff, max_coeff)
+        self.max_coeff, self.min_coeff = max_coeff, min_coeff
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group.
+
+        Raises:
+            ValueError: For an option outside its range.
+            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
+        """
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except (ValueError, TypeError):
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, so that a copy has the bounds too."""
+        return dict(self.__dict__)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step. Returns what the closure returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = adam_options(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+                state["trust_ratio"] = lamb_step_(
+                    param,
+                    param.grad,
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    state["step"],
+                    options,
+                    self.min_coeff,
+                    self.max_coeff,
+                )
+        return loss
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The last trust ratio of every tensor that has taken a step."""
+        ratios = [state["trust_ratio"] for state in self.state.values() if "trust_ratio" in state]
+        return torch.stack(ratios).tolist() if ratios else []
+
+
+def lamb_step_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    options: AdamOptions,
+    min_coeff: float,
+    max_coeff: float,
+) -> Tensor:
+    """One step of LAMB on one tensor, in place, without a host synchronisation.
+
+    Args:
+        param: Any shape; float32, bfloat16 or float16.
+        grad: Shaped like param.
+        exp_avg: float32, shaped like param.
+        exp_avg_sq: float32, shaped like param.
+        step: [] float32 on the CPU: steps that the parameter has seen; counted up here.
+        options: The group's hyperparameters.
+        min_coeff: Lower bound of the trust ratio.
+        max_coeff: Upper bound of the trust ratio.
+
+    Returns:
+        [] float32, the trust ratio.
+    """
+    m_hat, v_hat = adam_moments_(grad, exp_avg, exp_avg_sq, step, options)
+    update = m_hat / denominator(v_hat, options.eps, options.eps_inside_sqrt)
+    if options.weight_decay != 0:
+        update.add_(param, alpha=options.weight_decay)
+    coeff = trust_ratio(param, update, min_coeff, max_coeff)
+    apply_update_(param, update, coeff * options.lr)
+    return coeff
+
+
+def check_coefficients(min_coeff: float, max_coeff: float) -> None:
+    """Check the bounds of the trust ratio.
+
+    Raises:
+        ValueError: If they are no range of positive numbers.
+    """
+    check_at_least("min_coeff", min_coeff, 0)
+    check_at_least("max_coeff", max_coeff, min_coeff)
