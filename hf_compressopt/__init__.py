@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_compressopt.optim.lamb import Lamb
     from hf_compressopt.optim.onebit_adam import OnebitAdam
     from hf_compressopt.optim.onebit_lamb import OnebitLamb
+    from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ _HOME = {
     "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
     "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
+    "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
     "attach": "hf_compressopt.integrations.accelerate",
     "load_state": "hf_compressopt.checkpoint.io",
     "register": "hf_compressopt.integrations.transformers",
@@ -39,6 +41,7 @@ __all__ = [
     "Lamb",
     "OnebitAdam",
     "OnebitLamb",
+    "ZeroOneAdam",
     "attach",
     "load_state",
     "register",

@@ -182,9 +182,42 @@ def test_a_stub_without_its_shards_is_refused(tmp_path: Path) -> None:
         plain.load_state_dict(stub)
 
 
+FAMILY = {
+    "zero_one_adam": "var_freeze_step=4,var_update_scaler=1,local_step_scaler=2,local_step_clipper=4",
+    "onebit_lamb": "freeze_step=3",
+}
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.invariant(37)
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_family_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path) -> None:
+    arguments = {"optim": name, "optim_args": FAMILY[name] + ",scale_block=256,bucket_cap_mb=0.02", "max_steps": 14}
+
+    def run(directory: str, **more: Any) -> list[dict[str, Any]]:
+        resume = more.pop("resume", None)  # no dropout: an evaluation draws random numbers
+        given = {**arguments, **more, "output_dir": str(tmp_path / directory)}
+        return run_variant("plain", given, resume=resume, dropout=0.0)
+
+    plain = run("plain")
+    watched = run("watched", eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=1)
+    assert plain[0]["metrics"]["stage"] == 1.0
+    for result in (*plain, *watched):  # after the training all ranks hold the same, and watching changes no bit
+        assert equal_params(result["params"], plain[0]["params"])
+    if name == "zero_one_adam":
+        assert plain[0]["alike"][:4] == [True] * 4
+        assert plain[0]["alike"][8:12] == [False, False, False, True]  # step 12 is a sync, 9 to 11 are not
+    else:
+        assert plain[0]["alike"] == [True] * 14
+    for step in (3, 4, 9, 11):
+        resumed = run("resumed", resume=str(tmp_path / "watched" / f"checkpoint-{step}"))
+        assert equal_params(resumed[0]["params"], plain[0]["params"]), f"resumed at step {step}"
+
+
 BAD_OPTIONS = {
     "frezze_step=3": "no option 'frezze_step'; legal are",
-    "freeze_step=soon": "freeze_step must be an int, got 'soon'",
+    "freeze_step=soon": "freeze_step must be an int >= 1, or 'auto', got 'soon'",
+    "max_freeze_step=soon": "max_freeze_step must be an int, got 'soon'",
     "freeze_step": "name=value",
     "freeze_step=0": "freeze_step must be >= 1, got 0",
     "freeze_step=2,freeze_step=3": "given twice",

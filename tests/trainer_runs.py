@@ -21,6 +21,7 @@ class Run:
     scaler: bool = False
     optimizer: str | None = None  # "cls_and_kwargs" or "instance": how the optimizer gets to Trainer
     unused: bool = False
+    dropout: float = 0.1
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -37,7 +38,7 @@ def use_accelerate(rank: int, world_size: int) -> None:
     os.environ.update({"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"})
 
 
-def small_model(unused: bool = False) -> Any:
+def small_model(unused: bool = False, dropout: float = 0.1) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -50,6 +51,9 @@ def small_model(unused: bool = False) -> Any:
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        resid_pdrop=dropout,
     )
     model = GPT2LMHeadModel(config)
     if unused:
@@ -120,7 +124,7 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
         "seed": 3,
     }
     args = TrainingArguments(**{**defaults, **run.arguments})
-    model = small_model(run.unused)
+    model = small_model(run.unused, run.dropout)
     options: dict[str, Any] = dict(run.extra)
     if run.optimizer == "cls_and_kwargs":
         options["optimizer_cls_and_kwargs"] = (OnebitAdam, {"lr": args.learning_rate})

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +40,8 @@ def register() -> None:
     _wrap(Trainer, "create_scheduler", _create_scheduler)
     _wrap(Trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
     _wrap(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
+    for name in ("evaluate", "predict", "save_model"):
+        _wrap(Trainer, name, _with_averaged_parameters)
     trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
     _show_log()
 
@@ -55,6 +58,12 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
             metrics = prefixed_metrics(inner)
             logs.update(metrics)
             state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Leave the same parameters on all ranks: what follows may run on one of them only."""
+        inner = innermost(optimizer)
+        if isinstance(inner, CompressedOptimizer):
+            inner.settle_parameters()
 
 
 # -- what is wrapped: each takes Trainer's own method first -----------------------------------------------------------
@@ -126,6 +135,13 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
     with inner.state_in_shards():
         return original(self, checkpoint)
+
+
+def _with_averaged_parameters(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """An evaluation or a saved model is of one set of parameters, also where each rank has its own for a while."""
+    inner = innermost(self.optimizer)
+    with inner.averaged_parameters() if isinstance(inner, CompressedOptimizer) else nullcontext():
+        return original(self, *args, **kwargs)
 
 
 def _given_options(self: Trainer) -> list[str]:

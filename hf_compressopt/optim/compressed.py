@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, overload
 from zlib import crc32
@@ -108,6 +109,7 @@ class CompressedOptimizer(FlatOptimizer):
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
         self.step_was_skipped = False
         self.skipped_steps = 0
+        self.rounds = 0
         self._gradients_finite: bool | None = None  # what the ranks have agreed on the coming step; None: nothing yet
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -126,6 +128,9 @@ class CompressedOptimizer(FlatOptimizer):
             communicator=communicator,
             process_group=process_group,
         )
+
+    #: What is sent after the switch, and what clipping reports then, for the log.
+    _after_the_switch = ("the momentum", "sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger")
 
     # -- what an algorithm defines ------------------------------------------------------------------------------------
 
@@ -218,24 +223,32 @@ class CompressedOptimizer(FlatOptimizer):
         plan = self.plan
         if grads is not None:
             self._gradients_finite = None  # what was agreed on concerned other gradients
-        gradients = self._collect(grads)
+        gradients = self._collect(grads, self._ranks_agree_on(plan))
         if self.max_grad_norm > 0:
             norm = gradients.clip_(self.max_grad_norm, in_place=grads is None)
             self._gradients_finite = math.isfinite(float(norm))
         finite = self._agree_finite(gradients)
         self._gradients_finite = None
-        self.step_was_skipped = not finite
-        if finite:
-            self._take_step(plan, gradients.groups)
-            self._step = plan.step
-        else:
+        self.step_was_skipped = not finite and self._ranks_agree_on(plan)
+        if self.step_was_skipped:
             self.skipped_steps += 1
             if self.communicator.rank == 0:
                 logger.warning("step %d skipped: a gradient is not finite", plan.step)
+        else:
+            self._take_step(plan, gradients.groups if finite else None)
+            self._step = plan.step
+            self.rounds += plan.reduce_grads or plan.synchronize
         self.traffic.end_step()
         return loss
 
-    def _take_step(self, plan: StepPlan, gradients: Grads) -> None:
+    def _ranks_agree_on(self, plan: StepPlan) -> bool:
+        """Whether a gradient that is not finite on one rank skips this step on all."""
+        return plan.agree or any(not state.compressed and state.params for state in self._states)
+
+    def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
+        """Take the step; ``gradients`` is None where this rank's are not finite and it goes on without."""
+        if gradients is None:
+            return self._local_steps(plan, range(len(self._states)), None)
         compressed: list[int] = []
         for index, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
             if plan.update_variance:
@@ -246,8 +259,12 @@ class CompressedOptimizer(FlatOptimizer):
                 self._uncompressed_step(group, state, averaged)
             else:
                 compressed.append(index)
-        if plan.synchronize:
+        if not plan.agree:
+            self._local_steps(plan, compressed, gradients)
+        elif plan.synchronize:
             self._compressed_step(compressed, gradients)
+            for index in compressed:
+                self._states[index].steps += 1
         if self._stage_ends(plan):
             self._end_warmup(plan)
 
@@ -261,6 +278,10 @@ class CompressedOptimizer(FlatOptimizer):
             [state.steps[index] for index in rows],
             adam_options(group),
         )
+
+    def _local_steps(self, plan: StepPlan, groups: Sequence[int], gradients: Grads | None) -> None:
+        """The steps that each rank takes alone, for algorithms whose plans have ``agree=False``."""
+        raise NotImplementedError("abstract")
 
     def _compressed_step(self, groups: Sequence[int], gradients: Grads) -> None:
         under_way: deque[tuple[dict[str, Any], GroupState, Bucket, Tensor]] = deque()
@@ -277,8 +298,6 @@ class CompressedOptimizer(FlatOptimizer):
             group, state, bucket, message = under_way.popleft()
             state.mask_(bucket, message, group.get("exp_avg_mask"))
             self._apply(group, state, bucket, message)
-        for index in groups:
-            self._states[index].steps += 1
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""
@@ -287,20 +306,27 @@ class CompressedOptimizer(FlatOptimizer):
             if not state.compressed:
                 continue
             beta1, beta2 = group["betas"]
-            for index, count in enumerate(state.steps.tolist()):
+            for index, counts in enumerate(zip(*self._bias_counts(state), strict=True)):
                 exp_avg, exp_avg_sq = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index)
-                if group["bias_correction"] and count > 0:
-                    correct_bias_(exp_avg, exp_avg_sq, count, beta1, beta2)
+                if group["bias_correction"]:
+                    correct_bias_(exp_avg, counts[0], beta1)
+                    correct_bias_(exp_avg_sq, counts[1], beta2)
                 floor_variance_(exp_avg_sq, self.variance_floor)
             state.find_still()
         if self.communicator.rank == 0:
             self._report_switch(plan)
 
+    def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
+        """For each parameter, how often its first and its second moment have been updated."""
+        return state.steps.tolist(), state.steps.tolist()
+
     def _report_switch(self, plan: StepPlan) -> None:
         logger.info(
-            "step %d: warmup ends, the variance is frozen; from here on gradients stay local, the momentum is sent as "
-            "signs, and a reported grad_norm is sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger",
+            "step %d: %s ends, the variance is frozen; from here on gradients stay local, %s is sent as signs, and a "
+            "reported grad_norm is %s",
             plan.step,
+            plan.stage.value,
+            *self._after_the_switch,
         )
         flags = chain.from_iterable(state.still for state in self._states)
         names = [name for name, flag in zip(chain.from_iterable(self._names), flags, strict=True) if flag]
@@ -315,14 +341,14 @@ class CompressedOptimizer(FlatOptimizer):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, given: Iterable[Any] | None = None) -> StepGradients:
+    def _collect(self, given: Iterable[Any] | None = None, agree: bool = True) -> StepGradients:
         return StepGradients.collect(
             [group["params"] for group in self.param_groups],
             [state.params for state in self._states],
             self._names,
             given,
             self.communicator,
-            self.plan.reduce_grads,
+            self.plan.reduce_grads or not agree,
         )
 
     def _agree_finite(self, gradients: StepGradients) -> bool:
@@ -352,7 +378,7 @@ class CompressedOptimizer(FlatOptimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         self._follow_parameters()
-        everything = self._collect()
+        everything = self._collect(None, self._ranks_agree_on(self.plan))
         chosen = everything
         if parameters is not None:
             chosen = everything.restricted([state.params for state in self._states], parameters)
@@ -378,6 +404,14 @@ class CompressedOptimizer(FlatOptimizer):
         self.note_agreement(finite)
         return not finite
 
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Inside, all ranks hold the same parameters, which here they always do. All ranks call."""
+        yield
+
+    def settle_parameters(self) -> None:
+        """Make all ranks hold the same parameters until the next step, which here they always do. All ranks call."""
+
     def note_agreement(self, finite: bool | None) -> None:
         """Tell the coming step what all ranks have agreed on already: whether every gradient is finite.
 
@@ -400,7 +434,8 @@ class CompressedOptimizer(FlatOptimizer):
             "optimizer, step, parameter sizes or options",
             [type(self).__name__, self._step, crc32(repr(sizes).encode()), repr(options)],
         )
-        self._compare_parameters()
+        if self.plan.agree:  # else each rank has parameters of its own
+            self._compare_parameters()
         self._ranks_checked = True
 
     def _compare_parameters(self) -> None:
@@ -419,7 +454,8 @@ class CompressedOptimizer(FlatOptimizer):
         """Numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (by
+            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
+            gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by
             this rank; without what the caller of a plain loop sends to average gradients); ``compression_ratio``
             (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
@@ -434,6 +470,7 @@ class CompressedOptimizer(FlatOptimizer):
             "stage": plan.stage.number,
             "step": float(self._step),
             "skipped_steps": float(self.skipped_steps),
+            "rounds": float(self.rounds),
             "bytes_sent_step": float(sent),
             "bytes_sent": float(self.traffic.total_bytes),
             "compression_ratio": full / sent if compressed else 1.0,
@@ -463,6 +500,7 @@ class CompressedOptimizer(FlatOptimizer):
             "bucket_numel": self.bucket_numel,
             "scale_block": self.scale_block,
             "skipped_steps": self.skipped_steps,
+            "rounds": self.rounds,
             "bytes_sent": self.traffic.total_bytes,
         }
 
@@ -487,6 +525,7 @@ class CompressedOptimizer(FlatOptimizer):
         self._set_schedule_options(header["schedule"])
         self._step = header["step"]
         self.skipped_steps = header["skipped_steps"]
+        self.rounds = header["rounds"]
         self.traffic.restore(header["bytes_sent"])
         self._gradients_finite = None
         self.step_was_skipped = False
@@ -497,4 +536,4 @@ class CompressedOptimizer(FlatOptimizer):
                 f"a plain Adam state dict at step {step} can be taken over in the warmup stage only, and here step "
                 f"{step} ends or follows it ({self._schedule_options()}): let the warmup end later"
             )
-        return {**self._header(), "step": step, "skipped_steps": 0, "bytes_sent": 0}
+        return {**self._header(), "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}

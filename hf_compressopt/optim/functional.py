@@ -140,10 +140,10 @@ def apply_direction_(param: Tensor, direction: Tensor, lr: float, weight_decay: 
         param.copy_(wide)
 
 
-def correct_bias_(exp_avg: Tensor, exp_avg_sq: Tensor, step: float, beta1: float, beta2: float) -> None:
-    """Fold Adam's bias corrections into the moments, in place: m <- m / (1 - b1^k), v <- v / (1 - b2^k), k > 0."""
-    exp_avg.div_(1 - beta1**step)
-    exp_avg_sq.div_(1 - beta2**step)
+def correct_bias_(moment: Tensor, count: float, beta: float) -> None:
+    """Fold Adam's bias correction into a moment that was updated ``count`` times, in place: m <- m / (1 - b^k)."""
+    if count > 0:
+        moment.div_(1 - beta**count)
 
 
 def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:

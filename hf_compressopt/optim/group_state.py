@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.compressed import ErrorFeedback, server_numel
-from hf_compressopt.flat import Bucket, FlatLayout, StateTensor, chunk_range
+from hf_compressopt.flat import Bucket, FlatLayout, Piece, StateTensor, chunk_range
 from hf_compressopt.optim.functional import apply_direction_
 
 
@@ -20,7 +20,7 @@ class ExtraState:
 
     Attributes:
         name: Its name in ``optimizer.state`` and in checkpoints.
-        per: "element" (one value per element, flat), "parameter" or "group".
+        per: "element" (one float32 per element, flat), "parameter" (float32) or "group" (float64).
         initial: The value that it starts with.
     """
 
@@ -72,7 +72,12 @@ class GroupState:
         self.still = [False] * len(self.params)
         self.extras = tuple(extras) if compressed else ()
         sizes = {"element": self.layout.numel, "parameter": len(self.params), "group": 1}
-        self.extra = {e.name: torch.full((sizes[e.per],), e.initial, device=device) for e in self.extras}
+        self.extra = {
+            e.name: torch.full(
+                (sizes[e.per],), e.initial, dtype=torch.float64 if e.per == "group" else torch.float32, device=device
+            )
+            for e in self.extras
+        }
         self._make_feedback()
 
     def _make_feedback(self) -> None:
@@ -137,16 +142,25 @@ class GroupState:
 
     def apply_direction_(self, bucket: Bucket, direction: Tensor, lr: float, weight_decay: float) -> None:
         """Update p <- p (1 - lr wd) - lr direction for the parameters' parts in a bucket. direction: [bucket.numel]."""
+        for piece, part, place in self.parameter_parts(bucket):
+            if self.still[piece.index]:
+                direction[place].zero_()  # with eps = 0 it is 0 / 0
+            apply_direction_(part, direction[place], lr, weight_decay)
+
+    def parameter_parts(self, bucket: Bucket) -> Iterator[tuple[Piece, Tensor, slice]]:
+        """The parts of the parameters in a bucket, to be changed in place.
+
+        Yields:
+            The piece, the flattened part of its parameter, and where it lies in the bucket. A parameter that was
+            frozen after it was added keeps still, and is left out.
+        """
         for piece in bucket.pieces:
             param = self.params[piece.index]
             if not param.requires_grad:
-                continue  # frozen after it was added: it keeps still
+                continue
             flat = param.reshape(-1)  # a view where the parameter is contiguous, else a copy
             start = piece.offset - bucket.start
-            part = direction[start : start + piece.stop - piece.start]
-            if self.still[piece.index]:
-                part.zero_()  # with eps = 0 it is 0 / 0
-            apply_direction_(flat[piece.start : piece.stop], part, lr, weight_decay)
+            yield piece, flat[piece.start : piece.stop], slice(start, start + piece.stop - piece.start)
             if not param.is_contiguous():
                 param.copy_(flat.view(param.shape))
 

@@ -131,7 +131,7 @@ class OnebitLamb(FreezingOptimizer):
 
     def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
         beta1, _ = group["betas"]
-        message = state.exp_avg[bucket.start : bucket.stop] * beta1
+        message: Tensor = state.exp_avg[bucket.start : bucket.stop] * beta1
         for piece in bucket.pieces:
             part = message[piece.offset - bucket.start :][: piece.stop - piece.start]
             if (grad := grads[piece.index]) is not None:
@@ -182,4 +182,5 @@ class OnebitLamb(FreezingOptimizer):
         updates = state.extra["lamb_coeff_updates"][index]
         if group["bias_correction"]:
             average = average / (1 - self.coeff_beta**updates)
-        return torch.where(updates > 0, average, torch.ones_like(average))
+        coeff: Tensor = torch.where(updates > 0, average, torch.ones_like(average))
+        return coeff

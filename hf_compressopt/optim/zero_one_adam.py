@@ -1,0 +1,285 @@
+"""0/1 Adam (Lu et al. 2022, arXiv 2202.06009).
+
+Variance stage, t <= var_freeze_step; in a variance step g is averaged in full precision, in any other by
+    g = compressed_all_reduce(g_r), times the mask where there is one                       (1)
+    m = b1 m + (1 - b1) g;  in a variance step v = b2 v + (1 - b2) g^2                      (2)
+    p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
+At the end of step var_freeze_step: bias corrections and variance floor as in 1-bit Adam, errors set to zero.
+Local-step stage: each rank alone, in every step,
+    m_r = b1 m_r + (1 - b1) g_r;  p_r <- p_r (1 - lr wd) - lr m_r / (sqrt(v) + eps)         (4)
+    u_r <- u_r + lr m_r;  lrs <- lrs + lr;  decay <- decay (1 - lr wd)                      (5)
+and in a sync, all together,
+    y = compressed_all_reduce(u_r), times the mask;  m <- y / lrs                           (6)
+    p <- decay anchor - y / (sqrt(v) + eps);  anchor <- p;  u, lrs <- 0;  decay <- 1        (7)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.flat import Bucket
+from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.functional import apply_direction_, denominator
+from hf_compressopt.optim.gradients import Grads
+from hf_compressopt.optim.group_state import ExtraState, GroupState
+from hf_compressopt.optim.options import check_count
+from hf_compressopt.stages import Stage, StepPlan, zero_one_plan
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroOneAdam(CompressedOptimizer):
+    """Adam that learns its variance ever more seldom, and then lets the ranks step alone between 1-bit syncs.
+
+    Inside a local interval the ranks' parameters differ: :meth:`averaged_parameters` puts their mean in place, for an
+    evaluation or a save. A rank whose gradient is not finite there keeps its momentum and goes on with it.
+
+    Args:
+        params: As for OnebitAdam.
+        lr: Learning rate.
+        var_freeze_step: Last step of the variance stage, >= 1.
+        var_update_scaler: Variance steps after which the interval between them doubles (kappa), >= 1.
+        local_step_scaler: Steps after which the interval between syncs doubles, >= 1.
+        local_step_clipper: Longest interval between syncs (H), >= 1.
+        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that no option can make work.
+    """
+
+    extra_state = (
+        ExtraState("anchor", "element"),
+        ExtraState("local_update", "element"),
+        ExtraState("variance_steps", "parameter"),
+        ExtraState("lr_sum", "group"),
+        ExtraState("decay", "group", 1.0),
+    )
+    _after_the_switch = ("the sum of each rank's updates", "each rank's own")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        var_freeze_step: int = 100_000,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32_678,
+        local_step_clipper: int = 16,
+        **options: Any,
+    ) -> None:
+        """See the class."""
+        self._set_schedule_options(
+            {
+                "var_freeze_step": var_freeze_step,
+                "var_update_scaler": var_update_scaler,
+                "local_step_scaler": local_step_scaler,
+                "local_step_clipper": local_step_clipper,
+            }
+        )
+        for name, value in self._schedule_options().items():
+            check_count(name, value)
+        self._settled_at = -1  # the step after which the parameters were averaged for good
+        super().__init__(params, lr, **options)
+
+    # -- schedule -----------------------------------------------------------------------------------------------------
+
+    def plan_at(self, step: int) -> StepPlan:
+        """A variance stage up to and including ``var_freeze_step``, and a local-step stage after it."""
+        return zero_one_plan(step, **self._schedule_options())
+
+    def _schedule_options(self) -> dict[str, Any]:
+        return dict(self._schedule)
+
+    def _set_schedule_options(self, options: dict[str, Any]) -> None:
+        self._schedule = dict(options)
+
+    def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
+        """Freeze the variance after 10 % of the run, and double the local interval every 10 %, unless given.
+
+        Raises:
+            RuntimeError: After the first step.
+        """
+        if self._step > 0:
+            raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
+        chosen = {
+            name: max(1, max_steps // 10) for name in ("var_freeze_step", "local_step_scaler") if name not in given
+        }
+        self._schedule.update(chosen)
+        words = ", ".join(f"{name}={value}" for name, value in chosen.items())
+        return f"of {max_steps} steps, {f'10 % each for {words}' if chosen else 'as given'}"
+
+    # -- variance stage -----------------------------------------------------------------------------------------------
+
+    def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
+        if not state.compressed:
+            return super()._uncompressed_step(group, state, grads)
+        beta1, beta2 = group["betas"]
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            grad = grad.float()
+            state.steps[index] += 1
+            state.extra["variance_steps"][index] += 1
+            state.view(state.exp_avg, index).lerp_(grad, 1 - beta1)  # (2)
+            state.view(state.exp_avg_sq, index).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        with_grad = {index for index, grad in enumerate(grads) if grad is not None}
+        for bucket in state.layout.buckets:
+            self._descend(group, state, bucket, with_grad, counted=True)
+
+    def _descend(
+        self, group: dict[str, Any], state: GroupState, bucket: Bucket, moving: Iterable[int], *, counted: bool
+    ) -> None:
+        """The update of the variance stage, (3). ``counted``: whether this step is in ``state.steps`` already."""
+        moving, lr, decay = set(moving), float(group["lr"]), group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        for piece, part, place in state.parameter_parts(bucket):
+            if piece.index not in moving:
+                continue
+            here = slice(bucket.start + place.start, bucket.start + place.stop)
+            direction, variance = state.exp_avg[here], state.exp_avg_sq[here]
+            if group["bias_correction"]:
+                count = float(state.steps[piece.index]) + (not counted)
+                direction = direction / (1 - beta1**count)
+                updates = state.extra["variance_steps"][piece.index]
+                variance = variance / (1 - beta2 ** updates.clamp(min=1))
+            learnt = state.extra["variance_steps"][piece.index] > 0  # without a variance it keeps still
+            direction = direction / denominator(variance, group["eps"], group["eps_inside_sqrt"])
+            apply_direction_(part, torch.where(learnt, direction, torch.zeros_like(direction)), lr, decay)
+
+    def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
+        return state.steps.tolist(), state.extra["variance_steps"].tolist()
+
+    def _end_warmup(self, plan: StepPlan) -> None:
+        super()._end_warmup(plan)
+        for state in self._states:
+            if state.compressed:
+                state.worker_error.zero_()
+                state.server_error.zero_()
+                for index, param in enumerate(state.params):
+                    state.view(state.extra["anchor"], index).copy_(param)
+
+    # -- messages: a gradient in the variance stage, the sum of updates in the local-step stage -----------------------
+
+    def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
+        if self.plan.stage is Stage.LOCAL_STEP:
+            return state.extra["local_update"][bucket.start : bucket.stop]
+        message = torch.zeros(bucket.numel, device=state.device)
+        for piece in bucket.pieces:
+            if (grad := grads[piece.index]) is not None:
+                start = piece.offset - bucket.start
+                message[start : start + piece.stop - piece.start] = grad.reshape(-1)[piece.start : piece.stop]
+        return message
+
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, message: Tensor) -> None:
+        exp_avg = state.exp_avg[bucket.start : bucket.stop]
+        if self.plan.stage is not Stage.LOCAL_STEP:
+            beta1, _ = group["betas"]
+            exp_avg.lerp_(message, 1 - beta1)  # (1), (2)
+            self._descend(group, state, bucket, range(len(state.params)), counted=False)
+            return
+        torch.div(message, float(state.extra["lr_sum"]), out=exp_avg)  # (6)
+        anchor = state.extra["anchor"][bucket.start : bucket.stop]
+        variance = state.exp_avg_sq[bucket.start : bucket.stop]
+        step = message / denominator(variance, group["eps"], group["eps_inside_sqrt"])
+        decay = float(state.extra["decay"])
+        for piece, part, place in state.parameter_parts(bucket):
+            if state.still[piece.index]:
+                step[place].zero_()
+            anchor[place].mul_(decay).sub_(step[place])  # (7)
+            part.copy_(anchor[place])
+        message.zero_()  # the sum of updates itself
+
+    # -- local-step stage ---------------------------------------------------------------------------------------------
+
+    def _local_steps(self, plan: StepPlan, groups: Sequence[int], gradients: Grads | None) -> None:
+        if gradients is None:
+            logger.warning(
+                "step %d: a gradient of rank %d is not finite; the rank goes on with its momentum",
+                plan.step,
+                self.communicator.rank,
+            )
+        moved = []
+        for index in groups:
+            group, state = self.param_groups[index], self._states[index]
+            self._local_step(group, state, None if gradients is None else gradients[index])
+            if float(state.extra["lr_sum"]) != 0:  # a schedule at its floor moves nothing: there is nothing to send
+                moved.append(index)
+        if plan.synchronize:
+            self._compressed_step(moved, gradients or [[] for _ in self._states])
+            for index in moved:
+                self._states[index].extra["lr_sum"].zero_()
+                self._states[index].extra["decay"].fill_(1.0)
+
+    def _local_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None] | None) -> None:
+        """(4) and (5) of one group."""
+        lr, decay, (beta1, _) = float(group["lr"]), group["weight_decay"], group["betas"]
+        for bucket in state.layout.buckets:
+            exp_avg = state.exp_avg[bucket.start : bucket.stop]
+            if grads is not None:
+                exp_avg.mul_(beta1)
+                for piece in bucket.pieces:
+                    if (grad := grads[piece.index]) is not None:
+                        part = state.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
+                        part.add_(grad.reshape(-1)[piece.start : piece.stop], alpha=1 - beta1)
+            variance = state.exp_avg_sq[bucket.start : bucket.stop]
+            direction = exp_avg / denominator(variance, group["eps"], group["eps_inside_sqrt"])
+            state.apply_direction_(bucket, direction, lr, decay)
+            state.extra["local_update"][bucket.start : bucket.stop].add_(exp_avg, alpha=lr)
+        state.extra["lr_sum"] += lr
+        state.extra["decay"] *= 1 - lr * decay
+        state.steps += 1
+
+    def _own_tensors(self, step: int) -> Sequence[str]:
+        local = step > 0 and self.plan_at(step).stage is Stage.LOCAL_STEP
+        return ("exp_avg", "local_update", "param") if local else ()
+
+    # -- one set of parameters ----------------------------------------------------------------------------------------
+
+    def settle_parameters(self) -> None:
+        """Put the mean over ranks in the place of each rank's parameters, until the next step. All ranks call."""
+        if self._apart():
+            with torch.no_grad():
+                for state in self._states:
+                    if state.compressed:
+                        self._average(state)
+            self._settled_at = self._step
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Inside, the parameters are the mean over ranks; at the end each rank has its own again. All ranks call."""
+        if not self._apart():
+            yield
+            return
+        params = [param for state in self._states if state.compressed for param in state.params]
+        own = [param.detach().clone() for param in params]
+        self.settle_parameters()
+        try:
+            yield
+        finally:
+            self._settled_at = -1
+            with torch.no_grad():
+                for param, mine in zip(params, own, strict=True):
+                    param.copy_(mine)
+
+    def _apart(self) -> bool:
+        """Whether the ranks are inside a local interval, each with its own parameters: all know without asking."""
+        inside = any(float(state.extra["lr_sum"]) != 0 for state in self._states if state.compressed)
+        return self.communicator.world_size > 1 and inside and self._settled_at != self._step
+
+    def _average(self, state: GroupState) -> None:
+        for bucket in state.layout.buckets:
+            mean = torch.zeros(bucket.numel, device=state.device)
+            for _, part, place in state.parameter_parts(bucket):
+                mean[place] = part
+            mean.mul_(1 / self.communicator.world_size)
+            with self.traffic.paused():
+                self.communicator.all_reduce(mean).wait()
+            for _, part, place in state.parameter_parts(bucket):
+                part.copy_(mean[place])
