@@ -34,10 +34,10 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        result: float | None = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         inner = innermost(optimizer)
-        if isinstance(inner, CompressedOptimizer):
-            inner.note_agreement(None)  # a skipped step leaves nothing behind for the next one
+        if isinstance(inner, CompressedOptimizer) and any(map(bool, optimizer_state["found_inf_per_device"].values())):
+            inner.skip_step()
+        result: float | None = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         return result
 
 

@@ -160,19 +160,145 @@ def clip_local(rank: int, world_size: int) -> tuple[float, float, float, float]:
     return norm, expected, mean_square() ** 0.5, limit
 
 
-def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused() -> None:
-    errors = run_ranks_expecting_error(2, mix_optimizers)
+@pytest.mark.parametrize("order", ["first", "last", "apart"])
+def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused(order: str) -> None:
+    errors = run_ranks_expecting_error(2, mix_optimizers, order)
     assert all("ValueError" in text and "non_freeze" in text for text in errors.values())
 
 
-def mix_optimizers(rank: int, world_size: int) -> None:
+def mix_optimizers(rank: int, world_size: int, order: str) -> None:
     use_accelerate(rank, world_size)
     from hf_compressopt import CompressOptAccelerator, OnebitAdam
 
     model = network()
-    first, second = list(model[0].parameters()), list(model[2].parameters())
+    onebit = OnebitAdam(list(model[0].parameters()), freeze_step=2)
+    other = torch.optim.SGD(list(model[2].parameters()), lr=0.1)
     accelerator = CompressOptAccelerator(cpu=True)
-    accelerator.prepare(model, torch.optim.SGD(second, lr=0.1), OnebitAdam(first, freeze_step=2))
+    if order == "first":
+        accelerator.prepare(model, other, onebit)
+    elif order == "last":
+        accelerator.prepare(model, onebit, other)
+    else:
+        accelerator.prepare(onebit)
+        prepared = accelerator.prepare(model)
+        assert prepared.module is model
+        accelerator.prepare(other)
+
+
+def test_a_model_goes_on_with_another_optimizer_and_averaged_gradients() -> None:
+    assert all(run_ranks(2, change_the_optimizer))
+
+
+def change_the_optimizer(rank: int, world_size: int) -> bool:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    accelerator = CompressOptAccelerator(cpu=True)
+    inner = network()
+    model, optimizer = accelerator.prepare(inner, OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2))
+    for step in range(8):
+        if step == 4:  # in the compressed stage
+            accelerator.free_memory()
+            optimizer = accelerator.prepare(torch.optim.AdamW(inner.parameters(), lr=1e-2))
+        inputs, targets = batch(rank, step)
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return same_on_all_ranks(inner.parameters())
+
+
+def test_a_stub_without_its_shards_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, loop, "class", str(tmp_path), 5)
+    (tmp_path / "5" / "compressopt.index.json").unlink()
+    errors = run_ranks_expecting_error(2, loop, "class", str(tmp_path), 0, 5)
+    assert all("stub" in text and "compressopt.index.json" in text for text in errors.values()), errors
+
+
+def test_two_models_with_an_optimizer_each_train_clip_and_resume(tmp_path: Path) -> None:
+    whole = run_ranks(2, two_models, str(tmp_path), 0)
+    resumed = run_ranks(2, two_models, str(tmp_path), 4)
+    for before, after in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(before["params"], after["params"], strict=True))
+        assert before["alike"] and before["norms"][4:] == after["norms"]
+    assert max(whole[0]["norms"]) < 100  # an SGD beside it is clipped with it, in both stages
+
+
+def two_models(rank: int, world_size: int, directory: str, resume_at: int) -> dict[str, Any]:
+    use_accelerate(rank, world_size)
+    from accelerate.utils import ProjectConfiguration
+
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    project = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = CompressOptAccelerator(cpu=True, project_config=project)
+    models = [network(), network(), network()]
+    optimizers: list[Any] = [
+        OnebitAdam(models[0].parameters(), lr=1e-2, freeze_step=2),
+        OnebitAdam(models[1].parameters(), lr=1e-2, freeze_step=3, scale_block=None),
+        torch.optim.SGD(models[2].parameters(), lr=0.1),
+    ]
+    *models, first, second, third = accelerator.prepare(*models, *optimizers)
+    norms = []
+    if resume_at:
+        accelerator.load_state()
+    for step in range(resume_at, 8):
+        inputs, targets = batch(rank, step)
+        accelerator.backward(sum(nn.functional.mse_loss(model(inputs), targets) for model in models))
+        params = [p for model in models for p in model.parameters()]
+        norms.append(float(accelerator.clip_grad_norm_(params, 0.3)))
+        for optimizer in (first, second, third):
+            optimizer.step()
+            optimizer.zero_grad()
+        if not resume_at and step in (2, 3):
+            accelerator.save_state()
+            accelerator.wait_for_everyone()
+    params = [p for model in models for p in model.parameters()]
+    return {"params": [p.detach().clone() for p in params], "alike": same_on_all_ranks(params), "norms": norms}
+
+
+def test_a_skip_of_the_optimizers_own_holds_accelerates_scheduler() -> None:
+    for lr_before, lr_skipped, lr_after, skipped, scaler_skips in run_ranks(2, skip_with_scheduler):
+        assert lr_before == lr_skipped > lr_after and skipped == 1 and scaler_skips == 1
+
+
+def skip_with_scheduler(rank: int, world_size: int) -> tuple[float, float, float, float, float]:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    results: list[float] = []
+    skips = []
+    for scaled in (False, True):
+        accelerator = CompressOptAccelerator(cpu=True)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+        inner = network()
+        optimizer: Any = OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2)
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, scheduler = accelerator.prepare(inner, optimizer, scheduler)
+        rates = []
+        for step in range(6):
+            inputs, targets = batch(rank, step)
+            if step == 4 and rank == 1:
+                inputs = inputs * float("inf")
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(scheduler.get_last_lr()[0])
+        results = results or rates[3:6]
+        skips.append(optimizer.optimizer.metrics()["skipped_steps"])
+    return results[0], results[1], results[2], skips[0], skips[1]
+
+
+def test_attaching_too_late_is_refused() -> None:
+    from accelerate import Accelerator
+
+    from hf_compressopt import attach
+
+    use_accelerate(0, 1)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="attach the accelerator before"):
+        attach(accelerator)
 
 
 def test_a_comm_hook_of_the_users_own_is_refused_on_all() -> None:

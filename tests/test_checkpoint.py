@@ -19,9 +19,10 @@ FREEZE, STEPS = 3, 8
 
 
 def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
-    from hf_compressopt import OnebitAdam
+    import hf_compressopt
 
     torch.manual_seed(0)
+    optimizer_class = getattr(hf_compressopt, options.pop("optimizer", "OnebitAdam"))
     named = [(f"layer.{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
     mask = (torch.arange(7) < 5).float()
     groups = [
@@ -30,7 +31,7 @@ def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any
         {"params": named[-1:], "non_freeze": True},
     ]
     settings = {"lr": 1e-2, "freeze_step": FREEZE, "bucket_cap_mb": 0.0003, "scale_block": 16, **options}
-    return [p for _, p in named], OnebitAdam(groups, **settings)
+    return [p for _, p in named], optimizer_class(groups, **settings)
 
 
 def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
@@ -225,7 +226,32 @@ def wrong_dtype(folder: Path) -> str:
     return "compressopt.index.json"
 
 
+def header_without_schedule(folder: Path) -> str:
+    index = read_index(folder)
+    del index["header"]["schedule"]
+    write_index(folder, index)
+    return "compressopt.index.json"
+
+
+def header_with(key: str, value: Any) -> Any:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        place = index["header"] if key in index["header"] else index["header"]["schedule"]
+        place = place if key in place else index["header"]["param_groups"][0]
+        place[key] = value
+        write_index(folder, index)
+        return "compressopt.index.json"
+
+    damage.__name__ = f"{key}_{value}"
+    return damage
+
+
 HOSTILE = [
+    header_without_schedule,
+    header_with("freeze_step", -5),
+    header_with("step", "7"),
+    header_with("betas", [2, 3]),
+    header_with("lr", "abc"),
     truncate,
     flip_a_bit,
     remove_a_shard,
@@ -245,18 +271,18 @@ HOSTILE = [
 def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any, saved: Path) -> None:
     file = damage(saved)
     errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {})
-    assert any(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
-    assert all(file in text for text in errors.values()), errors
+    assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        ({"optimizer": "OnebitLamb"}, "this optimizer is OnebitLamb"),
         ({"shapes": [(30, 7), (12,), (0, 4), (5, 3, 2), (1,)]}, "another model"),
         ({"shapes": [(30, 7), (11,), (5, 3, 2), (1,)]}, "another model"),
         ({"bucket_cap_mb": 0.001}, "bucket_cap_mb=0.000"),
     ],
-    ids=["shape", "count", "buckets"],
+    ids=["optimizer", "shape", "count", "buckets"],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str, saved: Path) -> None:
     errors = run_ranks_expecting_error(2, load_and_compare, str(saved), options)
@@ -296,5 +322,31 @@ def resume_only(rank: int, world_size: int, directory: str) -> None:
     from hf_compressopt import load_state
 
     _, optimizer = make(world_size)
+    load_state(optimizer, directory)
+    assert optimizer.metrics()["step"] == 4
+
+
+def test_names_that_occur_twice_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    from hf_compressopt import OnebitAdam, save_state
+
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizer = OnebitAdam([{"params": list(module.named_parameters())} for module in modules])
+    with pytest.raises(ValueError, match="4 trainable parameters, got 4 names, 2 different ones: give names"):
+        save_state(optimizer, tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+    save_state(optimizer, tmp_path / "checkpoint", names=["a", "b", "c", "d"])
+    assert "exp_avg/c" in read_index(tmp_path / "checkpoint")["tensors"]
+
+
+def test_the_advice_on_buckets_can_be_followed(saved: Path) -> None:
+    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {"bucket_cap_mb": 0.001})
+    advice = float(errors[0].rsplit("bucket_cap_mb=", 1)[1])
+    run_ranks(2, load_with_buckets, str(saved), advice)
+
+
+def load_with_buckets(rank: int, world_size: int, directory: str, bucket_cap_mb: float) -> None:
+    from hf_compressopt import load_state
+
+    _, optimizer = make(world_size, bucket_cap_mb=bucket_cap_mb)
     load_state(optimizer, directory)
     assert optimizer.metrics()["step"] == 4

@@ -28,6 +28,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"torch_compile": True, "torch_compile_backend": "aot_eager"},
         {"evaluate_first": True},
     ),
+    "uneven_last_window": ({"gradient_accumulation_steps": 5}, {}),  # of 24 micro-batches an epoch: the 5th step has 4
+    "partly_frozen": ({}, {"frozen": True}),
     "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),  # Accelerate itself clips before it unscales here
 }
 
@@ -41,14 +43,26 @@ def run_variant(name: str, arguments: dict[str, Any], world_size: int = 2, **mor
 @pytest.mark.invariant(32)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_warmup_has_the_bits_of_adamw_torch_under_ddp(name: str, tmp_path: Path) -> None:
-    here = {"output_dir": str(tmp_path), "max_steps": 4}
+    here = {"output_dir": str(tmp_path), "max_steps": 6}
     plain = run_variant(name, {**here, "optim": "adamw_torch"}, evaluate_first=False)
     onebit = run_variant(name, {**here, "optim": "onebit_adam", "optim_args": "freeze_step=100"})
     assert plain[0]["optimizer"] == "AdamW" and onebit[0]["optimizer"] == "OnebitAdam"
     assert equal_params(plain[0]["params"], onebit[0]["params"])
     assert all(onebit[0]["alike"]) and onebit[0]["model_class"] == "DistributedDataParallel"
     losses = [[row["loss"] for row in result[0]["history"] if "loss" in row] for result in (plain, onebit)]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_a_trainer_trains_twice(tmp_path: Path) -> None:
+    for arguments in (ONEBIT, {"optim": "onebit_adam"}):
+        result = run_variant("plain", {**arguments, "output_dir": str(tmp_path)}, twice=True)[0]
+        assert result["alike"] == [True] * 16 and result["metrics"]["step"] == 16
+        assert result["metrics"]["stage"] == 1.0 and result["freeze_step"] == (FREEZE if arguments is ONEBIT else 1)
+
+
+def test_a_scheduler_made_in_a_way_of_its_own_changes_no_stage(tmp_path: Path) -> None:
+    result = run_variant("plain", {"optim": "onebit_adam", "output_dir": str(tmp_path)}, own_scheduler=True)[0]
+    assert result["freeze_step"] == 1 and result["metrics"]["stage"] == 1.0
 
 
 def test_warmup_has_the_bits_of_adamw_torch_with_three_ranks(tmp_path: Path) -> None:

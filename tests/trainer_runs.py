@@ -22,6 +22,9 @@ class Run:
     optimizer: str | None = None  # "cls_and_kwargs" or "instance": how the optimizer gets to Trainer
     unused: bool = False
     dropout: float = 0.1
+    frozen: bool = False
+    twice: bool = False
+    own_scheduler: bool = False  # a Trainer whose create_scheduler does not call the one it overrides
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,6 +105,12 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
             if run.scaler:
                 self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
 
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            if not run.own_scheduler:
+                return super().create_scheduler(num_training_steps, optimizer)
+            self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer, factor=1.0)
+            return self.lr_scheduler
+
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             overflow = run.overflow == (rank, self.state.global_step)
             bias = self.model.transformer.ln_f.bias
@@ -125,6 +134,8 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
     }
     args = TrainingArguments(**{**defaults, **run.arguments})
     model = small_model(run.unused, run.dropout)
+    if run.frozen:
+        model.transformer.h[0].requires_grad_(False)
     options: dict[str, Any] = dict(run.extra)
     if run.optimizer == "cls_and_kwargs":
         options["optimizer_cls_and_kwargs"] = (OnebitAdam, {"lr": args.learning_rate})
@@ -147,6 +158,8 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         trainer.evaluate()
     torch.manual_seed(3)  # an evaluation draws random numbers
     trainer.train(resume_from_checkpoint=run.resume)
+    if run.twice:
+        trainer.train()
     inner = innermost(trainer.optimizer)
     return {
         "params": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},

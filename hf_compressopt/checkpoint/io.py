@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -112,7 +114,7 @@ def load_state(
         wanted = optimizer.checkpoint_tensors(grouped, step=index.header["step"], saved=_room_for_saved(index))
         return index, _read_tensors(folder, index, wanted, path)
 
-    index, tensors = _together(optimizer.communicator, read)
+    index, tensors = _together(optimizer.communicator, read, others=CheckpointError)
     with torch.no_grad():
         for state, values in tensors:
             state.local.copy_(values.view(state.local.shape))
@@ -121,15 +123,18 @@ def load_state(
 
 
 def _together(
-    communicator: Communicator, action: Callable[[], _Result], undo: Callable[[], None] = lambda: None
+    communicator: Communicator,
+    action: Callable[[], _Result],
+    undo: Callable[[], None] = lambda: None,
+    others: type[Exception] = RuntimeError,
 ) -> _Result:
-    """Run ``action`` on every rank; where it fails on any, undo it and raise on all."""
+    """Run ``action`` on every rank; where it fails on any, undo it and raise on all: ``others`` where it did not."""
     try:
         result, error = action(), None
     except Exception as caught:
         result, error = None, caught
     try:
-        communicator.raise_together(error)
+        communicator.raise_together(error, others)
     except Exception:
         undo()
         raise
@@ -238,10 +243,13 @@ def _sync(path: Path) -> None:
 
 def _remove_older(folder: Path, prefix: str, save_id: str, rank: int, world_size: int) -> None:
     """Remove the shards of earlier saves: each rank those of its number, rank 0 also those of ranks that are gone."""
-    for file in folder.glob(f"{prefix}-*-*-of-*.safetensors"):
-        saved_id, saved_rank = file.name.removeprefix(f"{prefix}-").split("-")[:2]
-        if saved_id != save_id and (int(saved_rank) == rank or (rank == 0 and int(saved_rank) >= world_size)):
-            file.unlink(missing_ok=True)
+    shard = re.compile(re.escape(prefix) + r"-(?P<save>[0-9a-f]+)-(?P<rank>\d{5})-of-\d{5}\.(safetensors|tmp)")
+    for file in folder.iterdir():
+        if (found := shard.fullmatch(file.name)) and found["save"] != save_id:
+            number = int(found["rank"])
+            if number == rank or (rank == 0 and number >= world_size):
+                with suppress(OSError):  # a file too many does no harm
+                    file.unlink(missing_ok=True)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -261,7 +269,7 @@ def _check_fits(optimizer: FlatOptimizer, index: CheckpointIndex, names: Sequenc
         optimizer.check_checkpoint_header(index.header)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error} in its header") from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} does not fit: {error}") from error
 
 

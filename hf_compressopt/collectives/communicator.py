@@ -91,15 +91,15 @@ class Communicator(ABC):
                 f"{everyone[different[0]]}, rank 0 {everyone[0]}"
             )
 
-    def raise_together(self, error: Exception | None) -> None:
+    def raise_together(self, error: Exception | None, others: type[Exception] = RuntimeError) -> None:
         """Raise on every rank where any rank has an error. All ranks call; blocking.
 
         Raises:
-            Exception: This rank's own error where it has one, else a RuntimeError that quotes the others'.
+            Exception: This rank's own error where it has one, else one of type ``others`` that quotes the others'.
         """
         texts = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         if failed:
-            raise RuntimeError("another rank failed, so this one stops too; " + "; ".join(failed))
+            raise others("another rank failed, so this one stops too; " + "; ".join(failed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt.amp import GradScaler, innermost
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, load_state, save_state
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.grad_sync import GradientSync, ddp_hook
+from hf_compressopt.integrations.log import show_log
 from hf_compressopt.integrations.options import OPTIMIZERS, parse_value
 from hf_compressopt.optim.compressed import CompressedOptimizer
 
@@ -112,13 +115,21 @@ class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[mis
 
 
 @dataclass
+class _Model:
+    """A DDP model, not kept alive, and the state of its hook once it has one."""
+
+    ddp: weakref.ref[DistributedDataParallel]
+    sync: GradientSync | None = None
+
+
+@dataclass
 class _Attachment:
     """What a CompressOptAccelerator remembers beyond an Accelerator."""
 
     plugin: CompressOptPlugin | None
     announce: bool
-    given_options: list[str] | None = None  # of an optimizer whose schedule is still to be fitted to the run
-    models: list[tuple[DistributedDataParallel, GradientSync | None]] = field(default_factory=list)
+    models: list[_Model] = field(default_factory=list)
+    loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
 
 
 class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
@@ -150,9 +161,9 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             _undo_evaluation_mode(model, self._models)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         wrapped = _without_compile(prepared)
-        known = [ddp for ddp, _ in self._compressopt.models]
-        if isinstance(wrapped, DistributedDataParallel) and not any(ddp is wrapped for ddp in known):
-            self._compressopt.models.append((wrapped, None))
+        if isinstance(wrapped, DistributedDataParallel):
+            if not any(model.ddp() is wrapped for model in self._compressopt.models):
+                self._compressopt.models.append(_Model(weakref.ref(wrapped)))
             self._bind()
         return prepared
 
@@ -177,10 +188,17 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if isinstance(inner, CompressedOptimizer):
             prepared.__class__ = CompressOptAcceleratedOptimizer
-            self._bind()
             if self._compressopt.announce and self.is_main_process:
                 logger.info("attached %s", inner.describe())
+        self._bind()
         return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's; models that live on have their gradients averaged until an optimizer is prepared again."""
+        for model in self._compressopt.models:
+            if model.sync is not None:
+                model.sync.optimizers = ()
+        return super().free_memory(*objects)
 
     def compressed_optimizers(self) -> list[CompressedOptimizer]:
         """The compressed optimizers among those that were prepared."""
@@ -189,19 +207,23 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def _bind(self) -> None:
         """Give every DDP model whose parameters a compressed optimizer owns the hook that follows its plan."""
-        for place, (ddp, sync) in enumerate(self._compressopt.models):
+        models = self._compressopt.models
+        models[:] = [model for model in models if model.ddp() is not None]
+        for model in models:
+            ddp = model.ddp()
+            if ddp is None:
+                continue
             params = {id(p) for p in ddp.parameters() if p.requires_grad}
             owners = [o for o in self.compressed_optimizers() if _shares(o.trainable_parameters, params)]
-            if not owners:
-                continue
-            self._check_owners(ddp, owners, params)
-            if sync is None:
-                communicator = TorchCommunicator(ddp.process_group, device=owners[0].communicator.device)
-                sync = GradientSync(communicator)
-                self._register_hook(ddp, sync)
-                self._compressopt.models[place] = (ddp, sync)
-            sync.optimizers = tuple(owners)
-            sync.communicator.traffic = owners[0].traffic
+            if owners:
+                self._check_owners(ddp, owners, params)
+                if model.sync is None:
+                    sync = GradientSync(TorchCommunicator(ddp.process_group, device=owners[0].communicator.device))
+                    self._register_hook(ddp, sync)
+                    model.sync = sync
+            if model.sync is not None:
+                model.sync.optimizers = tuple(owners)
+                model.sync.communicator.traffic = owners[0].traffic if owners else Traffic()
 
     def _check_owners(
         self, ddp: DistributedDataParallel, owners: Sequence[CompressedOptimizer], params: set[int]
@@ -240,25 +262,19 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """As Accelerate's; local gradients are clipped by a norm that all ranks agree on.
 
         Raises:
-            ValueError: If ``norm_type`` is not 2 where gradients are local.
+            ValueError: If ``norm_type`` is not 2, for parameters of a compressed optimizer.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(p) for p in parameters}
         owners = [o for o in self.compressed_optimizers() if _shares(o.trainable_parameters, wanted)]
-        local = [owner for owner in owners if not owner.plan.reduce_grads]
         if not owners:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
-        self._unscale(owners)
-        if not local:
-            norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-            for owner in owners:
-                if all(id(p) in wanted for p in owner.trainable_parameters) and norm is not None:
-                    owner.note_agreement(bool(torch.as_tensor(norm).isfinite()))
-            return norm  # type: ignore[no-any-return]
         if norm_type != 2:
-            raise ValueError(f"norm_type must be 2 where gradients are local to each rank, got {norm_type}")
-        if len(owners) > 1:
-            raise ValueError("clip the parameters of one compressed optimizer at a time")
+            raise ValueError(f"norm_type must be 2 with {type(owners[0]).__name__}, got {norm_type}")
+        self._unscale(owners)
+        local = [owner for owner in owners if not owner.plan.reduce_grads]
+        if not local:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         return local[0].clip_grad_norm_(max_norm, parameters)
 
     def _unscale(self, owners: Sequence[CompressedOptimizer]) -> None:
@@ -272,15 +288,17 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """As Accelerate's, with the optimizers' metrics as ``compressopt/...``."""
         metrics: dict[str, float] = {}
-        for optimizer in self.compressed_optimizers():
-            metrics.update(prefixed_metrics(optimizer))
+        for number, optimizer in enumerate(self.compressed_optimizers()):
+            metrics.update(prefixed_metrics(optimizer, _prefix(number)))
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; compressed optimizers' states go to safetensors shards beside the rest; all ranks call."""
-        with self._states_in_shards():
+        with ExitStack() as stack:
+            for optimizer in self.compressed_optimizers():
+                stack.enter_context(optimizer.state_in_shards())
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -289,14 +307,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             CheckpointError: If they are damaged or do not fit.
         """
-        with self._states_in_shards():
+        with ExitStack() as self._compressopt.loading:
             return super().load_state(*args, **kwargs)
-
-    def _states_in_shards(self) -> ExitStack:
-        stack = ExitStack()
-        for optimizer in self.compressed_optimizers():
-            stack.enter_context(optimizer.state_in_shards())
-        return stack
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
         for number, optimizer in enumerate(self.compressed_optimizers()):
@@ -304,8 +316,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
         for number, optimizer in enumerate(self.compressed_optimizers()):
-            if has_checkpoint(directory, prefix=_prefix(number)):
+            found = optimizer.communicator.all_gather_object(has_checkpoint(directory, prefix=_prefix(number)))
+            if any(found):  # else the state dict in the folder must be a whole one
                 load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
+                self._compressopt.loading.enter_context(optimizer.state_in_shards())
 
 
 def attach(
@@ -320,11 +334,18 @@ def attach(
 
     Returns:
         The same object.
+
+    Raises:
+        ValueError: If it has prepared a model or an optimizer already.
     """
     if "_compressopt" in vars(accelerator):
         if plugin is not None:
             accelerator._compressopt.plugin = plugin
         return cast("CompressOptAccelerator", accelerator)
+    if accelerator._models or accelerator._optimizers:
+        raise ValueError("attach the accelerator before it prepares a model or an optimizer; this one has done so")
+    if announce:
+        show_log()
     cls = type(accelerator)
     if cls is Accelerator:
         accelerator.__class__ = CompressOptAccelerator
@@ -336,10 +357,10 @@ def attach(
     return cast("CompressOptAccelerator", accelerator)
 
 
-def prefixed_metrics(optimizer: CompressedOptimizer) -> dict[str, float]:
+def prefixed_metrics(optimizer: CompressedOptimizer, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
     """Those of the optimizer's metrics that a log line carries, under the names that it carries."""
     metrics = optimizer.metrics()
-    return {f"compressopt/{name}": metrics[name] for name in _LOGGED}
+    return {f"{prefix}/{name}": metrics[name] for name in _LOGGED}
 
 
 def parameter_names(optimizer: CompressedOptimizer, models: Sequence[nn.Module]) -> list[str]:

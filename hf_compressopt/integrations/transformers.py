@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import Trainer, TrainerCallback, trainer, training_args
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.io import has_checkpoint, load_state, save_state
 from hf_compressopt.integrations.accelerate import attach, parameter_names, prefixed_metrics
+from hf_compressopt.integrations.log import show_log
 from hf_compressopt.integrations.options import OPTIMIZERS, parse_options
 from hf_compressopt.optim.compressed import CompressedOptimizer
 
@@ -43,7 +43,7 @@ def register() -> None:
     for name in ("evaluate", "predict", "save_model"):
         _wrap(Trainer, name, _with_averaged_parameters)
     trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
-    _show_log()
+    show_log()
 
 
 class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
@@ -58,6 +58,12 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
             metrics = prefixed_metrics(inner)
             logs.update(metrics)
             state.log_history[-1].update(metrics)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Fit the schedule, where a Trainer makes its learning-rate scheduler in a way of its own."""
+        inner = innermost(optimizer)
+        if isinstance(inner, CompressedOptimizer) and (chosen := inner.fit_schedule(state.max_steps)):
+            _announce(inner, chosen)
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Leave the same parameters on all ranks: what follows may run on one of them only."""
@@ -88,8 +94,9 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     result = original(self, *args, **kwargs)
     inner = innermost(self.optimizer)
     if isinstance(inner, CompressedOptimizer):
-        attached = attach(self.accelerator, announce=False)
-        attached._compressopt.given_options = _given_options(self) if made_here else None
+        attach(self.accelerator, announce=False)
+        if made_here:
+            inner.defer_schedule(_given_options(self))
         inner_model = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)
         if self.accelerator.num_processes > 1 and not isinstance(inner_model, DistributedDataParallel):
             # an evaluation before the training may have left a compiled model without DDP here
@@ -98,19 +105,18 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
 
 
 def _create_scheduler(
-    original: Callable[..., Any], self: Trainer, num_training_steps: int, *args: Any, **kw: Any
+    original: Callable[..., Any], self: Trainer, num_training_steps: int, *args: Any, **kwargs: Any
 ) -> Any:
-    result = original(self, num_training_steps, *args, **kw)
+    result = original(self, num_training_steps, *args, **kwargs)
     inner = innermost(self.optimizer)
     if isinstance(inner, CompressedOptimizer):
-        attachment = attach(self.accelerator, announce=False)._compressopt
-        schedule = ""
-        if attachment.given_options is not None:
-            schedule = f" ({inner.scale_schedule(num_training_steps, attachment.given_options)})"
-            attachment.given_options = None
-        if self.is_world_process_zero():
-            logger.info("attached to Trainer: %s%s", inner.describe(), schedule)
+        _announce(inner, inner.fit_schedule(num_training_steps))
     return result
+
+
+def _announce(optimizer: CompressedOptimizer, schedule: str) -> None:
+    if optimizer.communicator.rank == 0:
+        logger.info("attached to Trainer: %s%s", optimizer.describe(), f" ({schedule})" if schedule else "")
 
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
@@ -148,8 +154,7 @@ def _given_options(self: Trainer) -> list[str]:
     """The options that the user gave for the optimizer that Trainer makes."""
     if self.optimizer_cls_and_kwargs is not None:
         return list(self.optimizer_cls_and_kwargs[1])
-    cls = OPTIMIZERS.get(_optim_name(self.args))
-    return [] if cls is None else list(parse_options(cls, self.args.optim_args))
+    return list(self.get_optimizer_cls_and_kwargs(self.args, self.model)[1])
 
 
 # -- how it is wrapped ------------------------------------------------------------------------------------------------
@@ -195,24 +200,3 @@ def _add_optimizer_name(value: str) -> None:
     enum._value2member_map_[value] = member
     if hasattr(enum, "_hashable_values_"):  # Python >= 3.12.3 looks here too
         enum._hashable_values_.append(value)
-
-
-class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes a line without tearing the progress bars apart."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to stderr, above the bars."""
-        from tqdm import tqdm
-
-        tqdm.write(self.format(record), file=sys.stderr)
-
-
-def _show_log() -> None:
-    """Show the package's lines on the terminal, unless the program has set its logger up."""
-    package = logging.getLogger("hf_compressopt")
-    if not package.handlers and package.level == logging.NOTSET:
-        handler = _ProgressBarHandler()
-        handler.setFormatter(logging.Formatter("[hf_compressopt] %(message)s"))
-        package.addHandler(handler)
-        package.setLevel(logging.INFO)
-        package.propagate = False

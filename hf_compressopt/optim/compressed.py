@@ -30,7 +30,7 @@ from hf_compressopt.optim.functional import (
 )
 from hf_compressopt.optim.gradients import Grads, StepGradients
 from hf_compressopt.optim.group_state import GroupState
-from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
+from hf_compressopt.optim.options import check_at_least, check_count, check_scale_block, resolve_communicator
 from hf_compressopt.stages import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,7 @@ class CompressedOptimizer(FlatOptimizer):
         if amsgrad:
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
+        check_at_least("bucket_cap_mb", bucket_cap_mb, 0)
         bucket_numel = math.floor(bucket_cap_mb * _BYTES_PER_MB / _FLOAT_BYTES)
         if bucket_numel < 1:
             raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {bucket_cap_mb}")
@@ -110,7 +111,8 @@ class CompressedOptimizer(FlatOptimizer):
         self.step_was_skipped = False
         self.skipped_steps = 0
         self.rounds = 0
-        self._gradients_finite: bool | None = None  # what the ranks have agreed on the coming step; None: nothing yet
+        self._deferred: list[str] | None = None
+        self._clipped: StepGradients | None = None  # gradients whose norm is known already
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -154,6 +156,10 @@ class CompressedOptimizer(FlatOptimizer):
         """The options that :meth:`plan_at` depends on: they must be alike on all ranks and outlive a resume."""
         raise NotImplementedError("abstract")
 
+    def _check_schedule(self, options: dict[str, Any]) -> None:
+        """Raise ValueError or TypeError for options that no schedule can have; the keys are right."""
+        raise NotImplementedError("abstract")
+
     def _set_schedule_options(self, options: dict[str, Any]) -> None:
         """Take over the schedule of a checkpoint."""
         raise NotImplementedError("abstract")
@@ -168,6 +174,19 @@ class CompressedOptimizer(FlatOptimizer):
             RuntimeError: After the first step.
         """
         raise NotImplementedError("abstract")
+
+    def defer_schedule(self, given: Iterable[str]) -> None:
+        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
+        self._deferred = list(given)
+
+    def fit_schedule(self, max_steps: int) -> str:
+        """Fit a schedule that was left open to a run of ``max_steps`` steps; a resumed run keeps the one it has.
+
+        Returns:
+            What was chosen, in words, for the log; "" where nothing was left open.
+        """
+        given, self._deferred = self._deferred, None
+        return "" if given is None or self._step > 0 else self.scale_schedule(max_steps, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its state is allocated at once.
@@ -211,8 +230,9 @@ class CompressedOptimizer(FlatOptimizer):
             What the closure returned.
 
         Raises:
-            TypeError: For sparse or complex gradients, on all ranks.
-            ValueError: For gradients of a wrong shape, device or number, on all ranks.
+            TypeError: For sparse or complex gradients.
+            ValueError: For gradients of a wrong shape, device or number. Where gradients are local, or given, both are
+                raised on all ranks together (a RuntimeError where the fault is another's).
         """
         loss = None
         if closure is not None:
@@ -221,25 +241,31 @@ class CompressedOptimizer(FlatOptimizer):
         self._follow_parameters()
         self._check_ranks_agree()
         plan = self.plan
-        if grads is not None:
-            self._gradients_finite = None  # what was agreed on concerned other gradients
+        if self._step > 0 and self.plan_at(self._step).stage is not plan.stage:
+            self._compare_parameters()
         gradients = self._collect(grads, self._ranks_agree_on(plan))
+        gradients.reuse(self._clipped)
+        self._clipped = None
         if self.max_grad_norm > 0:
-            norm = gradients.clip_(self.max_grad_norm, in_place=grads is None)
-            self._gradients_finite = math.isfinite(float(norm))
-        finite = self._agree_finite(gradients)
-        self._gradients_finite = None
-        self.step_was_skipped = not finite and self._ranks_agree_on(plan)
-        if self.step_was_skipped:
-            self.skipped_steps += 1
-            if self.communicator.rank == 0:
-                logger.warning("step %d skipped: a gradient is not finite", plan.step)
-        else:
+            gradients.clip_(self.max_grad_norm, in_place=grads is None)
+        finite = math.isfinite(float(gradients.square_norm()))
+        if finite or not self._ranks_agree_on(plan):
             self._take_step(plan, gradients.groups if finite else None)
             self._step = plan.step
             self.rounds += plan.reduce_grads or plan.synchronize
-        self.traffic.end_step()
+            self.step_was_skipped = False
+            self.traffic.end_step()
+        else:
+            self.skip_step()
         return loss
+
+    def skip_step(self) -> None:
+        """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
+        self.step_was_skipped = True
+        self.skipped_steps += 1
+        self.traffic.end_step()
+        if self.communicator.rank == 0:
+            logger.warning("step %d skipped: a gradient is not finite", self._step + 1)
 
     def _ranks_agree_on(self, plan: StepPlan) -> bool:
         """Whether a gradient that is not finite on one rank skips this step on all."""
@@ -301,7 +327,6 @@ class CompressedOptimizer(FlatOptimizer):
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""
-        self._compare_parameters()
         for group, state in zip(self.param_groups, self._states, strict=True):
             if not state.compressed:
                 continue
@@ -341,22 +366,22 @@ class CompressedOptimizer(FlatOptimizer):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, given: Iterable[Any] | None = None, agree: bool = True) -> StepGradients:
+    def _collect(
+        self, given: Iterable[Any] | None = None, agree: bool = True, averaged: bool | None = None
+    ) -> StepGradients:
+        """The gradients, and whether their norm is found without asking the others: they are averaged, or nobody asks.
+
+        Those handed to step() are not: a wrong number of them on one rank must fail on all.
+        """
+        averaged = self.plan.reduce_grads and given is None if averaged is None else averaged
         return StepGradients.collect(
             [group["params"] for group in self.param_groups],
             [state.params for state in self._states],
             self._names,
             given,
             self.communicator,
-            self.plan.reduce_grads or not agree,
+            averaged or not agree,
         )
-
-    def _agree_finite(self, gradients: StepGradients) -> bool:
-        if self._gradients_finite is None:
-            return math.isfinite(float(gradients.square_norm()))
-        if gradients.fault is not None:
-            raise gradients.fault
-        return self._gradients_finite
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
@@ -367,7 +392,7 @@ class CompressedOptimizer(FlatOptimizer):
 
         Args:
             max_norm: The norm to clip to; ``math.inf`` only measures.
-            parameters: Clip these of the optimizer's parameters; all where None.
+            parameters: Clip these, which may be any; all parameters of the optimizer where None.
 
         Returns:
             [] float32, the norm before clipping.
@@ -378,20 +403,17 @@ class CompressedOptimizer(FlatOptimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         self._follow_parameters()
-        everything = self._collect(None, self._ranks_agree_on(self.plan))
-        chosen = everything
+        agree = self._ranks_agree_on(self.plan)
+        gradients = self._collect(None, agree)
         if parameters is not None:
-            chosen = everything.restricted([state.params for state in self._states], parameters)
-        norm = chosen.clip_(max_norm, in_place=True).float()
-        finite = math.isfinite(float(norm))
-        seen_all = len(chosen.present()) == len(everything.present())
-        self.note_agreement(finite if seen_all or not finite else None)
+            chosen = [p.grad for p in parameters]
+            gradients = StepGradients([chosen], gradients.fault, self.communicator, self.plan.reduce_grads or not agree)
+        norm = gradients.clip_(max_norm, in_place=True).float()
+        self._clipped = gradients
         return norm
 
     def agree_on_overflow(self, overflow: bool) -> bool:
         """Whether any rank met an overflow in its local gradients. One small all-reduce; all ranks call.
-
-        The coming step needs no agreement of its own then.
 
         Args:
             overflow: Whether this rank met one, as a gradient scaler finds it.
@@ -400,9 +422,7 @@ class CompressedOptimizer(FlatOptimizer):
             TypeError: For gradients that cannot be used, on all ranks.
             ValueError: Likewise.
         """
-        finite = math.isfinite(float(self._collect().square_norm(overflow)))
-        self.note_agreement(finite)
-        return not finite
+        return not math.isfinite(float(self._collect(agree=True, averaged=False).square_norm(overflow)))
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
@@ -411,14 +431,6 @@ class CompressedOptimizer(FlatOptimizer):
 
     def settle_parameters(self) -> None:
         """Make all ranks hold the same parameters until the next step, which here they always do. All ranks call."""
-
-    def note_agreement(self, finite: bool | None) -> None:
-        """Tell the coming step what all ranks have agreed on already: whether every gradient is finite.
-
-        A gradient scaler or a clipping of one's own calls this, so that the step needs no agreement of its own. None
-        takes it back.
-        """
-        self._gradients_finite = finite
 
     def _check_ranks_agree(self) -> None:
         """Once before the first step: all ranks must hold the same layout, options and step.
@@ -505,13 +517,19 @@ class CompressedOptimizer(FlatOptimizer):
         }
 
     def _check_header(self, header: dict[str, Any]) -> None:
-        if header["optimizer"] != type(self).__name__:
-            raise ValueError(f"the state is {header['optimizer']}'s, this optimizer is {type(self).__name__}")
+        if header.get("optimizer") != type(self).__name__:
+            raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(self).__name__}")
+        for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
+            check_count(name, header.get(name), low=0)
+        schedule, mine = header.get("schedule"), self._schedule_options()
+        if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
+            raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")
+        self._check_schedule(schedule)
         if self.communicator.world_size > 1 and header["bucket_numel"] != self.bucket_numel:
-            cap = header["bucket_numel"] * _FLOAT_BYTES / _BYTES_PER_MB
+            cap = (header["bucket_numel"] + 0.5) * _FLOAT_BYTES / _BYTES_PER_MB
             raise ValueError(
                 f"the state was made with buckets of {header['bucket_numel']} elements, this optimizer has "
-                f"{self.bucket_numel}: give bucket_cap_mb={cap:g}"
+                f"{self.bucket_numel}: give bucket_cap_mb={cap!r}"
             )
 
     def _load_header(self, header: dict[str, Any]) -> None:
@@ -527,7 +545,6 @@ class CompressedOptimizer(FlatOptimizer):
         self.skipped_steps = header["skipped_steps"]
         self.rounds = header["rounds"]
         self.traffic.restore(header["bytes_sent"])
-        self._gradients_finite = None
         self.step_was_skipped = False
 
     def _plain_header(self, step: int) -> dict[str, Any]:

@@ -70,8 +70,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._add_state(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything: copies share the process group, and views stay views of the copied buffers."""
-        return dict(self.__dict__)
+        """Everything: copies share the process group, and views stay views of the copied buffers.
+
+        A ``step`` of this very object's is left out: schedulers and Accelerate put one there that steps the original.
+        """
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     # -- param groups -------------------------------------------------------------------------------------------------
 
@@ -297,13 +300,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If their number is not that of the trainable parameters, or one occurs twice.
         """
-        if names is None:
-            return self._names
         counts = [len(state.params) for state in self._states]
+        if names is None:
+            names = list(chain.from_iterable(self._names))
         if len(names) != sum(counts) or len(set(names)) != len(names):
             raise ValueError(
-                f"names must hold a different name for each of the {sum(counts)} trainable parameters, got "
-                f"{len(names)} names, {len(set(names))} different ones"
+                f"there must be a different name for each of the {sum(counts)} trainable parameters, got {len(names)} "
+                f"names, {len(set(names))} different ones: give names=..."
             )
         rest = iter(names)
         return [[next(rest) for _ in range(count)] for count in counts]
@@ -353,11 +356,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             ValueError: If it does not; nothing has changed.
         """
         self._check_header(header)
-        if len(header["param_groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"the checkpoint has {len(header['param_groups'])} param groups, this optimizer has "
-                f"{len(self.param_groups)}"
-            )
+        saved = header.get("param_groups")
+        if not isinstance(saved, list) or len(saved) != len(self.param_groups):
+            raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer {len(self.param_groups)}")
+        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
+            check_group({**group, **_from_plain(values)}, number)
 
     def load_checkpoint_header(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Take over a checkpoint's header, and what ``saved`` made room for, after the rest was copied in."""

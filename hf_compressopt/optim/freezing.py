@@ -48,11 +48,7 @@ class FreezingOptimizer(CompressedOptimizer):
         **options: Any,
     ) -> None:
         """See the class."""
-        if isinstance(freeze_step, str) and freeze_step != AUTO:
-            raise ValueError(f"freeze_step must be an int >= 1, or 'auto', got {freeze_step!r}")
-        if freeze_step != AUTO:
-            check_count("freeze_step", freeze_step)
-        check_count("max_freeze_step", max_freeze_step)
+        self._check_schedule({"freeze_step": freeze_step, "max_freeze_step": max_freeze_step})
         if not 0 < freeze_threshold <= 1:
             raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
         self.freeze_step, self.freeze_threshold, self.max_freeze_step = freeze_step, freeze_threshold, max_freeze_step
@@ -109,6 +105,14 @@ class FreezingOptimizer(CompressedOptimizer):
 
     def _schedule_options(self) -> dict[str, Any]:
         return {"freeze_step": self.freeze_step, "max_freeze_step": self.max_freeze_step}
+
+    def _check_schedule(self, options: dict[str, Any]) -> None:
+        freeze_step = options["freeze_step"]
+        if isinstance(freeze_step, str) and freeze_step != AUTO:
+            raise ValueError(f"freeze_step must be an int >= 1, or 'auto', got {freeze_step!r}")
+        if freeze_step != AUTO:
+            check_count("freeze_step", freeze_step)
+        check_count("max_freeze_step", options["max_freeze_step"])
 
     def _set_schedule_options(self, options: dict[str, Any]) -> None:
         self.freeze_step, self.max_freeze_step = options["freeze_step"], options["max_freeze_step"]

@@ -28,6 +28,8 @@ class StepGradients:
         """Wrap gradients that are averaged over the ranks (``reduced``), or local to this one."""
         self.groups, self.fault = groups, fault
         self._communicator, self._reduced = communicator, reduced
+        self._local_square: Tensor | None = None
+        self.measured_signature: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def collect(
@@ -70,14 +72,20 @@ class StepGradients:
         """The gradients that there are."""
         return [grad for grad in chain.from_iterable(self.groups) if grad is not None]
 
-    def restricted(self, params: Sequence[Sequence[Tensor]], chosen: Iterable[Tensor]) -> StepGradients:
-        """The same, with None for parameters that are not among the chosen."""
-        ids = {id(p) for p in chosen}
-        groups = [
-            [grad if id(p) in ids else None for p, grad in zip(mine, grads, strict=True)]
-            for mine, grads in zip(params, self.groups, strict=True)
-        ]
-        return StepGradients(groups, self.fault, self._communicator, self._reduced)
+    def signature(self) -> tuple[tuple[int, int], ...]:
+        """Which tensors these are, and in which version: equal signatures have equal values."""
+        return tuple((id(grad), grad._version) for grad in self.present())
+
+    def local_square(self) -> Tensor:
+        """Sum of squares of this rank's gradients, [] float64; see :func:`sum_of_squares`. Computed once."""
+        if self._local_square is None:
+            self._local_square = sum_of_squares(self.present(), self._communicator.device)
+        return self._local_square
+
+    def reuse(self, measured: StepGradients | None) -> None:
+        """Take over the local sum of squares of gradients that were measured before, if they are the same."""
+        if measured is not None and measured.measured_signature == self.signature():
+            self._local_square = measured._local_square
 
     def square_norm(self, overflow: bool = False) -> Tensor:
         """Square of the norm of averaged gradients; of local ones the mean over ranks of their squared norms.
@@ -100,7 +108,7 @@ class StepGradients:
         if overflow:
             square = square + math.inf
         elif self.fault is None:
-            square = sum_of_squares(self.present(), communicator.device)
+            square = self.local_square()
         if not self._reduced:
             faults = torch.full_like(square, float(self.fault is not None))
             agreed = torch.stack([square / communicator.world_size, faults])
@@ -127,12 +135,13 @@ class StepGradients:
         """
         norm = self.square_norm().sqrt()
         factor = float(clip_factor(norm, max_norm))
-        if not math.isfinite(float(norm)) or factor >= 1.0:
-            return norm
-        if in_place:
-            torch._foreach_mul_(self.present(), factor)
-        else:
-            self.groups = [[None if grad is None else grad * factor for grad in grads] for grads in self.groups]
+        if math.isfinite(float(norm)) and factor < 1.0:
+            if in_place:
+                torch._foreach_mul_(self.present(), factor)
+            else:
+                self.groups = [[None if grad is None else grad * factor for grad in grads] for grads in self.groups]
+            self._local_square = self.local_square() * factor**2
+        self.measured_signature = self.signature()
         return norm
 
 

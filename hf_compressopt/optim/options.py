@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,18 +25,21 @@ def check_at_least(name: str, value: Any, low: float) -> None:
         raise TypeError(f"{name} must be a number >= {low}, got {value!r}")
     if not bool(value >= low):
         raise ValueError(f"{name} must be >= {low}, got {value}")
+    if math.isinf(value):
+        raise ValueError(f"{name} must be finite, got {value}")
 
 
-def check_count(name: str, value: Any) -> None:
-    """Check that value is an int >= 1.
+def check_count(name: str, value: Any, low: int = 1) -> None:
+    """Check that value is an int >= low.
 
     Raises:
         TypeError: If it is not an int.
-        ValueError: If it is less than 1.
+        ValueError: If it is less than low.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int >= 1, got {value!r}")
-    check_at_least(name, value, 1)
+        raise TypeError(f"{name} must be an int >= {low}, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be >= {low}, got {value}")
 
 
 def check_scale_block(value: Any) -> None:
@@ -79,8 +83,11 @@ def check_group(group: dict[str, Any], number: int) -> None:
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for index, beta in enumerate(betas):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta}")
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < 1:
+            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
+    for name in ("bias_correction", "eps_inside_sqrt", "non_freeze"):
+        if not isinstance(group.get(name, False), bool):
+            raise TypeError(f"{name} must be True or False, got {group[name]!r} in param group {number}")
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise ValueError(f"{name} must be False, got {group[name]} in param group {number}")

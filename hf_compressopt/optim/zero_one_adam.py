@@ -83,8 +83,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 "local_step_clipper": local_step_clipper,
             }
         )
-        for name, value in self._schedule_options().items():
-            check_count(name, value)
+        self._check_schedule(self._schedule)
         self._settled_at = -1  # the step after which the parameters were averaged for good
         super().__init__(params, lr, **options)
 
@@ -96,6 +95,10 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _schedule_options(self) -> dict[str, Any]:
         return dict(self._schedule)
+
+    def _check_schedule(self, options: dict[str, Any]) -> None:
+        for name, value in options.items():
+            check_count(name, value)
 
     def _set_schedule_options(self, options: dict[str, Any]) -> None:
         self._schedule = dict(options)
