@@ -38,6 +38,8 @@ def text_options(optimizer_class: type[CompressedOptimizer]) -> dict[str, tuple[
         hints = get_type_hints(cls.__init__)
         for name, parameter in inspect.signature(cls.__init__).parameters.items():
             kinds = _text_types(hints.get(name))
+            if name == "freeze_step" != getattr(optimizer_class, "freeze_option", name):
+                continue  # this one calls it by another name
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY and kinds and name not in _TRAINER_FLAGS:
                 options[name] = (kinds, parameter.default)
     return options

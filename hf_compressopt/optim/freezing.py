@@ -1,4 +1,4 @@
-"""What 1-bit Adam and 1-bit LAMB share: one warmup stage that ends at ``freeze_step``, given or found."""
+"""What the three share: a first stage that ends when the variance is frozen, at a step that is given or found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HISTORY = "freeze_history"
 
 
 class FreezingOptimizer(CompressedOptimizer):
-    """A compressed optimizer with a warmup stage and a compressed stage.
+    """A compressed optimizer whose first stage ends for good when the variance is frozen.
 
     With ``freeze_step="auto"`` the variance decides (1-bit Adam, arXiv 2102.02888, section 4.3): with a the 1-norm of
     the bias-corrected second moment now and b the same D = 1/(1 - beta2) steps ago, warmup ends at the first step at
@@ -37,6 +37,9 @@ class FreezingOptimizer(CompressedOptimizer):
         **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
     """
 
+    #: What users call ``freeze_step``, and the share of a run that it takes, or is bounded by, where it is not given.
+    freeze_option, freeze_share = "freeze_step", 0.2
+
     def __init__(
         self,
         params: Any,
@@ -48,7 +51,7 @@ class FreezingOptimizer(CompressedOptimizer):
         **options: Any,
     ) -> None:
         """See the class."""
-        self._check_schedule({"freeze_step": freeze_step, "max_freeze_step": max_freeze_step})
+        self._check_schedule({self.freeze_option: freeze_step, "max_freeze_step": max_freeze_step})
         if not 0 < freeze_threshold <= 1:
             raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
         self.freeze_step, self.freeze_threshold, self.max_freeze_step = freeze_step, freeze_threshold, max_freeze_step
@@ -71,7 +74,7 @@ class FreezingOptimizer(CompressedOptimizer):
         return onebit_plan(step, self.last_warmup_step)
 
     def _stage_ends(self, plan: StepPlan) -> bool:
-        if self.freeze_step != AUTO or not plan.update_variance:
+        if self.freeze_step != AUTO:
             return plan.ends_stage
         stability = self._stability(plan.step)
         if stability < self.freeze_threshold and not plan.ends_stage:
@@ -79,7 +82,7 @@ class FreezingOptimizer(CompressedOptimizer):
         self.freeze_step = plan.step
         if self.communicator.rank == 0:
             why = f"stability {stability:.3f}" if stability >= self.freeze_threshold else "its bound, max_freeze_step"
-            logger.info("freeze_step=auto: found %d (%s)", plan.step, why)
+            logger.info("%s=auto: found %d (%s)", self.freeze_option, plan.step, why)
         return True
 
     def _stability(self, step: int) -> float:
@@ -87,49 +90,50 @@ class FreezingOptimizer(CompressedOptimizer):
         history = self._tensors[_HISTORY]
         window = history.numel() - 1
         lr, last_lr = float(self.param_groups[0]["lr"]), float(history[window])
-        before, now = float(history[step % window]), self._variance_norm(step)
+        before, now = float(history[step % window]), self._variance_norm()
         history[step % window], history[window] = now, lr
         known = step > window and min(before, now) > 0 and math.isfinite(now)
         return min(now / before, before / now) if known and lr <= last_lr else 0.0
 
-    def _variance_norm(self, step: int) -> float:
+    def _variance_norm(self) -> float:
         """1-norm of the bias-corrected second moments, averaged over the ranks so that all know the same number."""
         norm = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         for group, state in zip(self.param_groups, self._states, strict=True):
-            if state.compressed:
-                correction = 1 - group["betas"][1] ** step if group["bias_correction"] else 1.0
+            count = max(self._bias_counts(state)[1], default=0.0)
+            if state.compressed and count > 0:
+                correction = 1 - group["betas"][1] ** count if group["bias_correction"] else 1.0
                 norm += state.exp_avg_sq.sum(dtype=torch.float64) / correction
         norm /= self.communicator.world_size
         self.communicator.all_reduce(norm).wait()
         return float(norm)
 
     def _schedule_options(self) -> dict[str, Any]:
-        return {"freeze_step": self.freeze_step, "max_freeze_step": self.max_freeze_step}
+        return {self.freeze_option: self.freeze_step, "max_freeze_step": self.max_freeze_step}
 
     def _check_schedule(self, options: dict[str, Any]) -> None:
-        freeze_step = options["freeze_step"]
+        freeze_step = options[self.freeze_option]
         if isinstance(freeze_step, str) and freeze_step != AUTO:
-            raise ValueError(f"freeze_step must be an int >= 1, or 'auto', got {freeze_step!r}")
+            raise ValueError(f"{self.freeze_option} must be an int >= 1, or 'auto', got {freeze_step!r}")
         if freeze_step != AUTO:
-            check_count("freeze_step", freeze_step)
+            check_count(self.freeze_option, freeze_step)
         check_count("max_freeze_step", options["max_freeze_step"])
 
     def _set_schedule_options(self, options: dict[str, Any]) -> None:
-        self.freeze_step, self.max_freeze_step = options["freeze_step"], options["max_freeze_step"]
+        self.freeze_step, self.max_freeze_step = options[self.freeze_option], options["max_freeze_step"]
 
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
-        """Let the variance find ``freeze_step`` within 20 % of the run, unless it is given.
+        """Let the variance find ``freeze_step`` within a share of the run, unless it is given.
 
         Raises:
             RuntimeError: After the first step.
         """
         given = set(given)
-        if "freeze_step" in given and self.freeze_step != AUTO:
+        if self.freeze_option in given and self.freeze_step != AUTO:
             return f"of {max_steps} steps, as given"
         if self._step > 0:
             raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
         self.freeze_step = AUTO
         if "max_freeze_step" not in given:
-            self.max_freeze_step = max(1, max_steps // 5)
+            self.max_freeze_step = max(1, int(max_steps * self.freeze_share))
         self._make_history()
-        return f"freeze_step is found by the variance, at most {self.max_freeze_step} of {max_steps} steps"
+        return f"{self.freeze_option} is found by the variance, at most {self.max_freeze_step} of {max_steps} steps"

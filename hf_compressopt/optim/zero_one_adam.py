@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import Bucket
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.functional import apply_direction_, denominator
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
@@ -34,7 +34,7 @@ from hf_compressopt.stages import Stage, StepPlan, zero_one_plan
 logger = logging.getLogger(__name__)
 
 
-class ZeroOneAdam(CompressedOptimizer):
+class ZeroOneAdam(FreezingOptimizer):
     """Adam that learns its variance ever more seldom, and then lets the ranks step alone between 1-bit syncs.
 
     Inside a local interval the ranks' parameters differ: :meth:`averaged_parameters` puts their mean in place, for an
@@ -43,11 +43,12 @@ class ZeroOneAdam(CompressedOptimizer):
     Args:
         params: As for OnebitAdam.
         lr: Learning rate.
-        var_freeze_step: Last step of the variance stage, >= 1.
+        var_freeze_step: Last step of the variance stage, >= 1, or "auto".
         var_update_scaler: Variance steps after which the interval between them doubles (kappa), >= 1.
         local_step_scaler: Steps after which the interval between syncs doubles, >= 1.
         local_step_clipper: Longest interval between syncs (H), >= 1.
-        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.freezing.FreezingOptimizer` (``max_freeze_step``,
+            ``freeze_threshold``) and :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -61,6 +62,7 @@ class ZeroOneAdam(CompressedOptimizer):
         ExtraState("lr_sum", "group"),
         ExtraState("decay", "group", 1.0),
     )
+    freeze_option, freeze_share = "var_freeze_step", 0.1
     _after_the_switch = ("the sum of each rank's updates", "each rank's own")
 
     def __init__(
@@ -68,55 +70,52 @@ class ZeroOneAdam(CompressedOptimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
-        var_freeze_step: int = 100_000,
+        var_freeze_step: int | str = 100_000,
         var_update_scaler: int = 16,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
         **options: Any,
     ) -> None:
         """See the class."""
-        self._set_schedule_options(
-            {
-                "var_freeze_step": var_freeze_step,
-                "var_update_scaler": var_update_scaler,
-                "local_step_scaler": local_step_scaler,
-                "local_step_clipper": local_step_clipper,
-            }
-        )
-        self._check_schedule(self._schedule)
+        self._intervals = {
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+        }
+        for name, value in self._intervals.items():
+            check_count(name, value)
         self._settled_at = -1  # the step after which the parameters were averaged for good
-        super().__init__(params, lr, **options)
+        super().__init__(params, lr, freeze_step=var_freeze_step, **options)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
     def plan_at(self, step: int) -> StepPlan:
         """A variance stage up to and including ``var_freeze_step``, and a local-step stage after it."""
-        return zero_one_plan(step, **self._schedule_options())
+        return zero_one_plan(step, var_freeze_step=self.last_warmup_step, **self._intervals)
 
     def _schedule_options(self) -> dict[str, Any]:
-        return dict(self._schedule)
+        return {**super()._schedule_options(), **self._intervals}
 
     def _check_schedule(self, options: dict[str, Any]) -> None:
-        for name, value in options.items():
-            check_count(name, value)
+        super()._check_schedule(options)
+        for name in self._intervals:
+            check_count(name, options.get(name, self._intervals[name]))
 
     def _set_schedule_options(self, options: dict[str, Any]) -> None:
-        self._schedule = dict(options)
+        super()._set_schedule_options(options)
+        self._intervals = {name: options[name] for name in self._intervals}
 
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
-        """Freeze the variance after 10 % of the run, and double the local interval every 10 %, unless given.
+        """Freeze the variance within 10 % of the run, and double the local interval every 10 %, unless given.
 
         Raises:
             RuntimeError: After the first step.
         """
-        if self._step > 0:
-            raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
-        chosen = {
-            name: max(1, max_steps // 10) for name in ("var_freeze_step", "local_step_scaler") if name not in given
-        }
-        self._schedule.update(chosen)
-        words = ", ".join(f"{name}={value}" for name, value in chosen.items())
-        return f"of {max_steps} steps, {f'10 % each for {words}' if chosen else 'as given'}"
+        given = set(given)
+        chosen = super().scale_schedule(max_steps, given)
+        if "local_step_scaler" not in given:
+            self._intervals["local_step_scaler"] = max(1, max_steps // 10)
+        return f"{chosen}; local_step_scaler={self._intervals['local_step_scaler']}"
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
