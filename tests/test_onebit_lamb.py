@@ -469,7 +469,7 @@ def resume_on_a_rank(rank, world_size, directory):
             saved[t] = copy.deepcopy(whole.state_dict())
     expected, differences = everything(whole, params), []
     for at in saved:
-        for way in ("files", "state dict"):
+        for way in ("files", "state dict") if at in (2, 5) else ("files",):
             optimizer, params = make_optimizer(problem, lr=0.5, freeze_step=7)
             values = torch.load(f"{directory}/{at}-{rank}.pt")
             with torch.no_grad():

@@ -6,6 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
 from typing import Any
 
 import torch
@@ -44,6 +45,13 @@ class Communicator(ABC):
     world_size: int
     device: torch.device
     traffic: Traffic
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """A group of processes cannot be copied: copies share it, and count for themselves."""
+        copied = copy(self)
+        memo[id(self)] = copied
+        copied.traffic = deepcopy(self.traffic, memo)
+        return copied
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:

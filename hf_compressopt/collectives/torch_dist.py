@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from copy import copy, deepcopy
 from typing import Any, cast
 
 import torch
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.mpi import MpiCommunicator
 from hf_compressopt.collectives.traffic import Traffic
 
 # torch 2.13 renamed it, and warns of the old name
@@ -55,13 +55,6 @@ class TorchCommunicator(Communicator):
         if self.rank < 0:
             raise ValueError("this rank is not a member of process_group: make the optimizer on its members only")
         self.name = backend_of(process_group, self.device)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TorchCommunicator:
-        """A process group cannot be copied: copies share it, and count for themselves."""
-        copied = copy(self)
-        memo[id(self)] = copied
-        copied.traffic = deepcopy(self.traffic, memo)
-        return copied
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""
@@ -119,31 +112,37 @@ def make_communicator(
     *,
     device: torch.device,
     traffic: Traffic,
+    cuda_aware: bool = False,
 ) -> Communicator:
     """The communicator that an optimizer's ``communicator`` option asks for.
 
     Args:
         name: None, "auto" or "compressed" take whatever backend the process group has; the name of a torch.distributed
-            backend demands that one; a communicator is taken as it is.
+            backend, one that registered itself too, demands that one; "mpi" is MPI by mpi4py; a communicator is taken
+            as it is.
         process_group: The process group, None for the default one.
         device: Device of the parameters.
         traffic: Counters of the optimizer.
+        cuda_aware: For "mpi": hand CUDA tensors to the library as they are.
 
     Raises:
-        ValueError: If the group has no such backend.
+        ValueError: If the group has no such backend, or "mpi" cannot be had.
     """
     if isinstance(name, Communicator):
         name.traffic = traffic
         return name
+    if name == "mpi":
+        return MpiCommunicator(process_group, device=device, traffic=traffic, cuda_aware=cuda_aware)
     communicator = TorchCommunicator(process_group, device=device, traffic=traffic)
     if name in (None, "auto", "compressed") or name == communicator.name:
         return communicator
     if communicator.name == "none":  # one rank alone sends nothing: any transport that torch knows will do
         if name in dist.Backend.backend_list:
             return communicator
-        raise ValueError(f"communicator must be 'auto' or one of {sorted(dist.Backend.backend_list)}, got {name!r}")
+        legal = sorted({"auto", "mpi", *dist.Backend.backend_list})
+        raise ValueError(f"communicator must be one of {legal}, got {name!r}")
     raise ValueError(
         f"communicator={name!r} is not what the process group has: for {device.type} tensors it has "
-        f"{communicator.name!r}; use communicator='auto', or make a process group with backend={name!r} and pass it as "
-        "process_group"
+        f"{communicator.name!r}; legal are 'auto', {communicator.name!r} and 'mpi', or make a process group with "
+        f"backend={name!r} and pass it as process_group"
     )

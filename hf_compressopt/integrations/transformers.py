@@ -68,7 +68,7 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Leave the same parameters on all ranks: what follows may run on one of them only."""
         inner = innermost(optimizer)
-        if isinstance(inner, CompressedOptimizer):
+        if isinstance(inner, CompressedOptimizer) and not args.load_best_model_at_end:  # which are alike already
             inner.settle_parameters()
 
 

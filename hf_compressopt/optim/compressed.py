@@ -65,9 +65,9 @@ class CompressedOptimizer(FlatOptimizer):
             its tensor's mean, >= 0; 0 is off.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
         process_group: The ranks; None is the default group.
-        communicator: "auto", the name of a torch.distributed backend, or a Communicator.
+        communicator: "auto", the name of a torch.distributed backend, "mpi" (by mpi4py), or a Communicator.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
-        cuda_aware: For communicator="mpi", which this version does not have: must be False.
+        cuda_aware: For communicator="mpi": hand CUDA tensors to the MPI library as they are.
         amsgrad: Not supported, as nowhere in this family: must be False.
 
     Raises:
@@ -129,6 +129,7 @@ class CompressedOptimizer(FlatOptimizer):
             scale_block=scale_block,
             communicator=communicator,
             process_group=process_group,
+            cuda_aware=cuda_aware,
         )
 
     #: What is sent after the switch, and what clipping reports then, for the log.

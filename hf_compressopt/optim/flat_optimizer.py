@@ -50,6 +50,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         scale_block: int | None,
         communicator: str | Communicator | None,
         process_group: dist.ProcessGroup | None,
+        cuda_aware: bool = False,
     ) -> None:
         """Check the param groups, choose the communicator, allocate the state."""
         self.bucket_numel, self.scale_block = bucket_numel, scale_block
@@ -64,7 +65,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         tensors = chain.from_iterable(group["params"] for group in self.param_groups)
         device = next((p.device for p in tensors), torch.device("cpu"))
-        self.communicator = make_communicator(communicator, process_group, device=device, traffic=self.traffic)
+        self.communicator = make_communicator(
+            communicator, process_group, device=device, traffic=self.traffic, cuda_aware=cuda_aware
+        )
         self._ready = True
         for group in self.param_groups:
             self._add_state(group)

@@ -22,11 +22,13 @@ class ExtraState:
         name: Its name in ``optimizer.state`` and in checkpoints.
         per: "element" (one float32 per element, flat), "parameter" (float32) or "group" (float64).
         initial: The value that it starts with.
+        always: Whether groups that are never compressed have it too.
     """
 
     name: str
     per: str
     initial: float = 0.0
+    always: bool = False
 
 
 class GroupState:
@@ -42,6 +44,7 @@ class GroupState:
         worker_error: [numel] float32, or [0] where nothing is ever compressed.
         server_error: [elements whose server this rank is] float32, or [0].
         feedback: One per bucket, views of the two errors.
+        own_params: This rank's own parameters, while others stand in their place.
         still: For each parameter, whether it keeps still after the warmup stage; see :meth:`find_still`.
     """
 
@@ -70,7 +73,8 @@ class GroupState:
         self.server_error = torch.zeros(sum(owned), device=device)
         self.steps = torch.zeros(len(self.params))
         self.still = [False] * len(self.params)
-        self.extras = tuple(extras) if compressed else ()
+        self.extras = tuple(extra for extra in extras if compressed or extra.always)
+        self.own_params: list[Tensor] | None = None
         sizes = {"element": self.layout.numel, "parameter": len(self.params), "group": 1}
         self.extra = {
             e.name: torch.full(
@@ -178,7 +182,7 @@ class GroupState:
         for index, (name, param) in enumerate(zip(names, self.params, strict=True)):
             tensors = {key: self.view(buffer, index) for key, buffer in flat.items()}
             if "param" in own:
-                tensors["param"] = param.detach()
+                tensors["param"] = param.detach() if self.own_params is None else self.own_params[index]
             for key, tensor in tensors.items():
                 mine = key in own
                 yield StateTensor(f"{key}/{prefix if mine else ''}{name}", tuple(param.shape), 0, tensor, not mine)

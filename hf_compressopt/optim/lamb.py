@@ -124,8 +124,20 @@ class Lamb(torch.optim.Optimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """The last trust ratio of every tensor that has taken a step."""
-        ratios = [state["trust_ratio"] for state in self.state.values() if "trust_ratio" in state]
+        params = (param for group in self.param_groups for param in group["params"])
+        ratios = [self.state[param]["trust_ratio"] for param in params if self.state.get(param)]
         return torch.stack(ratios).tolist() if ratios else []
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the moments stay float32 whatever the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        params = [param for group in self.param_groups for param in group["params"]]
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        for param, key in zip(params, keys, strict=True):
+            for name, value in state_dict["state"].get(key, {}).items():
+                if name != "step":
+                    self.state[param][name] = value.detach().to(param.device, torch.float32, copy=True)
 
 
 def lamb_step_(

@@ -13,7 +13,6 @@ Compressed stage, t > freeze_step:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -58,7 +57,7 @@ class OnebitLamb(FreezingOptimizer):
         ExtraState("lamb_coeff_freeze", "parameter"),
         ExtraState("lamb_coeff_updates", "parameter"),
         ExtraState("last_factor", "parameter", 1.0),
-        ExtraState("lamb_coeff", "parameter", 1.0),
+        ExtraState("lamb_coeff", "parameter", 1.0, always=True),
     )
 
     def __init__(
@@ -87,11 +86,7 @@ class OnebitLamb(FreezingOptimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """The last coefficients, one per trainable tensor, group by group: a copy."""
-        return list(chain.from_iterable(coeffs.tolist() for coeffs in self._lamb_coeffs()))
-
-    def _lamb_coeffs(self) -> Iterable[Tensor]:
-        for state in self._states:
-            yield state.extra["lamb_coeff"] if state.compressed else torch.ones(len(state.params))
+        return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
 
     def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
         options = adam_options(group)
@@ -101,9 +96,9 @@ class OnebitLamb(FreezingOptimizer):
             moments = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index)
             param, step = state.params[index], state.steps[index]
             coeff = lamb_step_(param, grad, *moments, step, options, self.min_coeff, self.max_coeff)
+            state.extra["lamb_coeff"][index] = coeff
             if not state.compressed:
                 continue
-            state.extra["lamb_coeff"][index] = coeff
             moved = coeff != 1
             average = state.extra["lamb_coeff_freeze"][index]
             average.copy_(torch.where(moved, self.coeff_beta * average + (1 - self.coeff_beta) * coeff, average))  # (1)
@@ -160,8 +155,9 @@ class OnebitLamb(FreezingOptimizer):
         fresh = denominator(state.view(state.extra["exp_avg_sq_fresh"], index), eps, inside)
         factor = (frozen / fresh).max()  # (5)
         direction = state.view(state.exp_avg, index) / frozen
-        if state.still[index]:
+        if state.still[index]:  # with eps = 0 both are 0 / 0
             direction.zero_()
+            factor = torch.ones_like(factor)
         update = direction
         if decay > 0:
             update = direction.add(param, alpha=decay)

@@ -58,16 +58,17 @@ def resolve_communicator(
     """The communicator that two spellings and an option of one transport ask for.
 
     Raises:
-        ValueError: If both spellings are given, or if cuda_aware is True.
+        ValueError: If both spellings are given, or if cuda_aware is True for another transport than MPI.
     """
     if communicator is not None and comm_backend_name is not None:
         raise ValueError(
             f"communicator={communicator!r} and comm_backend_name={comm_backend_name!r} are two spellings of one "
             "option: give one"
         )
-    if cuda_aware:
-        raise ValueError("cuda_aware must be False, got True: it belongs to communicator='mpi', which is not there yet")
-    return communicator if communicator is not None else comm_backend_name
+    chosen = communicator if communicator is not None else comm_backend_name
+    if not isinstance(cuda_aware, bool) or (cuda_aware and chosen != "mpi"):
+        raise ValueError(f"cuda_aware must be False, got {cuda_aware!r}: it belongs to communicator='mpi'")
+    return chosen
 
 
 def check_group(group: dict[str, Any], number: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.flat import Bucket
+from hf_compressopt.flat import Bucket, StateTensor
 from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.functional import apply_direction_, denominator
 from hf_compressopt.optim.gradients import Grads
@@ -84,7 +84,6 @@ class ZeroOneAdam(FreezingOptimizer):
         }
         for name, value in self._intervals.items():
             check_count(name, value)
-        self._settled_at = -1  # the step after which the parameters were averaged for good
         super().__init__(params, lr, freeze_step=var_freeze_step, **options)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ class ZeroOneAdam(FreezingOptimizer):
                 count = float(state.steps[piece.index]) + (not counted)
                 direction = direction / (1 - beta1**count)
                 updates = state.extra["variance_steps"][piece.index]
-                variance = variance / (1 - beta2 ** updates.clamp(min=1))
+                variance = variance / (1 - beta2 ** updates.double().clamp(min=1)).float()
             learnt = state.extra["variance_steps"][piece.index] > 0  # without a variance it keeps still
             direction = direction / denominator(variance, group["eps"], group["eps_inside_sqrt"])
             apply_direction_(part, torch.where(learnt, direction, torch.zeros_like(direction)), lr, decay)
@@ -201,6 +200,7 @@ class ZeroOneAdam(FreezingOptimizer):
     # -- local-step stage ---------------------------------------------------------------------------------------------
 
     def _local_steps(self, plan: StepPlan, groups: Sequence[int], gradients: Grads | None) -> None:
+        self._restore_own()
         if gradients is None:
             logger.warning(
                 "step %d: a gradient of rank %d is not finite; the rank goes on with its momentum",
@@ -246,12 +246,13 @@ class ZeroOneAdam(FreezingOptimizer):
 
     def settle_parameters(self) -> None:
         """Put the mean over ranks in the place of each rank's parameters, until the next step. All ranks call."""
-        if self._apart():
-            with torch.no_grad():
-                for state in self._states:
-                    if state.compressed:
-                        self._average(state)
-            self._settled_at = self._step
+        if not self._apart():
+            return
+        with torch.no_grad():
+            for state in self._states:
+                if state.compressed:
+                    state.own_params = [param.detach().clone() for param in state.params]
+                    self._average(state)
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
@@ -259,21 +260,32 @@ class ZeroOneAdam(FreezingOptimizer):
         if not self._apart():
             yield
             return
-        params = [param for state in self._states if state.compressed for param in state.params]
-        own = [param.detach().clone() for param in params]
         self.settle_parameters()
         try:
             yield
         finally:
-            self._settled_at = -1
-            with torch.no_grad():
-                for param, mine in zip(params, own, strict=True):
-                    param.copy_(mine)
+            self._restore_own()
+
+    def _restore_own(self) -> None:
+        with torch.no_grad():
+            for state in self._states:
+                for param, own in zip(state.params, state.own_params or (), strict=False):
+                    param.copy_(own)
+                state.own_params = None
 
     def _apart(self) -> bool:
         """Whether the ranks are inside a local interval, each with its own parameters: all know without asking."""
-        inside = any(float(state.extra["lr_sum"]) != 0 for state in self._states if state.compressed)
-        return self.communicator.world_size > 1 and inside and self._settled_at != self._step
+        states = [state for state in self._states if state.compressed]
+        inside = any(float(state.extra["lr_sum"]) != 0 and state.own_params is None for state in states)
+        return self.communicator.world_size > 1 and inside
+
+    def checkpoint_tensors(
+        self, *args: Any, saved: dict[str, Tensor] | None = None, **kwargs: Any
+    ) -> list[StateTensor]:
+        """As the base class's; what is loaded goes into the parameters, not into what was kept while they were away."""
+        if saved is not None:
+            self._restore_own()
+        return super().checkpoint_tensors(*args, saved=saved, **kwargs)
 
     def _average(self, state: GroupState) -> None:
         for bucket in state.layout.buckets:

@@ -15,7 +15,7 @@ def main() -> None:
     rows = torch.randint(0, 61, (64, 12), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model=GPT2LMHeadModel(config), args=args, train_dataset=data)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_state()
     print(f"rank {args.process_index} of {args.world_size} ran {sys.argv[0]} as {__name__}")
 

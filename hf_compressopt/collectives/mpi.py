@@ -1,0 +1,141 @@
+"""MPI by mpi4py: host buffers, or a CUDA-aware library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.traffic import Traffic
+
+_LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")
+
+
+class MpiCommunicator(Communicator):
+    """The ranks that ``mpirun`` (or ``srun``) started, or those of a torch.distributed process group among them.
+
+    Tensors on a device travel through host buffers, unless ``cuda_aware`` hands them to the library as they are.
+
+    Args:
+        process_group: The group; None is all ranks.
+        device: Device of the tensors to be sent.
+        traffic: Counters to write to; own ones where None.
+        cuda_aware: Hand CUDA tensors to the library as they are.
+
+    Raises:
+        ValueError: If mpi4py is not installed, if the library has no CUDA support but ``cuda_aware`` wants it, or if
+            MPI numbers the ranks otherwise than torch.distributed.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | None = None,
+        traffic: Traffic | None = None,
+        cuda_aware: bool = False,
+    ) -> None:
+        """See the class."""
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise ValueError(
+                f"communicator='mpi' needs mpi4py and an MPI library: pip install 'hf-compressopt[mpi]' ({error})"
+            ) from error
+        self._mpi = MPI
+        if cuda_aware and not has_cuda_support():
+            library = MPI.Get_library_version().split(",")[0]
+            raise ValueError(
+                f"cuda_aware=True, but the MPI library ({library}) has no CUDA support: use one that was built with "
+                "it, or cuda_aware=False, which goes through host buffers"
+            )
+        self.name, self.cuda_aware = "mpi", cuda_aware
+        self.device = device or torch.device("cpu")
+        self.traffic = traffic or Traffic()
+        self._comm = self._members(process_group)
+        self.rank, self.world_size = self._comm.Get_rank(), self._comm.Get_size()
+
+    def _members(self, process_group: dist.ProcessGroup | None) -> Any:
+        world = self._mpi.COMM_WORLD
+        if dist.is_available() and dist.is_initialized():
+            if (dist.get_rank(), dist.get_world_size()) != (world.Get_rank(), world.Get_size()):
+                raise ValueError(
+                    f"torch.distributed calls this rank {dist.get_rank()} of {dist.get_world_size()}, MPI "
+                    f"{world.Get_rank()} of {world.Get_size()}: start the program with mpirun, and let torch take its "
+                    "rank from there"
+                )
+            if process_group is not None:
+                ranks = dist.get_process_group_ranks(process_group)
+                return world.Create_group(world.Get_group().Incl(ranks))
+        return world.Dup()
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
+        """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""
+        nbytes = tensor.numel() * tensor.element_size()
+        self.traffic.sent("all_reduce", 2 * (self.world_size - 1) * nbytes // self.world_size)
+        staged = self._staged(tensor)
+        operation = {"sum": self._mpi.SUM, "max": self._mpi.MAX}[op]
+        request = self._comm.Iallreduce(self._mpi.IN_PLACE, self._buffer(staged), operation)
+        return self._handle(request, "all_reduce", lambda: self._unstage(staged, tensor))
+
+    def all_to_all(
+        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        """See the base class. Bytes: every part but this rank's own."""
+        size = inputs.element_size()
+        self.traffic.sent("all_to_all", (inputs.numel() - input_splits[self.rank]) * size)
+        sent, received = self._staged(inputs), self._staged(output)
+        request = self._comm.Ialltoallv(
+            [self._bytes(sent), [split * size for split in input_splits], self._mpi.BYTE],
+            [self._bytes(received), [split * size for split in output_splits], self._mpi.BYTE],
+        )
+        return self._handle(request, "all_to_all", lambda: self._unstage(received, output), sent)
+
+    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
+        """See the base class. Bytes: the part, to every other rank."""
+        self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
+        sent, received = self._staged(part), self._staged(output)
+        request = self._comm.Iallgather([self._bytes(sent), self._mpi.BYTE], [self._bytes(received), self._mpi.BYTE])
+        return self._handle(request, "all_gather", lambda: self._unstage(received, output), sent)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        """The tensor where MPI can reach it: itself, or a host copy."""
+        if tensor.device.type == "cuda" and self.cuda_aware:
+            torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows no streams
+            return tensor.detach().contiguous()
+        return tensor.detach().cpu().contiguous()
+
+    @staticmethod
+    def _unstage(staged: Tensor, tensor: Tensor) -> None:
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.copy_(staged)
+
+    @staticmethod
+    def _buffer(tensor: Tensor) -> Any:
+        return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+    def _bytes(self, tensor: Tensor) -> Any:
+        return self._buffer(tensor.view(-1).view(torch.uint8))
+
+    def _handle(self, request: Any, kind: str, finish: Callable[[], None], *alive: Tensor) -> Handle:
+        def wait(_keep: tuple[Tensor, ...] = alive) -> None:  # what is being sent stays alive until it has left
+            request.Wait()
+            finish()
+
+        return Handle(wait, kind, self.traffic)
+
+
+def has_cuda_support() -> bool:
+    """Whether the MPI library that is loaded says of itself that it takes device pointers."""
+    for name in _LIBRARIES:
+        try:
+            query = ctypes.CDLL(name).MPIX_Query_cuda_support
+        except (OSError, AttributeError):
+            continue
+        return bool(query())
+    return False
