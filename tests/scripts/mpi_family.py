@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import hf_compressopt
 from hf_compressopt import load_state, save_state
+from tests.scripts.traffic import leave
 
 SHAPES = [(37, 5), (11,), (0, 2), (3, 4, 5)]
 FAMILY: dict[str, dict[str, Any]] = {
@@ -93,8 +94,7 @@ def main() -> None:
     found["refusals"] = refusals()
     if rank == 0:
         print("FOUND " + json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
