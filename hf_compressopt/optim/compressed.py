@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.compressed import ErrorFeedback, pipelined_compressed_all_reduce_
 from hf_compressopt.flat import Bucket
 from hf_compressopt.grad_sync import average_gradients
-from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.functional import (
     adam_options,
     adam_step_,
@@ -30,16 +28,14 @@ from hf_compressopt.optim.functional import (
 )
 from hf_compressopt.optim.gradients import Grads, StepGradients
 from hf_compressopt.optim.group_state import GroupState
-from hf_compressopt.optim.options import check_at_least, check_count, check_scale_block, resolve_communicator
+from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
+from hf_compressopt.optim.scheduled import BYTES_PER_MB, FLOAT_BYTES, ScheduledOptimizer
 from hf_compressopt.stages import StepPlan
 
 logger = logging.getLogger(__name__)
 
-_BYTES_PER_MB = 2**20
-_FLOAT_BYTES = 4
 
-
-class CompressedOptimizer(FlatOptimizer):
+class CompressedOptimizer(ScheduledOptimizer):
     """What the compressed optimizers share: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
 
     An algorithm subclasses it with a schedule (:meth:`plan_at`), the local mathematics that makes a bucket's message
@@ -104,14 +100,10 @@ class CompressedOptimizer(FlatOptimizer):
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_at_least("bucket_cap_mb", bucket_cap_mb, 0)
-        bucket_numel = math.floor(bucket_cap_mb * _BYTES_PER_MB / _FLOAT_BYTES)
+        bucket_numel = math.floor(bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES)
         if bucket_numel < 1:
             raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {bucket_cap_mb}")
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
-        self.step_was_skipped = False
-        self.skipped_steps = 0
-        self.rounds = 0
-        self._deferred: list[str] | None = None
         self._clipped: StepGradients | None = None  # gradients whose norm is known already
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -137,10 +129,6 @@ class CompressedOptimizer(FlatOptimizer):
 
     # -- what an algorithm defines ------------------------------------------------------------------------------------
 
-    def plan_at(self, step: int) -> StepPlan:
-        """The schedule: what step ``step`` does. A pure function of the step and the options."""
-        raise NotImplementedError("abstract")
-
     def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
         """Compute the message of one bucket. Returns [bucket.numel] float32, new or a view into the flat buffers."""
         raise NotImplementedError("abstract")
@@ -152,42 +140,6 @@ class CompressedOptimizer(FlatOptimizer):
     def _stage_ends(self, plan: StepPlan) -> bool:
         """Whether the step that was taken by this plan is the last one of its stage."""
         return plan.ends_stage
-
-    def _schedule_options(self) -> dict[str, Any]:
-        """The options that :meth:`plan_at` depends on: they must be alike on all ranks and outlive a resume."""
-        raise NotImplementedError("abstract")
-
-    def _check_schedule(self, options: dict[str, Any]) -> None:
-        """Raise ValueError or TypeError for options that no schedule can have; the keys are right."""
-        raise NotImplementedError("abstract")
-
-    def _set_schedule_options(self, options: dict[str, Any]) -> None:
-        """Take over the schedule of a checkpoint."""
-        raise NotImplementedError("abstract")
-
-    def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
-        """Fit the schedule to a run of ``max_steps`` steps, leaving alone the options named in ``given``.
-
-        Returns:
-            What was chosen, in words, for the log.
-
-        Raises:
-            RuntimeError: After the first step.
-        """
-        raise NotImplementedError("abstract")
-
-    def defer_schedule(self, given: Iterable[str]) -> None:
-        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
-        self._deferred = list(given)
-
-    def fit_schedule(self, max_steps: int) -> str:
-        """Fit a schedule that was left open to a run of ``max_steps`` steps; a resumed run keeps the one it has.
-
-        Returns:
-            What was chosen, in words, for the log; "" where nothing was left open.
-        """
-        given, self._deferred = self._deferred, None
-        return "" if given is None or self._step > 0 else self.scale_schedule(max_steps, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its state is allocated at once.
@@ -205,11 +157,6 @@ class CompressedOptimizer(FlatOptimizer):
         super().add_param_group(param_group)
 
     # -- the step -----------------------------------------------------------------------------------------------------
-
-    @property
-    def plan(self) -> StepPlan:
-        """What the coming step does."""
-        return self.plan_at(self._step + 1)
 
     @overload
     def step(self, closure: None = None, grads: Iterable[Any] | None = None) -> None: ...
@@ -460,98 +407,3 @@ class CompressedOptimizer(FlatOptimizer):
         digest = sum(bit_sum(param) for param in self.trainable_parameters)
         what = "the bits of their parameters (are they alike at the start, and all gradients averaged in warmup?)"
         self.communicator.require_equal(what, int(digest))
-
-    # -- metrics ------------------------------------------------------------------------------------------------------
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers of the last step and of the run so far, of this rank.
-
-        Returns:
-            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
-            gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by
-            this rank; without what the caller of a plain loop sends to average gradients); ``compression_ratio``
-            (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
-            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
-        """
-        world_size = self.communicator.world_size
-        numel = sum(state.layout.numel for state in self._states)
-        full = 2 * (world_size - 1) / world_size * _FLOAT_BYTES * numel
-        plan = self.plan_at(max(self._step, 1))
-        sent = self.traffic.step_bytes
-        compressed = world_size > 1 and not plan.reduce_grads and sent > 0
-        return {
-            "stage": plan.stage.number,
-            "step": float(self._step),
-            "skipped_steps": float(self.skipped_steps),
-            "rounds": float(self.rounds),
-            "bytes_sent_step": float(sent),
-            "bytes_sent": float(self.traffic.total_bytes),
-            "compression_ratio": full / sent if compressed else 1.0,
-            "seconds_all_to_all": self.traffic.seconds["all_to_all"],
-            "seconds_all_gather": self.traffic.seconds["all_gather"],
-            "seconds_communication": self.traffic.total_seconds,
-        }
-
-    def describe(self) -> str:
-        """One line on what this optimizer is and how it talks."""
-        schedule = ", ".join(f"{key}={value}" for key, value in self._schedule_options().items())
-        numel = sum(state.layout.numel for state in self._states)
-        return (
-            f"{type(self).__name__}, {numel:,} parameters, {schedule}; {self.communicator.world_size} rank(s) over "
-            f"{self.communicator.name}, scale_block={self.scale_block}, kernels: {kernels.implementation()}"
-        )
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def _header(self) -> dict[str, Any]:
-        return {
-            "optimizer": type(self).__name__,
-            "step": self._step,
-            "stage": self.plan_at(max(self._step, 1)).stage.value,
-            "world_size": self.communicator.world_size,
-            "schedule": self._schedule_options(),
-            "bucket_numel": self.bucket_numel,
-            "scale_block": self.scale_block,
-            "skipped_steps": self.skipped_steps,
-            "rounds": self.rounds,
-            "bytes_sent": self.traffic.total_bytes,
-        }
-
-    def _check_header(self, header: dict[str, Any]) -> None:
-        if header.get("optimizer") != type(self).__name__:
-            raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(self).__name__}")
-        for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
-            check_count(name, header.get(name), low=0)
-        schedule, mine = header.get("schedule"), self._schedule_options()
-        if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
-            raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")
-        self._check_schedule(schedule)
-        if self.communicator.world_size > 1 and header["bucket_numel"] != self.bucket_numel:
-            cap = (header["bucket_numel"] + 0.5) * _FLOAT_BYTES / _BYTES_PER_MB
-            raise ValueError(
-                f"the state was made with buckets of {header['bucket_numel']} elements, this optimizer has "
-                f"{self.bucket_numel}: give bucket_cap_mb={cap!r}"
-            )
-
-    def _load_header(self, header: dict[str, Any]) -> None:
-        mine = self._schedule_options()
-        if header["schedule"] != mine and "auto" not in mine.values() and self.communicator.rank == 0:
-            logger.warning(
-                "the schedule of the checkpoint, %s, takes the place of %s",
-                header["schedule"],
-                self._schedule_options(),
-            )
-        self._set_schedule_options(header["schedule"])
-        self._step = header["step"]
-        self.skipped_steps = header["skipped_steps"]
-        self.rounds = header["rounds"]
-        self.traffic.restore(header["bytes_sent"])
-        self.step_was_skipped = False
-
-    def _plain_header(self, step: int) -> dict[str, Any]:
-        if step > 0 and (not self.plan_at(step).update_variance or self.plan_at(step).ends_stage):
-            raise ValueError(
-                f"a plain Adam state dict at step {step} can be taken over in the warmup stage only, and here step "
-                f"{step} ends or follows it ({self._schedule_options()}): let the warmup end later"
-            )
-        return {**self._header(), "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}

@@ -1,0 +1,177 @@
+"""An optimizer whose steps follow a schedule: its plan, its metrics, and what of them outlives a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from hf_compressopt import kernels
+from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.optim.options import check_count
+from hf_compressopt.stages import StepPlan
+
+logger = logging.getLogger(__name__)
+
+BYTES_PER_MB = 2**20
+FLOAT_BYTES = 4
+
+
+class ScheduledOptimizer(FlatOptimizer):
+    """A flat optimizer with a schedule, which is a pure function of the step and the options.
+
+    Attributes:
+        step_was_skipped: Whether the last step was skipped, because a gradient was not finite.
+        skipped_steps: Steps skipped so far.
+        rounds: Steps so far in which the schedule had gradients averaged or a message sent.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class."""
+        self.step_was_skipped = False
+        self.skipped_steps = 0
+        self.rounds = 0
+        self._deferred: list[str] | None = None
+        super().__init__(*args, **kwargs)
+
+    # -- schedule -----------------------------------------------------------------------------------------------------
+
+    def plan_at(self, step: int) -> StepPlan:
+        """The schedule: what step ``step`` does. A pure function of the step and the options."""
+        raise NotImplementedError("abstract")
+
+    @property
+    def plan(self) -> StepPlan:
+        """What the coming step does."""
+        return self.plan_at(self._step + 1)
+
+    def _schedule_options(self) -> dict[str, Any]:
+        """The options that :meth:`plan_at` depends on: they must be alike on all ranks and outlive a resume."""
+        raise NotImplementedError("abstract")
+
+    def _check_schedule(self, options: dict[str, Any]) -> None:
+        """Raise ValueError or TypeError for options that no schedule can have; the keys are right."""
+        raise NotImplementedError("abstract")
+
+    def _set_schedule_options(self, options: dict[str, Any]) -> None:
+        """Take over the schedule of a checkpoint."""
+        raise NotImplementedError("abstract")
+
+    def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
+        """Fit the schedule to a run of ``max_steps`` steps, leaving alone the options named in ``given``.
+
+        Returns:
+            What was chosen, in words, for the log.
+
+        Raises:
+            RuntimeError: After the first step.
+        """
+        raise NotImplementedError("abstract")
+
+    def defer_schedule(self, given: Iterable[str]) -> None:
+        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
+        self._deferred = list(given)
+
+    def fit_schedule(self, max_steps: int) -> str:
+        """Fit a schedule that was left open to a run of ``max_steps`` steps; a resumed run keeps the one it has.
+
+        Returns:
+            What was chosen, in words, for the log; "" where nothing was left open.
+        """
+        given, self._deferred = self._deferred, None
+        return "" if given is None or self._step > 0 else self.scale_schedule(max_steps, given)
+
+    # -- metrics ------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step and of the run so far, of this rank.
+
+        Returns:
+            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
+            gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by
+            this rank; without what the caller of a plain loop sends to average gradients); ``compression_ratio``
+            (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
+            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
+        """
+        world_size = self.communicator.world_size
+        numel = sum(state.layout.numel for state in self._states)
+        full = 2 * (world_size - 1) / world_size * FLOAT_BYTES * numel
+        plan = self.plan_at(max(self._step, 1))
+        sent = self.traffic.step_bytes
+        compressed = world_size > 1 and not plan.reduce_grads and sent > 0
+        return {
+            "stage": plan.stage.number,
+            "step": float(self._step),
+            "skipped_steps": float(self.skipped_steps),
+            "rounds": float(self.rounds),
+            "bytes_sent_step": float(sent),
+            "bytes_sent": float(self.traffic.total_bytes),
+            "compression_ratio": full / sent if compressed else 1.0,
+            "seconds_all_to_all": self.traffic.seconds["all_to_all"],
+            "seconds_all_gather": self.traffic.seconds["all_gather"],
+            "seconds_communication": self.traffic.total_seconds,
+        }
+
+    def describe(self) -> str:
+        """One line on what this optimizer is and how it talks."""
+        schedule = ", ".join(f"{key}={value}" for key, value in self._schedule_options().items())
+        numel = sum(state.layout.numel for state in self._states)
+        return (
+            f"{type(self).__name__}, {numel:,} parameters, {schedule}; {self.communicator.world_size} rank(s) over "
+            f"{self.communicator.name}, scale_block={self.scale_block}, kernels: {kernels.implementation()}"
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "optimizer": type(self).__name__,
+            "step": self._step,
+            "stage": self.plan_at(max(self._step, 1)).stage.value,
+            "world_size": self.communicator.world_size,
+            "schedule": self._schedule_options(),
+            "bucket_numel": self.bucket_numel,
+            "scale_block": self.scale_block,
+            "skipped_steps": self.skipped_steps,
+            "rounds": self.rounds,
+            "bytes_sent": self.traffic.total_bytes,
+        }
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        if header.get("optimizer") != type(self).__name__:
+            raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(self).__name__}")
+        for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
+            check_count(name, header.get(name), low=0)
+        schedule, mine = header.get("schedule"), self._schedule_options()
+        if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
+            raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")
+        self._check_schedule(schedule)
+        if self.communicator.world_size > 1 and header["bucket_numel"] != self.bucket_numel:
+            cap = (header["bucket_numel"] + 0.5) * FLOAT_BYTES / BYTES_PER_MB
+            raise ValueError(
+                f"the state was made with buckets of {header['bucket_numel']} elements, this optimizer has "
+                f"{self.bucket_numel}: give bucket_cap_mb={cap!r}"
+            )
+
+    def _load_header(self, header: dict[str, Any]) -> None:
+        mine = self._schedule_options()
+        if header["schedule"] != mine and "auto" not in mine.values() and self.communicator.rank == 0:
+            logger.warning(
+                "the schedule of the checkpoint, %s, takes the place of %s",
+                header["schedule"],
+                self._schedule_options(),
+            )
+        self._set_schedule_options(header["schedule"])
+        self._step = header["step"]
+        self.skipped_steps = header["skipped_steps"]
+        self.rounds = header["rounds"]
+        self.traffic.restore(header["bytes_sent"])
+        self.step_was_skipped = False
+
+    def _plain_header(self, step: int) -> dict[str, Any]:
+        if step > 0 and (not self.plan_at(step).update_variance or self.plan_at(step).ends_stage):
+            raise ValueError(
+                f"a plain Adam state dict at step {step} can be taken over in the warmup stage only, and here step "
+                f"{step} ends or follows it ({self._schedule_options()}): let the warmup end later"
+            )
+        return {**self._header(), "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}
