@@ -28,15 +28,17 @@ def make(how: str) -> tuple[Any, Any, Any, Any]:
     """accelerator, model, optimizer, scheduler, prepared; `how` says by which of the three ways."""
     from accelerate import Accelerator
 
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, attach
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOneAdam, attach
 
     model = network()
-    if how == "plugin":
+    if how == "zero_one_adam":
+        accelerator: Any = CompressOptAccelerator(cpu=True, step_scheduler_with_optimizer=False)
+        intervals = {"var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 4}
+        optimizer: Any = ZeroOneAdam(model.parameters(), lr=1e-2, weight_decay=0.1, scale_block=64, **intervals)
+    elif how == "plugin":
         plugin = CompressOptPlugin(freeze_step=FREEZE, scale_block=64)
-        accelerator: Any = CompressOptAccelerator(
-            cpu=True, compressopt_plugin=plugin, step_scheduler_with_optimizer=False
-        )
-        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, step_scheduler_with_optimizer=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     else:
         if how == "class":
             accelerator = CompressOptAccelerator(cpu=True, step_scheduler_with_optimizer=False)
@@ -127,6 +129,26 @@ def test_load_state_resumes_the_uninterrupted_run(how: str, step: int, tmp_path:
     folder = tmp_path / str(step)
     assert (folder / "compressopt.index.json").is_file() and len(list(folder.glob("compressopt-*.safetensors"))) == 2
     assert torch.load(folder / "optimizer.bin", weights_only=True)["state"] == {}
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize("step", [2, 5, 6, 7])
+def test_load_state_resumes_inside_a_local_interval(step: int, tmp_path: Path) -> None:
+    whole = run_ranks(2, loop, "zero_one_adam", str(tmp_path), step)
+    assert whole[0]["alike"][2:] == [True, True, False, False, False, True]  # syncs at 4 and 8
+    resumed = run_ranks(2, loop, "zero_one_adam", str(tmp_path), 0, step)
+    for before, after in zip(whole, resumed, strict=True):
+        assert equal_params(before["params"], after["params"]) and before["norms"][step:] == after["norms"]
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
+def test_the_plugin_makes_each_of_the_family(name: str) -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    plain = torch.optim.AdamW(network().parameters(), lr=0.5, weight_decay=0.1)
+    made: Any = CompressOptPlugin(optimizer=name, freeze_step=7).convert(plain)
+    assert made.freeze_step == 7 and made.param_groups[0] is plain.param_groups[0]
+    assert type(made).__name__.lower() == name.replace("_", "")
 
 
 @pytest.mark.invariant(34)

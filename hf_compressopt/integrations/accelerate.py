@@ -50,8 +50,8 @@ class CompressOptPlugin:
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals.
 
     Attributes:
-        optimizer: "onebit_adam", or "none" to leave every optimizer as it is.
-        freeze_step: Last step of the warmup stage.
+        optimizer: "onebit_adam", "zero_one_adam" or "onebit_lamb"; "none" leaves every optimizer as it is.
+        freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step).
         scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
         bucket_cap_mb: MiB of float32 values that are sent together.
@@ -97,7 +97,7 @@ class CompressOptPlugin:
         make: Callable[..., CompressedOptimizer] = OPTIMIZERS[self.optimizer]
         return make(
             optimizer.param_groups,
-            freeze_step=self.freeze_step,
+            **{OPTIMIZERS[self.optimizer].freeze_option: self.freeze_step},
             scale_block=self.scale_block,
             variance_floor=self.variance_floor,
             bucket_cap_mb=self.bucket_cap_mb,
@@ -320,6 +320,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             if any(found):  # else the state dict in the folder must be a whole one
                 load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
                 self._compressopt.loading.enter_context(optimizer.state_in_shards())
+                # Accelerate loads the model next, the same on all ranks
+                self._compressopt.loading.callback(optimizer.own_parameters_restorer())
 
 
 def attach(

@@ -7,12 +7,13 @@ import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.onebit_lamb import OnebitLamb
 from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
 
 #: What ``--optim NAME`` and ``CompressOptPlugin(optimizer=NAME)`` stand for.
-OPTIMIZERS: dict[str, type[CompressedOptimizer]] = {
+OPTIMIZERS: dict[str, type[FreezingOptimizer]] = {
     "onebit_adam": OnebitAdam,
     "zero_one_adam": ZeroOneAdam,
     "onebit_lamb": OnebitLamb,

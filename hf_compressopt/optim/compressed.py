@@ -377,6 +377,19 @@ class CompressedOptimizer(ScheduledOptimizer):
         """Inside, all ranks hold the same parameters, which here they always do. All ranks call."""
         yield
 
+    def own_parameters_restorer(self) -> Callable[[], None]:
+        """A function that puts this rank's parameters back as they are now, where each rank has its own."""
+        if "param" not in self._own_tensors(self._step):
+            return lambda: None
+        own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for param, value in own:
+                    param.copy_(value)
+
+        return restore
+
     def settle_parameters(self) -> None:
         """Make all ranks hold the same parameters until the next step, which here they always do. All ranks call."""
 
