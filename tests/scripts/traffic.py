@@ -5,7 +5,6 @@ Usage: traffic.py NUMEL STEPS SCALE_BLOCK
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,17 +17,6 @@ def transmitted(interface: str) -> int:
     """Bytes sent so far, as the kernel counts them in this process's network namespace."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines() if ":" in line)
     return int({name.strip(): row for name, row in rows.items()}[interface].split()[8])
-
-
-def leave() -> None:
-    """Leave the process group, and let gloo's threads come to rest.
-
-    They let go of a collective's tensors a little after its end, for which torch 2.13 takes the interpreter's lock: in
-    an interpreter that is shutting down by then, that aborts the process.
-    """
-    dist.barrier()
-    time.sleep(0.5)
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -51,7 +39,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         on_the_wire = (transmitted("lo") - before) / steps / dist.get_world_size()
         print(json.dumps({"interface": on_the_wire, "counted": optimizer.metrics()["bytes_sent_step"]}))
-    leave()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
