@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_compressopt.amp import GradScaler
     from hf_compressopt.checkpoint.io import load_state, save_state
-    from hf_compressopt.integrations.accelerate import CompressOptAccelerator, CompressOptPlugin, attach
+    from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
+    from hf_compressopt.integrations.plugin import CompressOptPlugin
     from hf_compressopt.integrations.transformers import register
     from hf_compressopt.optim.lamb import Lamb
     from hf_compressopt.optim.onebit_adam import OnebitAdam
@@ -22,7 +23,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CompressOptAccelerator": "hf_compressopt.integrations.accelerate",
-    "CompressOptPlugin": "hf_compressopt.integrations.accelerate",
+    "CompressOptPlugin": "hf_compressopt.integrations.plugin",
     "GradScaler": "hf_compressopt.amp",
     "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",

@@ -6,7 +6,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, overload
 from zlib import crc32
@@ -371,27 +370,6 @@ class CompressedOptimizer(ScheduledOptimizer):
             ValueError: Likewise.
         """
         return not math.isfinite(float(self._collect(agree=True, averaged=False).square_norm(overflow)))
-
-    @contextmanager
-    def averaged_parameters(self) -> Iterator[None]:
-        """Inside, all ranks hold the same parameters, which here they always do. All ranks call."""
-        yield
-
-    def own_parameters_restorer(self) -> Callable[[], None]:
-        """A function that puts this rank's parameters back as they are now, where each rank has its own."""
-        if "param" not in self._own_tensors(self._step):
-            return lambda: None
-        own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
-
-        def restore() -> None:
-            with torch.no_grad():
-                for param, value in own:
-                    param.copy_(value)
-
-        return restore
-
-    def settle_parameters(self) -> None:
-        """Make all ranks hold the same parameters until the next step, which here they always do. All ranks call."""
 
     def _check_ranks_agree(self) -> None:
         """Once before the first step: all ranks must hold the same layout, options and step.

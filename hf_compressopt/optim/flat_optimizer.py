@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -17,14 +16,19 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.group_state import ExtraState, GroupState
-from hf_compressopt.optim.options import check_group
+from hf_compressopt.optim.options import (
+    check_group,
+    check_last_group,
+    group_from_plain,
+    loadable_group,
+    plain_value,
+)
 
 #: Key under which a state dict carries what torch's own have no place for.
 STATE_KEY = "compressopt"
 #: Starts of the names of tensors that a checkpoint brings, whether or not the optimizer has them.
 MASK_PREFIX, OPTIMIZER_PREFIX = "exp_avg_mask/", "optimizer/"
 _STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
-_NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -89,11 +93,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
         """
         super().add_param_group(param_group)
-        try:
-            check_group(self.param_groups[-1], len(self.param_groups) - 1)
-        except (ValueError, TypeError):
-            self.param_groups.pop()
-            raise
+        check_last_group(self.param_groups)
         if self._ready:
             self._add_state(self.param_groups[-1])
 
@@ -222,7 +222,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             header = own
             self._check_errors(own)
         self._check_header(header)
-        saved_groups = [_loadable(group) for group in state_dict["param_groups"]]
+        saved_groups = [loadable_group(group) for group in state_dict["param_groups"]]
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             check_group({**group, **saved}, number)
         for state, index, row in rows:
@@ -347,7 +347,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def checkpoint_header(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors, for JSON: the header, and each group's hyperparameters."""
         groups = [
-            {key: plain for key, value in group.items() if (plain := _plain(value)) is not None}
+            {key: plain for key, value in group.items() if (plain := plain_value(value)) is not None}
             for group in self.param_groups
         ]
         return {**self._header(), "param_groups": groups}
@@ -363,11 +363,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not isinstance(saved, list) or len(saved) != len(self.param_groups):
             raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer {len(self.param_groups)}")
         for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
-            check_group({**group, **_from_plain(values)}, number)
+            check_group({**group, **group_from_plain(values)}, number)
 
     def load_checkpoint_header(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Take over a checkpoint's header, and what ``saved`` made room for, after the rest was copied in."""
-        self._load_groups([_from_plain(group) for group in header["param_groups"]])
+        self._load_groups([group_from_plain(group) for group in header["param_groups"]])
         for number, group in enumerate(self.param_groups):
             if (mask := tensors.get(_mask_name(number))) is not None:
                 group["exp_avg_mask"] = mask.to(self._states[number].device)
@@ -380,34 +380,5 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._state_loaded()
 
 
-def _loadable(group: dict[str, Any]) -> dict[str, Any]:
-    """What a saved param group has to tell this optimizer; options of torch's Adam that have no effect stay behind.
-
-    Raises:
-        ValueError: For a group of Adam's with L2 regularization, whose decay is not decoupled.
-    """
-    if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
-        raise ValueError(
-            f"the state dict is of Adam with L2 regularization, weight_decay={group['weight_decay']}, which is no "
-            "decoupled decay: take an AdamW state dict, or weight_decay=0"
-        )
-    return {key: deepcopy(value) for key, value in group.items() if key not in _NOT_LOADED}
-
-
 def _mask_name(group: int) -> str:
     return f"{MASK_PREFIX}group{group}"
-
-
-def _plain(value: Any) -> Any:
-    """A hyperparameter as JSON holds it; None for what is no hyperparameter."""
-    if isinstance(value, Tensor):
-        return float(value) if value.numel() == 1 else None
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, tuple) and all(isinstance(entry, (int, float)) for entry in value):
-        return list(value)
-    return None
-
-
-def _from_plain(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

@@ -23,7 +23,7 @@ from hf_compressopt.optim.functional import (
     denominator,
     trust_ratio,
 )
-from hf_compressopt.optim.options import check_at_least, check_group
+from hf_compressopt.optim.options import check_at_least, check_last_group
 
 
 class Lamb(torch.optim.Optimizer):
@@ -79,11 +79,7 @@ class Lamb(torch.optim.Optimizer):
             TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
         """
         super().add_param_group(param_group)
-        try:
-            check_group(self.param_groups[-1], len(self.param_groups) - 1)
-        except (ValueError, TypeError):
-            self.param_groups.pop()
-            raise
+        check_last_group(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything, so that a copy has the bounds too."""

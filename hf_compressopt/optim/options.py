@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import SIGNS_PER_BYTE
 
+_NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -121,3 +123,47 @@ def _check_mask(mask: Any, params: list[Tensor], number: int) -> None:
                 f"exp_avg_mask of shape {tuple(mask.shape)} must broadcast to every parameter of param group {number}, "
                 f"got one of shape {tuple(param.shape)}: give the parameter a group of its own"
             ) from None
+
+
+def check_last_group(groups: list[dict[str, Any]]) -> None:
+    """Check the param group that was added last, and take it out again where it is not in order.
+
+    Raises:
+        ValueError: As :func:`check_group`.
+        TypeError: Likewise.
+    """
+    try:
+        check_group(groups[-1], len(groups) - 1)
+    except (ValueError, TypeError):
+        groups.pop()
+        raise
+
+
+def loadable_group(group: dict[str, Any]) -> dict[str, Any]:
+    """What a saved param group has to tell this optimizer; options of torch's Adam that have no effect stay behind.
+
+    Raises:
+        ValueError: For a group of Adam's with L2 regularization, whose decay is not decoupled.
+    """
+    if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
+        raise ValueError(
+            f"the state dict is of Adam with L2 regularization, weight_decay={group['weight_decay']}, which is no "
+            "decoupled decay: take an AdamW state dict, or weight_decay=0"
+        )
+    return {key: deepcopy(value) for key, value in group.items() if key not in _NOT_LOADED}
+
+
+def plain_value(value: Any) -> Any:
+    """A hyperparameter as JSON holds it; None for what is no hyperparameter."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple) and all(isinstance(entry, (int, float)) for entry in value):
+        return list(value)
+    return None
+
+
+def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A param group's hyperparameters, read from JSON."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}

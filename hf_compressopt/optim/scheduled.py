@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from hf_compressopt import kernels
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
@@ -80,6 +83,29 @@ class ScheduledOptimizer(FlatOptimizer):
         """
         given, self._deferred = self._deferred, None
         return "" if given is None or self._step > 0 else self.scale_schedule(max_steps, given)
+
+    # -- stages in which each rank has parameters of its own ----------------------------------------------------------
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Inside, all ranks hold the same parameters, which here they always do. All ranks call."""
+        yield
+
+    def own_parameters_restorer(self) -> Callable[[], None]:
+        """A function that puts this rank's parameters back as they are now, where each rank has its own."""
+        if "param" not in self._own_tensors(self._step):
+            return lambda: None
+        own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for param, value in own:
+                    param.copy_(value)
+
+        return restore
+
+    def settle_parameters(self) -> None:
+        """Make all ranks hold the same parameters until the next step, which here they always do. All ranks call."""
 
     # -- metrics ------------------------------------------------------------------------------------------------------
 
