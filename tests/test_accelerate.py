@@ -312,15 +312,19 @@ def skip_with_scheduler(rank: int, world_size: int) -> tuple[float, float, float
 
 
 def test_attaching_too_late_is_refused() -> None:
+    errors = run_ranks_expecting_error(2, attach_too_late)
+    assert all("ValueError: attach the accelerator before" in text for text in errors.values())
+
+
+def attach_too_late(rank: int, world_size: int) -> None:
+    use_accelerate(rank, world_size)
     from accelerate import Accelerator
 
     from hf_compressopt import attach
 
-    use_accelerate(0, 1)
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="attach the accelerator before"):
-        attach(accelerator)
+    attach(accelerator)
 
 
 def test_a_comm_hook_of_the_users_own_is_refused_on_all() -> None:
