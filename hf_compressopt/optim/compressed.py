@@ -210,6 +210,7 @@ class CompressedOptimizer(ScheduledOptimizer):
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
         self.step_was_skipped = True
         self.skipped_steps += 1
+        self._clipped = None
         self.traffic.end_step()
         if self.communicator.rank == 0:
             logger.warning("step %d skipped: a gradient is not finite", self._step + 1)
