@@ -45,6 +45,11 @@ class Piece:
     stop: int
     offset: int
 
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Bucket:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels import Average, Combination
 
 
 @dataclass(frozen=True)
@@ -51,55 +52,53 @@ def compressed_all_reduce_(x: Tensor, feedback: ErrorFeedback, communicator: Com
     Returns:
         x.
     """
-    for _ in pipelined_compressed_all_reduce_([(x, feedback)], communicator):
-        pass
+    for average in pipelined_compressed_all_reduce([(Combination.of(x), feedback)], communicator):
+        kernels.decompress_(average, x)
     return x
 
 
-def pipelined_compressed_all_reduce_(
-    buckets: Iterable[tuple[Tensor, ErrorFeedback]], communicator: Communicator
-) -> Iterator[int]:
+def pipelined_compressed_all_reduce(
+    buckets: Iterable[tuple[Combination, ErrorFeedback]], communicator: Communicator
+) -> Iterator[Average]:
     """The same for many buckets: while one is on the wire the next is taken from ``buckets`` and compressed.
 
     Args:
-        buckets: The buckets, in the same order on all ranks. Taken lazily, so that a generator may compute each
-            message just before it is compressed.
+        buckets: What this rank wants to send of each bucket, in the same order on all ranks. Taken lazily, so that a
+            generator may compute each just before it is compressed.
         communicator: The ranks.
 
     Yields:
-        The number of each bucket, in order, when its x holds the mean.
+        The compressed mean of each bucket, in order, still as messages: the same bits on all ranks. With one rank what
+        was to be sent, as it is.
     """
     if communicator.world_size == 1:
-        for index, _ in enumerate(buckets):
-            yield index
+        for z, _ in buckets:
+            values = torch.empty(z.numel, device=z.device)
+            kernels.combine_(z, values)
+            yield Average.of(values)
         return
     sent: deque[_InFlight] = deque()  # on their way to the servers; at most one, plus the one just started
     returning: deque[_InFlight] = deque()  # on their way back
-    finished = 0
-    for x, feedback in buckets:
-        sent.append(_InFlight(x, feedback, communicator))
+    for z, feedback in buckets:
+        sent.append(_InFlight(z, feedback, communicator))
         if len(sent) > 1:
             returning.append(sent.popleft().serve())
         if len(returning) > 1:
-            returning.popleft().finish()
-            yield finished
-            finished += 1
+            yield returning.popleft().finish()
     returning.extend(bucket.serve() for bucket in sent)
     for bucket in returning:
-        bucket.finish()
-        yield finished
-        finished += 1
+        yield bucket.finish()
 
 
 class _InFlight:
     """One bucket on its way: made (compressed and sent), served, finished, in this order."""
 
-    def __init__(self, x: Tensor, feedback: ErrorFeedback, communicator: Communicator) -> None:
-        self.x, self.feedback, self.communicator = x, feedback, communicator
+    def __init__(self, z: Combination, feedback: ErrorFeedback, communicator: Communicator) -> None:
+        self.numel, self.feedback, self.communicator = z.numel, feedback, communicator
         world_size, rank = communicator.world_size, communicator.rank
-        self.nbytes = kernels.chunk_message_nbytes(x.numel(), world_size, feedback.scale_block)
-        messages = torch.zeros(sum(self.nbytes), dtype=torch.uint8, device=x.device)
-        kernels.compress_(x, feedback.worker_error, messages, world_size=world_size, scale_block=feedback.scale_block)
+        self.nbytes = kernels.chunk_message_nbytes(z.numel, world_size, feedback.scale_block)
+        messages = torch.zeros(sum(self.nbytes), dtype=torch.uint8, device=z.device)
+        kernels.compress_(z, feedback.worker_error, messages, world_size=world_size, scale_block=feedback.scale_block)
         self._received = messages.new_empty(world_size * self.nbytes[rank])
         self._messages = messages  # kept alive until they have left
         self._handle: Handle = communicator.all_to_all(
@@ -122,11 +121,12 @@ class _InFlight:
         self._handle = self.communicator.all_gather(self._received, self._messages)
         return self
 
-    def finish(self) -> None:
+    def finish(self) -> Average:
+        """Wait for all chunks."""
         self._handle.wait()
-        kernels.decompress_(
-            self._received,
-            self.x,
+        return Average(
+            self.numel,
+            messages=self._received,
             world_size=self.communicator.world_size,
             scale_block=self.feedback.scale_block,
             stride=self.nbytes[0],

@@ -1,7 +1,9 @@
-"""The hot loops of compression, behind documented wrappers.
+"""The hot loops of the optimizers, behind documented wrappers.
 
 Every optimizer and collective calls these wrappers, never an implementation. :mod:`hf_compressopt.kernels.reference`
 is the pure-PyTorch implementation: the specification, the fallback on every device, and the oracle of native ones.
+Every operation on an element is rounded on its own, in the order that the formulas say, so that all implementations
+leave the same bits; but sums over many elements (scales, norms) are within 2 ulp of each other.
 
 **Message of one chunk** of n elements (uint8, contiguous), n > 0:
 
@@ -20,15 +22,15 @@ A chunk of no elements has an empty message. Messages of several chunks stand on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from hf_compressopt.flat import SIGNS_PER_BYTE, chunk_numel, chunk_range
+from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels import reference
-
-#: Every message starts at, and is padded to, a multiple of this many bytes.
-MESSAGE_ALIGNMENT = 16
-
-_SCALE_BYTES = 4
+from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
+from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
 
 def implementation() -> str:
@@ -36,40 +38,19 @@ def implementation() -> str:
     return "reference"
 
 
-def num_blocks(numel: int, scale_block: int | None) -> int:
-    """Scales in the message of a chunk of ``numel`` elements."""
-    if numel == 0:
-        return 0
-    return 1 if scale_block is None else -(-numel // scale_block)
-
-
-def message_nbytes(numel: int, scale_block: int | None) -> int:
-    """Bytes of the message of a chunk of ``numel`` elements."""
-    used = _SCALE_BYTES * num_blocks(numel, scale_block) + -(-numel // SIGNS_PER_BYTE)
-    return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
-
-
-def chunk_message_nbytes(numel: int, world_size: int, scale_block: int | None) -> list[int]:
-    """Bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
-    ranges = (chunk_range(numel, world_size, rank) for rank in range(world_size))
-    return [message_nbytes(stop - start, scale_block) for start, stop in ranges]
-
-
-def compress_(x: Tensor, error: Tensor, messages: Tensor, *, world_size: int, scale_block: int | None) -> None:
-    """Compress a bucket with error feedback: u = x + error; messages <- Q(u); error <- u - Q(u).
+def compress_(z: Combination, error: Tensor, messages: Tensor, *, world_size: int, scale_block: int | None) -> None:
+    """Compress a bucket with error feedback: u = z + error; messages <- Q(u); error <- u - Q(u).
 
     Q(u) is sign(u) times RMS(u) of the block; with ``scale_block=None`` all chunks share RMS(u) of the whole bucket.
 
     Args:
-        x: [n] float32, read.
+        z: What is to be sent, n elements, read.
         error: [n] float32, updated in place.
         messages: [sum(chunk_message_nbytes(n, world_size, scale_block))] uint8, written.
         world_size: Number of chunks.
         scale_block: Elements per scale, a positive multiple of 8, or None.
     """
-    error.add_(x)
-    scale = None if scale_block is not None else reference.rms(error)
-    reference.compress_chunks_(error, messages, _chunks(error.numel(), world_size, scale_block), scale_block, scale)
+    reference.compress_(z, error, messages, world_size, scale_block)
 
 
 def average_compress_(
@@ -86,50 +67,182 @@ def average_compress_(
         world_size: Number of messages.
         scale_block: As in :func:`compress_`.
     """
-    numel = error.numel()
-    if numel == 0:
-        return
-    error.add_(reference.mean_of_messages(messages.view(world_size, -1), numel, scale_block))
-    scale = None if scale_block is not None else reference.rms(error)
-    chunk = reference.Chunk(0, numel, 0, num_blocks(numel, scale_block))
-    reference.compress_chunks_(error, out, [chunk], scale_block, scale)
+    reference.average_compress_(messages, error, out, world_size, scale_block)
 
 
-def decompress_(messages: Tensor, out: Tensor, *, world_size: int, scale_block: int | None, stride: int) -> None:
-    """Decompress the chunks of a bucket: out <- concatenation of the decompressed messages.
+def decompress_(y: Average, out: Tensor) -> None:
+    """Write the values of an average: out <- y.
 
     Args:
-        messages: [world_size * stride] uint8, the message of chunk j begins at ``j * stride``, read.
+        y: n elements, read.
         out: [n] float32, written.
-        world_size: Number of chunks.
-        scale_block: As in :func:`compress_`.
-        stride: Bytes from one message to the next, a multiple of :data:`MESSAGE_ALIGNMENT`.
     """
-    for rank in range(world_size):
-        start, stop = chunk_range(out.numel(), world_size, rank)
-        if start < stop:
-            message = messages[rank * stride :]
-            out[start:stop] = reference.decompress_message(message, stop - start, scale_block)
+    reference.decompress_(y, out)
 
 
-def _chunks(numel: int, world_size: int, scale_block: int | None) -> list[reference.Chunk]:
-    chunks, byte = [], 0
-    for rank in range(world_size):
-        start, stop = chunk_range(numel, world_size, rank)
-        if start < stop:
-            chunks.append(reference.Chunk(start, stop, byte, num_blocks(stop - start, scale_block)))
-        byte += message_nbytes(stop - start, scale_block)
-    return chunks
+def combine_(z: Combination, out: Tensor) -> None:
+    """Write the values of a combination: out <- z.
+
+    Args:
+        z: n elements, read.
+        out: [n] float32, written.
+    """
+    reference.combine_(z, out)
+
+
+def apply_adam_(
+    y: Average,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Segment],
+    descent: Descent,
+    *,
+    beta: float = 1.0,
+    corrections: Tensor | None = None,
+) -> None:
+    """Take the momentum from an average, and step: m <- y, or m + beta (y - m); p <- p decay - lr m^ / denominator(v^).
+
+    Args:
+        y: n elements, read. Its values may be ``exp_avg`` itself.
+        exp_avg: [n] float32, m, written.
+        exp_avg_sq: [n] float32, v, read.
+        params: Segments that cover the bucket; those without a tensor are left alone, while m is written all the same.
+        descent: How the parameters move.
+        beta: 1.0 for m <- y, else m's rate.
+        corrections: [tensors, 2] float32; m^ and v^ are m and v divided by a tensor's two; infinity as the first
+            stands for a direction of 0. None: m and v themselves.
+    """
+    reference.apply_adam_(y, exp_avg, exp_avg_sq, params, descent, beta, corrections)
+
+
+def local_step_(
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    local_update: Tensor,
+    grads: Sequence[Segment] | None,
+    params: Sequence[Segment],
+    beta1: float,
+    descent: Descent,
+) -> None:
+    """0/1 Adam, a step of one rank alone: m <- b1 m + (1-b1) g; p <- p decay - lr m/denominator; u <- u + lr m.
+
+    Args:
+        exp_avg: [n] float32, m, updated in place.
+        exp_avg_sq: [n] float32, v, read.
+        local_update: [n] float32, u, updated in place.
+        grads: Segments that cover the bucket; None leaves m as it is.
+        params: As in :func:`apply_adam_`.
+        beta1: Coefficient of the momentum.
+        descent: How the parameters move.
+    """
+    reference.local_step_(exp_avg, exp_avg_sq, local_update, grads, params, beta1, descent)
+
+
+def sync_parameters_(
+    y: Average,
+    exp_avg: Tensor,
+    anchor: Tensor,
+    exp_avg_sq: Tensor,
+    local_update: Tensor,
+    params: Sequence[Segment],
+    lr_sum: float,
+    descent: Descent,
+) -> None:
+    """0/1 Adam, a sync: m <- y / lr_sum; anchor <- anchor decay - y / denominator(v); p <- anchor; u <- 0.
+
+    Args:
+        y: n elements, read. Its values may be ``local_update`` itself.
+        exp_avg: [n] float32, m, written.
+        anchor: [n] float32, the parameters at the last sync, updated in place.
+        exp_avg_sq: [n] float32, v, read.
+        local_update: [n] float32, u, set to 0.
+        params: Segments that cover the bucket; those without a tensor keep anchor and parameter.
+        lr_sum: Sum of the learning rates of the interval, not 0.
+        descent: ``decay`` is the product over the interval; ``lr`` is not used.
+    """
+    reference.sync_parameters_(y, exp_avg, anchor, exp_avg_sq, local_update, params, lr_sum, descent)
+
+
+def lamb_moments_(
+    y: Average,
+    exp_avg: Tensor,
+    exp_avg_sq_fresh: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Segment],
+    factors: Tensor,
+    sums: Tensor,
+    options: LambOptions,
+) -> None:
+    """1-bit LAMB, first pass over a bucket: momentum, fresh variance, and what each tensor's coefficient needs.
+
+    m' = y / factor; g' = (m' - b1 m) / (1 - b1); v_fresh <- b2 v_fresh + (1-b2) g'^2; m <- m'. Added to a tensor's
+    sums: [0] sum of (m'/denominator(v))^2, [1] sum of (m'/denominator(v) + wd p)^2; and [2] becomes the largest
+    denominator(v)/denominator(v_fresh) met so far, where a tensor that keeps still counts as 1.
+
+    Args:
+        y: n elements, read.
+        exp_avg: [n] float32, m, updated in place.
+        exp_avg_sq_fresh: [n] float32, updated in place.
+        exp_avg_sq: [n] float32, the frozen v, read.
+        params: Segments that cover the bucket, read; one without a tensor counts as p = 0.
+        factors: [tensors] float32.
+        sums: [tensors, 3] float64, updated in place; 0 before a tensor's first segment.
+        options: Hyperparameters.
+    """
+    reference.lamb_moments_(y, exp_avg, exp_avg_sq_fresh, exp_avg_sq, params, factors, sums, options)
+
+
+def lamb_apply_(
+    exp_avg: Tensor, exp_avg_sq: Tensor, params: Sequence[Segment], rates: Tensor, options: LambOptions
+) -> None:
+    """1-bit LAMB, second pass: p <- p - rate (m / denominator(v) + wd p).
+
+    Args:
+        exp_avg: [n] float32, m, read.
+        exp_avg_sq: [n] float32, the frozen v, read.
+        params: Segments that cover the n elements; those without a tensor are left alone.
+        rates: [tensors] float32.
+        options: Hyperparameters.
+    """
+    reference.lamb_apply_(exp_avg, exp_avg_sq, params, rates, options)
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Sum of the squares of all elements.
+
+    Not finite where an element is not, and perhaps where one is so large (some 1e19) that its square is beyond float32:
+    nothing downstream can use it.
+
+    Args:
+        tensors: Any shapes; float32, bfloat16 or float16; on ``device``.
+        device: Where the sum is wanted.
+
+    Returns:
+        [] float64.
+    """
+    return reference.sum_of_squares(tensors, device)
 
 
 __all__ = [
     "MESSAGE_ALIGNMENT",
+    "Average",
+    "Combination",
+    "Descent",
+    "LambOptions",
+    "Segment",
+    "apply_adam_",
     "average_compress_",
     "chunk_message_nbytes",
     "chunk_numel",
+    "combine_",
     "compress_",
     "decompress_",
     "implementation",
+    "lamb_apply_",
+    "lamb_moments_",
+    "local_step_",
     "message_nbytes",
     "num_blocks",
+    "sum_of_squares",
+    "sync_parameters_",
 ]

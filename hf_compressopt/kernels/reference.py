@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels.messages import message_nbytes, num_blocks
+from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
 # Multiplying eight 0/1 bytes, read as one little-endian int64, by this number gathers them in the top byte, the first
 # byte as its least significant bit; no partial sums meet, so there are no carries.
@@ -15,6 +19,7 @@ _GATHER_BITS = 0x0102040810204080
 _TOP_BYTE_SHIFT = 56
 # Norms are taken in float32 over runs of this length, and in float64 over the runs: longer ones lose digits.
 _RUN = 256
+_LONG_RUN = 65536  # the same for the norm of gradients
 
 
 @dataclass(frozen=True)
@@ -122,3 +127,239 @@ def _scaled(signs: Tensor, scales: Tensor, scale_block: int | None) -> Tensor:
     signs[:whole].view(-1, scale_block).mul_(scales[: whole // scale_block].unsqueeze(1))
     signs[whole:].mul_(scales[-1])
     return signs
+
+
+# -- compression ------------------------------------------------------------------------------------------------------
+
+
+def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
+    """See :func:`hf_compressopt.kernels.compress_`."""
+    error.add_(_values_of(z))
+    scale = None if scale_block is not None or z.numel == 0 else rms(error)
+    compress_chunks_(error, messages, _chunks(z.numel, world_size, scale_block), scale_block, scale)
+
+
+def average_compress_(messages: Tensor, error: Tensor, out: Tensor, world_size: int, scale_block: int | None) -> None:
+    """See :func:`hf_compressopt.kernels.average_compress_`."""
+    numel = error.numel()
+    if numel == 0:
+        return
+    error.add_(mean_of_messages(messages.view(world_size, -1), numel, scale_block))
+    scale = None if scale_block is not None else rms(error)
+    compress_chunks_(error, out, _chunks(numel, 1, scale_block), scale_block, scale)
+
+
+def decompress_(y: Average, out: Tensor) -> None:
+    """See :func:`hf_compressopt.kernels.decompress_`."""
+    if y.messages is None:
+        assert y.values is not None
+        out.copy_(y.values)
+        return
+    for rank in range(y.world_size):
+        start, stop = chunk_range(y.numel, y.world_size, rank)
+        if start < stop:
+            out[start:stop] = decompress_message(y.messages[rank * y.stride :], stop - start, y.scale_block)
+
+
+def combine_(z: Combination, out: Tensor) -> None:
+    """See :func:`hf_compressopt.kernels.combine_`."""
+    if z.x is not None:
+        torch.mul(z.x, z.alpha, out=out)
+    else:
+        out.zero_()
+    for segment, (part,) in _pieces(z.grads or (), out):
+        if segment.tensor is not None:
+            part.add_(segment.part.float() * z.beta)
+        if z.factors is not None:
+            part.mul_(z.factors[segment.index])
+
+
+def _values_of(operand: Combination | Average) -> Tensor:
+    """The values, [n] float32: not to be changed, since they may be the operand's own."""
+    if isinstance(operand, Combination):
+        if operand.x is not None and operand.alpha == 1 and operand.grads is None and operand.factors is None:
+            return operand.x
+        out = torch.empty(operand.numel, device=operand.device)
+        combine_(operand, out)
+        return out
+    if operand.values is not None:
+        return operand.values
+    assert operand.messages is not None
+    out = torch.empty(operand.numel, device=operand.messages.device)
+    decompress_(operand, out)
+    return out
+
+
+def _chunks(numel: int, world_size: int, scale_block: int | None) -> list[Chunk]:
+    chunks, byte = [], 0
+    for rank in range(world_size):
+        start, stop = chunk_range(numel, world_size, rank)
+        if start < stop:
+            chunks.append(Chunk(start, stop, byte, num_blocks(stop - start, scale_block)))
+        byte += message_nbytes(stop - start, scale_block)
+    return chunks
+
+
+# -- what the optimizers do with the average --------------------------------------------------------------------------
+
+
+def apply_adam_(
+    y: Average,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Segment],
+    descent: Descent,
+    beta: float,
+    corrections: Tensor | None,
+) -> None:
+    """See :func:`hf_compressopt.kernels.apply_adam_`."""
+    values = _values_of(y)
+    if beta == 1:
+        exp_avg.copy_(values)
+    else:
+        exp_avg.add_((values - exp_avg).mul_(beta))
+    for segment, (m, v) in _pieces(params, exp_avg, exp_avg_sq):
+        if segment.still:
+            m.zero_()
+        if segment.tensor is None:
+            continue
+        if corrections is None:
+            direction = m / _denominator(v, descent)
+        else:
+            first, second = corrections[segment.index].unbind()
+            direction = (m / first).div_(_denominator(v / second, descent))
+            direction = torch.where(torch.isinf(first), 0.0, direction)
+        _descend_(segment, direction, descent)
+
+
+def local_step_(
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    local_update: Tensor,
+    grads: Sequence[Segment] | None,
+    params: Sequence[Segment],
+    beta1: float,
+    descent: Descent,
+) -> None:
+    """See :func:`hf_compressopt.kernels.local_step_`."""
+    if grads is not None:
+        combine_(Combination(exp_avg.numel(), exp_avg.device, exp_avg, beta1, grads, 1 - beta1), exp_avg)
+    for segment, (m, v) in _pieces(params, exp_avg, exp_avg_sq):
+        if segment.tensor is not None:
+            _descend_(segment, m / _denominator(v, descent), descent)
+    local_update.add_(exp_avg * descent.lr)
+
+
+def sync_parameters_(
+    y: Average,
+    exp_avg: Tensor,
+    anchor: Tensor,
+    exp_avg_sq: Tensor,
+    local_update: Tensor,
+    params: Sequence[Segment],
+    lr_sum: float,
+    descent: Descent,
+) -> None:
+    """See :func:`hf_compressopt.kernels.sync_parameters_`."""
+    values = _values_of(y)
+    torch.div(values, exp_avg.new_tensor(lr_sum), out=exp_avg)  # by a tensor: by a number, CUDA multiplies
+    for segment, (m, own, value, v) in _pieces(params, exp_avg, anchor, values, exp_avg_sq):
+        if segment.still:
+            m.zero_()
+        if segment.tensor is not None:
+            direction = torch.zeros_like(value) if segment.still else value / _denominator(v, descent)
+            own.mul_(descent.decay).sub_(direction)
+            segment.part.copy_(own)
+    local_update.zero_()
+
+
+def lamb_moments_(
+    y: Average,
+    exp_avg: Tensor,
+    exp_avg_sq_fresh: Tensor,
+    exp_avg_sq: Tensor,
+    params: Sequence[Segment],
+    factors: Tensor,
+    sums: Tensor,
+    options: LambOptions,
+) -> None:
+    """See :func:`hf_compressopt.kernels.lamb_moments_`."""
+    values = _values_of(y)
+    for segment, (value, m, fresh, v) in _pieces(params, values, exp_avg, exp_avg_sq_fresh, exp_avg_sq):
+        new = torch.zeros_like(value) if segment.still else value / factors[segment.index]
+        gradient = (new - m * options.beta1).div_(m.new_tensor(1 - options.beta1))
+        fresh.mul_(options.beta2).add_(gradient.square_().mul_(1 - options.beta2))
+        m.copy_(new)
+        frozen = _denominator(v, options)
+        direction, ratio = _lamb_direction(segment, m, frozen), (frozen / _denominator(fresh, options)).max()
+        update = _lamb_update(segment, direction, options)
+        row = sums[segment.index]
+        row[0] += direction.double().square_().sum()
+        row[1] += update.double().square_().sum()
+        row[2] = torch.maximum(row[2], torch.ones_like(row[2]) if segment.still else ratio.double())
+
+
+def lamb_apply_(
+    exp_avg: Tensor, exp_avg_sq: Tensor, params: Sequence[Segment], rates: Tensor, options: LambOptions
+) -> None:
+    """See :func:`hf_compressopt.kernels.lamb_apply_`."""
+    for segment, (m, v) in _pieces(params, exp_avg, exp_avg_sq):
+        if segment.tensor is None:
+            continue
+        update = _lamb_update(segment, _lamb_direction(segment, m, _denominator(v, options)), options)
+        wide = segment.part.float()
+        segment.part.copy_(wide - update * rates[segment.index])
+
+
+def _lamb_direction(segment: Segment, m: Tensor, denominator: Tensor) -> Tensor:
+    return torch.zeros_like(m) if segment.still else m / denominator  # with eps = 0 it were 0 / 0
+
+
+def _lamb_update(segment: Segment, direction: Tensor, options: LambOptions) -> Tensor:
+    if segment.tensor is None or options.weight_decay == 0:
+        return direction
+    return direction + segment.part.float() * options.weight_decay
+
+
+def _descend_(segment: Segment, direction: Tensor, descent: Descent) -> None:
+    """Move p <- p decay - lr d, in float32 whatever the parameter's dtype, and 0 for d where the tensor keeps still."""
+    wide = segment.part.float()
+    if descent.decay != 1:
+        wide = wide * descent.decay
+    if not segment.still:
+        wide = wide - direction * descent.lr
+    segment.part.copy_(wide)
+
+
+def _denominator(variance: Tensor, options: Descent | LambOptions) -> Tensor:
+    if options.eps_inside_sqrt:
+        return variance.add(options.eps).sqrt_()
+    return variance.sqrt().add_(options.eps)
+
+
+def _pieces(segments: Sequence[Segment], *flats: Tensor) -> Iterator[tuple[Segment, list[Tensor]]]:
+    """Each segment, and where it lies in flat buffers that the segments cover."""
+    start = 0
+    for segment in segments:
+        stop = start + segment.numel
+        yield segment, [flat[start:stop] for flat in flats]
+        start = stop
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """See :func:`hf_compressopt.kernels.sum_of_squares`.
+
+    Squares are summed in float32 over short runs and in float64 over the runs.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        whole = flat.numel() // _LONG_RUN * _LONG_RUN
+        runs = [torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1)]
+        if whole:
+            runs.append(torch.linalg.vector_norm(flat[:whole].view(-1, _LONG_RUN), dim=1, dtype=torch.float32))
+        total += torch.cat(runs).double().square().sum()
+    return total

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.compressed import ErrorFeedback, pipelined_compressed_all_reduce_
+from hf_compressopt.collectives.compressed import ErrorFeedback, pipelined_compressed_all_reduce
 from hf_compressopt.flat import Bucket
 from hf_compressopt.grad_sync import average_gradients
+from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.functional import (
     adam_options,
     adam_step_,
@@ -128,12 +129,14 @@ class CompressedOptimizer(ScheduledOptimizer):
 
     # -- what an algorithm defines ------------------------------------------------------------------------------------
 
-    def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
-        """Compute the message of one bucket. Returns [bucket.numel] float32, new or a view into the flat buffers."""
+    def _prepare(
+        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+    ) -> Combination:
+        """What this rank wants to send of one bucket; it is read at once."""
         raise NotImplementedError("abstract")
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, message: Tensor) -> None:
-        """Update the parameters from the message of one bucket, which has come back averaged and masked."""
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
+        """Update the parameters from the compressed mean of one bucket, which is masked already."""
         raise NotImplementedError("abstract")
 
     def _stage_ends(self, plan: StepPlan) -> bool:
@@ -258,20 +261,18 @@ class CompressedOptimizer(ScheduledOptimizer):
         raise NotImplementedError("abstract")
 
     def _compressed_step(self, groups: Sequence[int], gradients: Grads) -> None:
-        under_way: deque[tuple[dict[str, Any], GroupState, Bucket, Tensor]] = deque()
+        under_way: deque[tuple[dict[str, Any], GroupState, Bucket]] = deque()
 
-        def messages() -> Iterator[tuple[Tensor, ErrorFeedback]]:
+        def messages() -> Iterator[tuple[Combination, ErrorFeedback]]:
             for index in groups:
                 group, state = self.param_groups[index], self._states[index]
                 for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                    message = self._prepare(group, state, bucket, gradients[index])
-                    under_way.append((group, state, bucket, message))
-                    yield message, feedback
+                    under_way.append((group, state, bucket))
+                    yield self._prepare(group, state, bucket, gradients[index]), feedback
 
-        for _ in pipelined_compressed_all_reduce_(messages(), self.communicator):
-            group, state, bucket, message = under_way.popleft()
-            state.mask_(bucket, message, group.get("exp_avg_mask"))
-            self._apply(group, state, bucket, message)
+        for average in pipelined_compressed_all_reduce(messages(), self.communicator):
+            group, state, bucket = under_way.popleft()
+            self._apply(group, state, bucket, state.masked(bucket, average, group.get("exp_avg_mask")))
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""

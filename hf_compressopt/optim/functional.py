@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-_RUN = 65536  # float32 norms are taken over runs of this length; longer ones lose digits on a CPU
+from hf_compressopt.kernels import Descent
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,10 @@ def adam_options(group: dict[str, Any]) -> AdamOptions:
     )
 
 
-def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements. Returns [] float64.
-
-    Squares are summed in float32 over short runs and in float64 over the runs. The sum is not finite where an element
-    is not, and where one is so large (some 1e19) that its square is beyond float32: nothing downstream can use it.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        whole = flat.numel() // _RUN * _RUN
-        runs = [torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1)]
-        if whole:
-            runs.append(torch.linalg.vector_norm(flat[:whole].view(-1, _RUN), dim=1, dtype=torch.float32))
-        total += torch.cat(runs).double().square().sum()
-    return total
+def descent(group: dict[str, Any]) -> Descent:
+    """How the parameters of a param group follow a direction."""
+    lr = float(group["lr"])
+    return Descent(lr, 1 - lr * group["weight_decay"], group["eps"], group["eps_inside_sqrt"])
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -121,23 +110,6 @@ def _adam_variant_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, opt
     lr = float(options.lr)
     p.mul_(1 - lr * options.weight_decay)
     p.addcdiv_(m_hat, denominator(v_hat, options.eps, options.eps_inside_sqrt), value=-lr)
-
-
-def apply_direction_(param: Tensor, direction: Tensor, lr: float, weight_decay: float) -> None:
-    """Update p <- p (1 - lr wd) - lr direction, in place, in float32 whatever the parameter's dtype.
-
-    Args:
-        param: Any shape; float32, bfloat16 or float16.
-        direction: float32, shaped like param.
-        lr: Learning rate.
-        weight_decay: Decoupled weight decay.
-    """
-    wide = param if param.dtype == torch.float32 else param.float()
-    if weight_decay != 0:
-        wide.mul_(1 - lr * weight_decay)
-    wide.add_(direction, alpha=-lr)
-    if wide is not param:
-        param.copy_(wide)
 
 
 def correct_bias_(moment: Tensor, count: float, beta: float) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.optim.functional import clip_factor, sum_of_squares
+from hf_compressopt.kernels import sum_of_squares
+from hf_compressopt.optim.functional import clip_factor
 
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
@@ -77,7 +78,7 @@ class StepGradients:
         return tuple((id(grad), grad._version) for grad in self.present())
 
     def local_square(self) -> Tensor:
-        """Sum of squares of this rank's gradients, [] float64; see :func:`sum_of_squares`. Computed once."""
+        """Sum of squares of this rank's gradients, [] float64, computed once; see ``kernels.sum_of_squares``."""
         if self._local_square is None:
             self._local_square = sum_of_squares(self.present(), self._communicator.device)
         return self._local_square

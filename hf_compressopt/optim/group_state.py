@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.compressed import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, Piece, StateTensor, chunk_range
-from hf_compressopt.optim.functional import apply_direction_
+from hf_compressopt.kernels import Average, Segment
 
 
 @dataclass(frozen=True)
@@ -133,40 +135,42 @@ class GroupState:
         views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
         self.still = [self.compressed and view.numel() > 0 and not bool(view.any()) for view in views]
 
-    def mask_(self, bucket: Bucket, message: Tensor, mask: Tensor | None) -> None:
-        """Multiply a bucket's message with the group's mask, and with 0 for parameters that keep still, in place."""
+    def masked(self, bucket: Bucket, average: Average, mask: Tensor | None) -> Average:
+        """A bucket's average, times the group's mask where there is one."""
+        if mask is None:
+            return average
+        values = torch.empty(bucket.numel, device=self.device)
+        kernels.decompress_(average, values)
         for piece in bucket.pieces:
-            start = piece.offset - bucket.start
-            part = message[start : start + piece.stop - piece.start]
-            if self.still[piece.index]:
-                part.zero_()
-            elif mask is not None:
-                whole = mask.to(part).expand(self.params[piece.index].shape).reshape(-1)
-                part.mul_(whole[piece.start : piece.stop])
+            whole = mask.to(values).expand(self.params[piece.index].shape).reshape(-1)
+            values[piece.offset - bucket.start :][: piece.numel].mul_(whole[piece.start : piece.stop])
+        return Average.of(values)
 
-    def apply_direction_(self, bucket: Bucket, direction: Tensor, lr: float, weight_decay: float) -> None:
-        """Update p <- p (1 - lr wd) - lr direction for the parameters' parts in a bucket. direction: [bucket.numel]."""
-        for piece, part, place in self.parameter_parts(bucket):
-            if self.still[piece.index]:
-                direction[place].zero_()  # with eps = 0 it is 0 / 0
-            apply_direction_(part, direction[place], lr, weight_decay)
+    def gradient_segments(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Segment]:
+        """The gradients of a bucket, one (or None) per parameter, as kernels take them."""
 
-    def parameter_parts(self, bucket: Bucket) -> Iterator[tuple[Piece, Tensor, slice]]:
-        """The parts of the parameters in a bucket, to be changed in place.
+        def segment(piece: Piece) -> Segment:
+            grad = grads[piece.index]
+            return Segment(None if grad is None else grad.contiguous(), piece.start, piece.numel, piece.index)
 
-        Yields:
-            The piece, the flattened part of its parameter, and where it lies in the bucket. A parameter that was
-            frozen after it was added keeps still, and is left out.
+        return [segment(piece) for piece in bucket.pieces]
+
+    @contextmanager
+    def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> Iterator[list[Segment]]:
+        """The parameters of a bucket, to be changed in place inside.
+
+        A parameter that was frozen after it was added is left alone, and so is one that is not in ``moving``, where
+        that is given.
         """
-        for piece in bucket.pieces:
-            param = self.params[piece.index]
-            if not param.requires_grad:
-                continue
-            flat = param.reshape(-1)  # a view where the parameter is contiguous, else a copy
-            start = piece.offset - bucket.start
-            yield piece, flat[piece.start : piece.stop], slice(start, start + piece.stop - piece.start)
-            if not param.is_contiguous():
-                param.copy_(flat.view(param.shape))
+        contiguous: dict[int, Tensor | None] = {}
+        for index in {piece.index for piece in bucket.pieces}:
+            param = self.params[index].detach()
+            alone = not self.params[index].requires_grad or (moving is not None and index not in moving)
+            contiguous[index] = None if alone else param.contiguous()
+        yield [Segment(contiguous[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
+        for index, tensor in contiguous.items():
+            if tensor is not None and not self.params[index].is_contiguous():
+                self.params[index].copy_(tensor)
 
     def checkpoint_tensors(self, group: int, names: Sequence[str], own: Sequence[str] = ()) -> Iterator[StateTensor]:
         """Every tensor of this state as a checkpoint sees it.

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
+from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.freezing import FreezingOptimizer
-from hf_compressopt.optim.functional import denominator
+from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.group_state import GroupState
 
 
@@ -33,17 +34,15 @@ class OnebitAdam(FreezingOptimizer):
     at 15-25 % of all steps) and of :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
     """
 
-    def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
+    def _prepare(
+        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+    ) -> Combination:
         beta1, _ = group["betas"]
-        message = state.exp_avg[bucket.start : bucket.stop].mul_(beta1)  # the momentum itself, so (5) is done in place
-        for piece in bucket.pieces:
-            if (grad := grads[piece.index]) is not None:  # (4); no gradient is a gradient of zero
-                part = state.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
-                part.add_(grad.reshape(-1)[piece.start : piece.stop], alpha=1 - beta1)
-        return message
+        gradients = state.gradient_segments(bucket, grads)
+        exp_avg = state.exp_avg[bucket.start : bucket.stop]
+        return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1)  # (4)
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, message: Tensor) -> None:
-        variance = state.exp_avg_sq[bucket.start : bucket.stop]
-        direction = denominator(variance, group["eps"], group["eps_inside_sqrt"])
-        torch.div(message, direction, out=direction)  # (6)
-        state.apply_direction_(bucket, direction, float(group["lr"]), group["weight_decay"])
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
+        exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
+        with state.parameter_segments(bucket) as params:
+            kernels.apply_adam_(average, exp_avg, variance, params, descent(group))  # (5), (6)

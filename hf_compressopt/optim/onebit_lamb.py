@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.flat import Bucket
+from hf_compressopt import kernels
+from hf_compressopt.flat import Bucket, Piece
+from hf_compressopt.kernels import Average, Combination, LambOptions
 from hf_compressopt.optim.freezing import FreezingOptimizer
-from hf_compressopt.optim.functional import adam_options, apply_update_, denominator
+from hf_compressopt.optim.functional import adam_options
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.lamb import check_coefficients, lamb_step_
 from hf_compressopt.optim.options import check_at_least
@@ -82,6 +84,7 @@ class OnebitLamb(FreezingOptimizer):
             raise ValueError(f"coeff_beta must be in [0, 1), got {coeff_beta}")
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self._sums: dict[GroupState, Tensor] = {}  # of the step under way; see kernels.lamb_moments_
         super().__init__(params, lr, **options)
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -124,59 +127,64 @@ class OnebitLamb(FreezingOptimizer):
             one = torch.ones_like(scale)
             state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
 
-    def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
+    def _prepare(
+        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+    ) -> Combination:
         beta1, _ = group["betas"]
-        message: Tensor = state.exp_avg[bucket.start : bucket.stop] * beta1
-        for piece in bucket.pieces:
-            part = message[piece.offset - bucket.start :][: piece.stop - piece.start]
-            if (grad := grads[piece.index]) is not None:
-                part.add_(grad.reshape(-1)[piece.start : piece.stop], alpha=1 - beta1)
-            part.mul_(state.extra["scaling_coeff"][piece.index])  # (3)
-        return message
+        gradients = state.gradient_segments(bucket, grads)
+        exp_avg, scaling = state.exp_avg[bucket.start : bucket.stop], state.extra["scaling_coeff"]
+        return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1, scaling)  # (3)
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, message: Tensor) -> None:
-        beta1, beta2 = group["betas"]
-        exp_avg = state.exp_avg[bucket.start : bucket.stop]
-        fresh = state.extra["exp_avg_sq_fresh"][bucket.start : bucket.stop]
-        for piece in bucket.pieces:
-            part = message[piece.offset - bucket.start :][: piece.stop - piece.start]
-            part.div_(state.extra["scaling_coeff"][piece.index])  # (3)
-        gradient = exp_avg.mul_(-beta1).add_(message).div_(1 - beta1)  # (4)
-        fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        exp_avg.copy_(message)
-        for piece in bucket.pieces:
-            if piece.stop == state.layout.numels[piece.index] and state.params[piece.index].requires_grad:
-                self._apply_tensor(group, state, piece.index)  # all of it has come back
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
+        flat, options = slice(bucket.start, bucket.stop), _lamb_options(group)
+        if bucket.start == 0:
+            self._sums[state] = torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
+        with state.parameter_segments(bucket) as params:
+            kernels.lamb_moments_(  # (3), (4)
+                average,
+                state.exp_avg[flat],
+                state.extra["exp_avg_sq_fresh"][flat],
+                state.exp_avg_sq[flat],
+                params,
+                state.extra["scaling_coeff"],
+                self._sums[state],
+                options,
+            )
+        whole = [piece.index for piece in bucket.pieces if piece.stop == state.layout.numels[piece.index]]
+        if whole:  # the tensors of which all has come back
+            self._apply_tensors(group, state, range(whole[0], whole[-1] + 1))
 
-    def _apply_tensor(self, group: dict[str, Any], state: GroupState, index: int) -> None:
-        eps, inside, decay = group["eps"], group["eps_inside_sqrt"], group["weight_decay"]
-        param = state.params[index]
-        frozen = denominator(state.view(state.exp_avg_sq, index), eps, inside)
-        fresh = denominator(state.view(state.extra["exp_avg_sq_fresh"], index), eps, inside)
-        factor = (frozen / fresh).max()  # (5)
-        direction = state.view(state.exp_avg, index) / frozen
-        if state.still[index]:  # with eps = 0 both are 0 / 0
-            direction.zero_()
-            factor = torch.ones_like(factor)
-        update = direction
-        if decay > 0:
-            update = direction.add(param, alpha=decay)
-            norm = torch.linalg.vector_norm(update)
-            share = (torch.linalg.vector_norm(direction) / norm).clamp(max=1.0)
-            share = torch.where(norm > 0, share, torch.ones_like(share))
+    def _apply_tensors(self, group: dict[str, Any], state: GroupState, tensors: range) -> None:
+        """Move these consecutive tensors, by coefficients that are found for all of them at once."""
+        options = _lamb_options(group)
+        moving = [i for i in tensors if state.layout.numels[i] and state.params[i].requires_grad]
+        rows = torch.tensor(moving, dtype=torch.int64, device=state.device)
+        direction, update, factor = self._sums[state][rows].unbind(dim=1)  # (5)
+        if options.weight_decay > 0:
+            share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)
             factor = factor * share + 1 - share
-        last = state.extra["last_factor"][index]
-        factor = factor.clamp(self.factor_min, self.factor_max)
+        last = state.extra["last_factor"][rows]
+        factor = factor.float().clamp(self.factor_min, self.factor_max)
         factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
-        last.copy_(factor)
-        coeff = self._frozen_coeff(group, state, index) * factor
-        state.extra["lamb_coeff"][index] = coeff
-        apply_update_(param, update, coeff * group["lr"])  # (6)
+        coeff = self._frozen_coeffs(group, state)[rows] * factor
+        state.extra["last_factor"][rows], state.extra["lamb_coeff"][rows] = factor, coeff
+        rates = torch.zeros_like(state.extra["lamb_coeff"])
+        rates[rows] = coeff * group["lr"]
+        pieces = tuple(
+            Piece(i, 0, state.layout.numels[i], state.layout.starts[i]) for i in tensors if state.layout.numels[i]
+        )
+        span = Bucket(pieces[0].offset, pieces[-1].offset + pieces[-1].numel, pieces)
+        exp_avg, variance = state.exp_avg[span.start : span.stop], state.exp_avg_sq[span.start : span.stop]
+        with state.parameter_segments(span, moving) as params:
+            kernels.lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
 
-    def _frozen_coeff(self, group: dict[str, Any], state: GroupState, index: int) -> Tensor:
-        average: Tensor = state.extra["lamb_coeff_freeze"][index]
-        updates = state.extra["lamb_coeff_updates"][index]
+    def _frozen_coeffs(self, group: dict[str, Any], state: GroupState) -> Tensor:
+        average, updates = state.extra["lamb_coeff_freeze"], state.extra["lamb_coeff_updates"]
         if group["bias_correction"]:
             average = average / (1 - self.coeff_beta**updates)
-        coeff: Tensor = torch.where(updates > 0, average, torch.ones_like(average))
-        return coeff
+        return torch.where(updates > 0, average, 1.0)
+
+
+def _lamb_options(group: dict[str, Any]) -> LambOptions:
+    beta1, beta2 = group["betas"]
+    return LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"])

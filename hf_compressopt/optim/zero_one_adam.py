@@ -16,16 +16,19 @@ and in a sync, all together,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket, StateTensor
+from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.freezing import FreezingOptimizer
-from hf_compressopt.optim.functional import apply_direction_, denominator
+from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_count
@@ -132,27 +135,36 @@ class ZeroOneAdam(FreezingOptimizer):
             state.view(state.exp_avg_sq, index).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         with_grad = {index for index, grad in enumerate(grads) if grad is not None}
         for bucket in state.layout.buckets:
-            self._descend(group, state, bucket, with_grad, counted=True)
+            momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
+            self._descend(group, state, bucket, momentum, beta=1.0, counted=True, moving=with_grad)
 
     def _descend(
-        self, group: dict[str, Any], state: GroupState, bucket: Bucket, moving: Iterable[int], *, counted: bool
+        self,
+        group: dict[str, Any],
+        state: GroupState,
+        bucket: Bucket,
+        average: Average,
+        *,
+        beta: float,
+        counted: bool,
+        moving: Container[int] | None = None,
     ) -> None:
         """The update of the variance stage, (3). ``counted``: whether this step is in ``state.steps`` already."""
-        moving, lr, decay = set(moving), float(group["lr"]), group["weight_decay"]
+        exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
+        corrections = self._corrections(group, state, counted)
+        with state.parameter_segments(bucket, moving) as params:
+            kernels.apply_adam_(average, exp_avg, variance, params, descent(group), beta=beta, corrections=corrections)
+
+    def _corrections(self, group: dict[str, Any], state: GroupState, counted: bool) -> Tensor:
+        """What m and v of each parameter are divided by; infinity for m where there is no variance yet."""
         beta1, beta2 = group["betas"]
-        for piece, part, place in state.parameter_parts(bucket):
-            if piece.index not in moving:
-                continue
-            here = slice(bucket.start + place.start, bucket.start + place.stop)
-            direction, variance = state.exp_avg[here], state.exp_avg_sq[here]
-            if group["bias_correction"]:
-                count = float(state.steps[piece.index]) + (not counted)
-                direction = direction / (1 - beta1**count)
-                updates = state.extra["variance_steps"][piece.index]
-                variance = variance / (1 - beta2 ** updates.double().clamp(min=1)).float()
-            learnt = state.extra["variance_steps"][piece.index] > 0  # without a variance it keeps still
-            direction = direction / denominator(variance, group["eps"], group["eps_inside_sqrt"])
-            apply_direction_(part, torch.where(learnt, direction, torch.zeros_like(direction)), lr, decay)
+        updates = state.extra["variance_steps"].double()
+        first, second = torch.ones_like(updates), torch.ones_like(updates)
+        if group["bias_correction"]:
+            first = 1 - beta1 ** (state.steps.to(updates) + (not counted))
+            second = 1 - beta2 ** updates.clamp(min=1)
+        first = torch.where(updates > 0, first, torch.inf)  # without a variance it keeps still
+        return torch.stack([first, second], dim=1).float()
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
@@ -168,34 +180,32 @@ class ZeroOneAdam(FreezingOptimizer):
 
     # -- messages: a gradient in the variance stage, the sum of updates in the local-step stage -----------------------
 
-    def _prepare(self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]) -> Tensor:
+    def _prepare(
+        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+    ) -> Combination:
         if self.plan.stage is Stage.LOCAL_STEP:
-            return state.extra["local_update"][bucket.start : bucket.stop]
-        message = torch.zeros(bucket.numel, device=state.device)
-        for piece in bucket.pieces:
-            if (grad := grads[piece.index]) is not None:
-                start = piece.offset - bucket.start
-                message[start : start + piece.stop - piece.start] = grad.reshape(-1)[piece.start : piece.stop]
-        return message
+            return Combination.of(state.extra["local_update"][bucket.start : bucket.stop])
+        gradients = state.gradient_segments(bucket, grads)
+        return Combination(bucket.numel, state.device, grads=gradients)
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, message: Tensor) -> None:
-        exp_avg = state.exp_avg[bucket.start : bucket.stop]
+    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
         if self.plan.stage is not Stage.LOCAL_STEP:
             beta1, _ = group["betas"]
-            exp_avg.lerp_(message, 1 - beta1)  # (1), (2)
-            self._descend(group, state, bucket, range(len(state.params)), counted=False)
+            self._descend(group, state, bucket, average, beta=1 - beta1, counted=False)  # (1), (2), (3)
             return
-        torch.div(message, float(state.extra["lr_sum"]), out=exp_avg)  # (6)
-        anchor = state.extra["anchor"][bucket.start : bucket.stop]
-        variance = state.exp_avg_sq[bucket.start : bucket.stop]
-        step = message / denominator(variance, group["eps"], group["eps_inside_sqrt"])
-        decay = float(state.extra["decay"])
-        for piece, part, place in state.parameter_parts(bucket):
-            if state.still[piece.index]:
-                step[place].zero_()
-            anchor[place].mul_(decay).sub_(step[place])  # (7)
-            part.copy_(anchor[place])
-        message.zero_()  # the sum of updates itself
+        flat = slice(bucket.start, bucket.stop)
+        decayed = replace(descent(group), decay=float(state.extra["decay"]))
+        with state.parameter_segments(bucket) as params:
+            kernels.sync_parameters_(  # (6), (7)
+                average,
+                state.exp_avg[flat],
+                state.extra["anchor"][flat],
+                state.exp_avg_sq[flat],
+                state.extra["local_update"][flat],
+                params,
+                float(state.extra["lr_sum"]),
+                decayed,
+            )
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
 
@@ -223,17 +233,19 @@ class ZeroOneAdam(FreezingOptimizer):
         """(4) and (5) of one group."""
         lr, decay, (beta1, _) = float(group["lr"]), group["weight_decay"], group["betas"]
         for bucket in state.layout.buckets:
-            exp_avg = state.exp_avg[bucket.start : bucket.stop]
-            if grads is not None:
-                exp_avg.mul_(beta1)
-                for piece in bucket.pieces:
-                    if (grad := grads[piece.index]) is not None:
-                        part = state.exp_avg[piece.offset : piece.offset + piece.stop - piece.start]
-                        part.add_(grad.reshape(-1)[piece.start : piece.stop], alpha=1 - beta1)
-            variance = state.exp_avg_sq[bucket.start : bucket.stop]
-            direction = exp_avg / denominator(variance, group["eps"], group["eps_inside_sqrt"])
-            state.apply_direction_(bucket, direction, lr, decay)
-            state.extra["local_update"][bucket.start : bucket.stop].add_(exp_avg, alpha=lr)
+            flat = slice(bucket.start, bucket.stop)
+            gradients = None if grads is None else state.gradient_segments(bucket, grads)
+            local_update = state.extra["local_update"][flat]
+            with state.parameter_segments(bucket) as params:
+                kernels.local_step_(
+                    state.exp_avg[flat],
+                    state.exp_avg_sq[flat],
+                    local_update,
+                    gradients,
+                    params,
+                    beta1,
+                    descent(group),
+                )
         state.extra["lr_sum"] += lr
         state.extra["decay"] *= 1 - lr * decay
         state.steps += 1
@@ -289,11 +301,10 @@ class ZeroOneAdam(FreezingOptimizer):
 
     def _average(self, state: GroupState) -> None:
         for bucket in state.layout.buckets:
-            mean = torch.zeros(bucket.numel, device=state.device)
-            for _, part, place in state.parameter_parts(bucket):
-                mean[place] = part
-            mean.mul_(1 / self.communicator.world_size)
-            with self.traffic.paused():
+            with state.parameter_segments(bucket) as params, self.traffic.paused():
+                moving = [segment for segment in params if segment.tensor is not None]
+                mean = torch.cat([segment.part.float() for segment in moving] or [torch.empty(0, device=state.device)])
+                mean.mul_(1 / self.communicator.world_size)
                 self.communicator.all_reduce(mean).wait()
-            for _, part, place in state.parameter_parts(bucket):
-                part.copy_(mean[place])
+                for segment, part in zip(moving, torch.split(mean, [s.numel for s in moving]), strict=True):
+                    segment.part.copy_(part)
