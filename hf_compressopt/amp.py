@@ -25,7 +25,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         inner = innermost(optimizer)
-        if isinstance(inner, CompressedOptimizer) and not inner.plan.reduce_grads:
+        if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
             overflow = torch.stack([value.to(found_inf.device) for value in found.values()] or [found_inf]).max()
             agreed = inner.agree_on_overflow(bool(overflow))
             found = {found_inf.device: torch.full_like(found_inf, float(agreed))}

@@ -212,13 +212,13 @@ def _make_index(
 
 
 def _describe_parameters(optimizer: FlatOptimizer, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
-    params = iter(optimizer.trainable_parameters)
+    """Name, shape and dtype of the parameters of each param group, where all ranks hold the same."""
     return [
         [
             {"name": name, "shape": list(param.shape), "dtype": str(param.dtype).removeprefix("torch.")}
-            for name, param in zip(group, params, strict=False)
+            for name, param in zip(called, params, strict=False)
         ]
-        for group in names
+        for called, params in zip(names, optimizer.shared_parameters(), strict=True)
     ]
 
 

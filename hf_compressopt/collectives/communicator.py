@@ -10,6 +10,7 @@ from copy import copy, deepcopy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.traffic import Traffic
@@ -38,6 +39,7 @@ class Communicator(ABC):
         world_size: Ranks in the group.
         device: Device on which small tensors of our own must lie.
         traffic: Counts bytes and seconds.
+        process_group: The torch.distributed group that it was made for; None for all ranks.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Communicator(ABC):
     world_size: int
     device: torch.device
     traffic: Traffic
+    process_group: dist.ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """A group of processes cannot be copied: copies share it, and count for themselves."""

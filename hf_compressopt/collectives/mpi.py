@@ -57,6 +57,7 @@ class MpiCommunicator(Communicator):
         self.name, self.cuda_aware = "mpi", cuda_aware
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
+        self.process_group = process_group
         self._comm = self._members(process_group)
         self.rank, self.world_size = self._comm.Get_rank(), self._comm.Get_size()
 

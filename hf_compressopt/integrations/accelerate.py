@@ -160,6 +160,16 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
                     "that stay local for the one would stay local for the other; give all to the first, with "
                     "non_freeze=True for a group that is to stay in full precision"
                 )
+        own = {id(p) for owner in owners for p in owner.own_parameters()}
+        averaged = [
+            name for name, p in ddp.module.named_parameters() if id(p) in own and name not in ddp.parameters_to_ignore
+        ]
+        if averaged:
+            raise ValueError(
+                f"{averaged[0]} is in a param group with a process_group of its own, over which the optimizer averages "
+                "its gradient, but DistributedDataParallel averages it over all ranks: before the model is prepared, "
+                "call DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
+            )
         world_size = torch.distributed.get_world_size(ddp.process_group)
         if any(owner.communicator.world_size != world_size for owner in owners):
             raise ValueError(
@@ -197,7 +207,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if norm_type != 2:
             raise ValueError(f"norm_type must be 2 with {type(owners[0]).__name__}, got {norm_type}")
         self._unscale(owners)
-        local = [owner for owner in owners if not owner.plan.reduce_grads]
+        local = [owner for owner in owners if owner.local_gradients]
         if not local:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         return local[0].clip_grad_norm_(max_norm, parameters)
@@ -207,7 +217,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if self.scaler is not None and not (self.native_amp and self.mixed_precision == "fp16"):
             for owner in owners:
                 self.scaler.unscale_(owner)
-        elif any(not owner.plan.reduce_grads for owner in owners):
+        elif any(owner.local_gradients for owner in owners):
             self.unscale_gradients()
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:

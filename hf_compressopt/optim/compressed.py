@@ -47,7 +47,10 @@ class CompressedOptimizer(ScheduledOptimizer):
     Args:
         params: Parameters, named parameters or param groups, as for any torch optimizer. A param group may carry its
             own lr, betas, eps, weight_decay, bias_correction and eps_inside_sqrt; ``non_freeze`` (True keeps it in
-            the warmup stage for good); and ``exp_avg_mask`` (a tensor that broadcasts to each of its parameters).
+            the warmup stage for good); ``exp_avg_mask`` (a tensor that broadcasts to each of its parameters); and
+            ``process_group`` (the ranks that hold these parameters, for expert or model parallelism: gradients of such
+            a group stay local in every stage, step() averages them over it. All ranks have the same param groups;
+            only those with a process group of their own may differ in their parameters).
         lr: Learning rate, >= 0.
         bias_correction: Whether Adam's bias corrections apply.
         betas: Coefficients of the running averages, each in [0, 1).
@@ -228,14 +231,14 @@ class CompressedOptimizer(ScheduledOptimizer):
             return self._local_steps(plan, range(len(self._states)), None)
         compressed: list[int] = []
         for index, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
-            if plan.update_variance:
-                self._uncompressed_step(group, state, gradients[index])
-            elif not state.compressed:
-                shapes = [p.shape for p in state.params]
-                averaged = average_gradients(gradients[index], state.layout, shapes, self.communicator)
-                self._uncompressed_step(group, state, averaged)
-            else:
+            if state.compressed and not plan.update_variance:
                 compressed.append(index)
+                continue
+            grads = gradients[index]
+            if not plan.reduce_grads or state.own_rank is not None:
+                shapes = [p.shape for p in state.params]
+                grads = average_gradients(grads, state.layout, shapes, state.communicator)
+            self._uncompressed_step(group, state, grads)
         if not plan.agree:
             self._local_steps(plan, compressed, gradients)
         elif plan.synchronize:
@@ -262,17 +265,19 @@ class CompressedOptimizer(ScheduledOptimizer):
 
     def _compressed_step(self, groups: Sequence[int], gradients: Grads) -> None:
         under_way: deque[tuple[dict[str, Any], GroupState, Bucket]] = deque()
+        index_of = {self._states[index]: index for index in groups}
 
-        def messages() -> Iterator[tuple[Combination, ErrorFeedback]]:
-            for index in groups:
-                group, state = self.param_groups[index], self._states[index]
+        def messages(states: Sequence[GroupState]) -> Iterator[tuple[Combination, ErrorFeedback]]:
+            for state in states:
+                group, grads = self.param_groups[index_of[state]], gradients[index_of[state]]
                 for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
                     under_way.append((group, state, bucket))
-                    yield self._prepare(group, state, bucket, gradients[index]), feedback
+                    yield self._prepare(group, state, bucket, grads), feedback
 
-        for average in pipelined_compressed_all_reduce(messages(), self.communicator):
-            group, state, bucket = under_way.popleft()
-            self._apply(group, state, bucket, state.masked(bucket, average, group.get("exp_avg_mask")))
+        for communicator, states in self._by_communicator(index_of):
+            for average in pipelined_compressed_all_reduce(messages(states), communicator):
+                group, state, bucket = under_way.popleft()
+                self._apply(group, state, bucket, state.masked(bucket, average, group.get("exp_avg_mask")))
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""
@@ -315,6 +320,11 @@ class CompressedOptimizer(ScheduledOptimizer):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
+    @property
+    def local_gradients(self) -> bool:
+        """Whether some gradients of the coming step are this rank's own, so that ranks must agree on their norm."""
+        return not self.plan.reduce_grads or self._has_own_groups
+
     def _collect(
         self, given: Iterable[Any] | None = None, agree: bool = True, averaged: bool | None = None
     ) -> StepGradients:
@@ -322,14 +332,15 @@ class CompressedOptimizer(ScheduledOptimizer):
 
         Those handed to step() are not: a wrong number of them on one rank must fail on all.
         """
-        averaged = self.plan.reduce_grads and given is None if averaged is None else averaged
+        averaged = not self.local_gradients and given is None if averaged is None else averaged
         return StepGradients.collect(
             [group["params"] for group in self.param_groups],
             [state.params for state in self._states],
             self._names,
             given,
             self.communicator,
-            averaged or not agree,
+            [1 / state.communicator.world_size for state in self._states],
+            ask=agree and not averaged,
         )
 
     @torch.no_grad()
@@ -347,16 +358,15 @@ class CompressedOptimizer(ScheduledOptimizer):
             [] float32, the norm before clipping.
 
         Raises:
-            ValueError: If ``max_norm`` is not positive.
+            ValueError: If ``max_norm`` is not positive, and if the ranks differ in what must be alike.
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         self._follow_parameters()
-        agree = self._ranks_agree_on(self.plan)
-        gradients = self._collect(None, agree)
+        self._check_ranks_agree()
+        gradients = self._collect(None, self._ranks_agree_on(self.plan))
         if parameters is not None:
-            chosen = [p.grad for p in parameters]
-            gradients = StepGradients([chosen], gradients.fault, self.communicator, self.plan.reduce_grads or not agree)
+            gradients = gradients.of(parameters, self._states)
         norm = gradients.clip_(max_norm, in_place=True).float()
         self._clipped = gradients
         return norm
@@ -381,11 +391,14 @@ class CompressedOptimizer(ScheduledOptimizer):
         """
         if self._ranks_checked:
             return
-        sizes = [(state.compressed, state.layout.numels) for state in self._states]
+        own = [state.own_rank is not None for state in self._states]
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self._schedule_options()]
         self.communicator.require_equal(
-            "optimizer, step, parameter sizes or options",
-            [type(self).__name__, self._step, crc32(repr(sizes).encode()), repr(options)],
+            "optimizer, step, options, or param groups with a process_group of their own",
+            [type(self).__name__, self._step, repr(options), own],
+        )
+        self._require_equal(
+            "parameter sizes", lambda state: crc32(repr((state.compressed, state.layout.numels)).encode())
         )
         if self.plan.agree:  # else each rank has parameters of its own
             self._compare_parameters()
@@ -397,6 +410,22 @@ class CompressedOptimizer(ScheduledOptimizer):
         Raises:
             ValueError: If they do not, on all ranks.
         """
-        digest = sum(bit_sum(param) for param in self.trainable_parameters)
         what = "the bits of their parameters (are they alike at the start, and all gradients averaged in warmup?)"
-        self.communicator.require_equal(what, int(digest))
+        self._require_equal(what, lambda state: int(sum(bit_sum(param) for param in state.params)))
+
+    def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
+        """Check that a number of every param group is alike on all the ranks that hold it. All ranks call.
+
+        Raises:
+            ValueError: If one is not, on all ranks.
+        """
+        error: Exception | None = None
+        for communicator, states in self._by_communicator(self._states):
+            try:
+                communicator.require_equal(what, [value(state) for state in states])
+            except ValueError as found:
+                error = found
+        if self._has_own_groups:
+            self.communicator.raise_together(error, ValueError)
+        elif error is not None:
+            raise error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -65,16 +65,17 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._ranks_checked = False
         self._states: list[GroupState] = []
         self._names: list[list[str]] = []
+        self._waiting: list[dist.ProcessGroup | None] = []  # the param groups' own, until their state is made
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
+        self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         super().__init__(params, defaults)
         tensors = chain.from_iterable(group["params"] for group in self.param_groups)
         device = next((p.device for p in tensors), torch.device("cpu"))
-        self.communicator = make_communicator(
-            communicator, process_group, device=device, traffic=self.traffic, cuda_aware=cuda_aware
-        )
+        self.communicator = make_communicator(process_group=process_group, device=device, **self._chosen)
         self._ready = True
-        for group in self.param_groups:
-            self._add_state(group)
+        for group, own in zip(self.param_groups, self._waiting, strict=True):
+            self._add_state(group, own)
+        self._waiting.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything: copies share the process group, and views stay views of the copied buffers.
@@ -88,24 +89,42 @@ class FlatOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its state is allocated at once.
 
+        A ``process_group`` of its own is taken out of it: it can be neither copied nor saved.
+
         Raises:
             ValueError: For an option outside its range.
             TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
         """
+        own = param_group.pop("process_group", None)  # the dict itself stays: schedulers may hold it
+        if own is not None and isinstance(self._chosen["name"], Communicator):
+            raise ValueError("a param group with a process_group of its own needs a communicator that is given by name")
         super().add_param_group(param_group)
         check_last_group(self.param_groups)
         if self._ready:
-            self._add_state(self.param_groups[-1])
+            self._add_state(self.param_groups[-1], own)
+        else:
+            self._waiting.append(own)
 
-    def _add_state(self, group: dict[str, Any]) -> None:
+    def _communicator_of(self, own: dist.ProcessGroup | None, device: torch.device) -> Communicator:
+        """The optimizer's communicator, or the one of param groups with this process group."""
+        if own is None:
+            return self.communicator
+        for state in self._states:
+            if state.communicator.process_group is own and state.device == device:
+                return state.communicator
+        return make_communicator(process_group=own, device=device, **self._chosen)
+
+    def _add_state(self, group: dict[str, Any], own: dist.ProcessGroup | None) -> None:
         trainable = dict.fromkeys(p for p in group["params"] if p.requires_grad)  # a tensor given twice counts once
+        device = next((p.device for p in trainable), self.communicator.device)
         state = GroupState(
             list(trainable),
             bucket_numel=self.bucket_numel,
             scale_block=self.scale_block,
-            communicator=self.communicator,
+            communicator=self._communicator_of(own, device),
             compressed=not group["non_freeze"],
             extras=self.extra_state,
+            own_rank=None if own is None else self.communicator.rank,
         )
         number = len(self._states)
         given = group.get("param_names", [f"group{number}.{i}" for i in range(len(group["params"]))])
@@ -130,13 +149,33 @@ class FlatOptimizer(torch.optim.Optimizer):
         for state in self._states:
             if state.params and state.params[0].device != state.device:
                 state.to(state.params[0].device)
-                self.communicator.device = state.device
+                self.communicator.device = state.communicator.device = state.device
                 self._link(state)
+
+    def _by_communicator(self, states: Iterable[GroupState]) -> list[tuple[Communicator, list[GroupState]]]:
+        """The states in order, those with the same communicator together."""
+        found: dict[int, tuple[Communicator, list[GroupState]]] = {}
+        for state in states:
+            found.setdefault(id(state.communicator), (state.communicator, []))[1].append(state)
+        return list(found.values())
+
+    @property
+    def _has_own_groups(self) -> bool:
+        """Whether a param group has a process group of its own: alike on all ranks, as is checked at the first step."""
+        return any(state.own_rank is not None for state in self._states)
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
         """The parameters that have state, group by group."""
         return list(chain.from_iterable(state.params for state in self._states))
+
+    def shared_parameters(self) -> list[list[Tensor]]:
+        """Those of each param group that all ranks hold: none where it has a process group of its own."""
+        return [state.params if state.own_rank is None else [] for state in self._states]
+
+    def own_parameters(self) -> list[Tensor]:
+        """Those of the param groups with a process group of their own."""
+        return list(chain.from_iterable(state.params for state in self._states if state.own_rank is not None))
 
     # -- what an optimizer adds to its state dict ---------------------------------------------------------------------
 
@@ -335,10 +374,12 @@ class FlatOptimizer(torch.optim.Optimizer):
             own = self._own_tensors(self._step if step is None else step) if state.compressed else ()
             tensors += state.checkpoint_tensors(number, names[number], own)
         if saved is None:
-            masks = {_mask_name(n): group.get("exp_avg_mask") for n, group in enumerate(self.param_groups)}
+            masks = {self._mask_name(n): group.get("exp_avg_mask") for n, group in enumerate(self.param_groups)}
             saved = {name: mask for name, mask in masks.items() if mask is not None}
             saved |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in self._tensors.items()}
-        return tensors + [StateTensor(name, tuple(tensor.shape), 0, tensor, True) for name, tensor in saved.items()]
+        owned = {self._mask_name(n) for n, state in enumerate(self._states) if state.own_rank is not None}
+        brought = saved.items()
+        return tensors + [StateTensor(key, tuple(value.shape), 0, value, key not in owned) for key, value in brought]
 
     def _own_tensors(self, step: int) -> Sequence[str]:
         """State tensors that are each rank's own after this step, beside the errors; "param" for the parameters."""
@@ -369,7 +410,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Take over a checkpoint's header, and what ``saved`` made room for, after the rest was copied in."""
         self._load_groups([group_from_plain(group) for group in header["param_groups"]])
         for number, group in enumerate(self.param_groups):
-            if (mask := tensors.get(_mask_name(number))) is not None:
+            if (mask := tensors.get(self._mask_name(number))) is not None:
                 group["exp_avg_mask"] = mask.to(self._states[number].device)
         self._tensors = {
             name.removeprefix(OPTIMIZER_PREFIX): tensor
@@ -379,6 +420,5 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._load_header(header)
         self._state_loaded()
 
-
-def _mask_name(group: int) -> str:
-    return f"{MASK_PREFIX}group{group}"
+    def _mask_name(self, group: int) -> str:
+        return MASK_PREFIX + self._states[group].name_of_group(group)

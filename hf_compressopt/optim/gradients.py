@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.optim.functional import clip_factor
+from hf_compressopt.optim.group_state import GroupState
 
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
@@ -25,11 +26,27 @@ class StepGradients:
         fault: The error that they deserve on this rank; None where they are sound.
     """
 
-    def __init__(self, groups: Grads, fault: Exception | None, communicator: Communicator, reduced: bool) -> None:
-        """Wrap gradients that are averaged over the ranks (``reduced``), or local to this one."""
+    def __init__(
+        self,
+        groups: Grads,
+        fault: Exception | None,
+        communicator: Communicator,
+        shares: Sequence[float],
+        *,
+        ask: bool,
+    ) -> None:
+        """Wrap the gradients of one step.
+
+        Args:
+            groups: See the class.
+            fault: See the class.
+            communicator: The ranks.
+            shares: For each group, 1 over the number of ranks that hold its parameters.
+            ask: Whether the ranks must agree on the norm, since some gradients are each rank's own.
+        """
         self.groups, self.fault = groups, fault
-        self._communicator, self._reduced = communicator, reduced
-        self._local_square: Tensor | None = None
+        self._communicator, self._shares, self._ask = communicator, tuple(shares), ask
+        self._local_squares: dict[float, Tensor] | None = None
         self.measured_signature: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
@@ -40,7 +57,9 @@ class StepGradients:
         names: Sequence[Sequence[str]],
         given: Iterable[Any] | None,
         communicator: Communicator,
-        reduced: bool,
+        shares: Sequence[float],
+        *,
+        ask: bool,
     ) -> StepGradients:
         """The gradients of the trainable parameters.
 
@@ -50,13 +69,14 @@ class StepGradients:
             names: A name for each of the latter.
             given: One gradient (or None) per parameter, flat or per group; ``p.grad`` of each where not given.
             communicator: The ranks.
-            reduced: Whether they are averaged over the ranks.
+            shares: As in the constructor.
+            ask: Likewise.
         """
         flat = list(chain.from_iterable(all_params))
         try:
             grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
         except ValueError as error:
-            return cls([], error, communicator, reduced)
+            return cls([], error, communicator, [], ask=ask)
         by_param = dict(zip(map(id, flat), grads, strict=True))
         groups = [[by_param.pop(id(p)) for p in params] for params in trainable]
         fault: Exception | None = None
@@ -67,7 +87,7 @@ class StepGradients:
             )
         for params, mine, called in zip(trainable, groups, names, strict=True):
             fault = fault or _find_fault(params, mine, called)
-        return cls(groups, fault, communicator, reduced)
+        return cls(groups, fault, communicator, shares, ask=ask)
 
     def present(self) -> list[Tensor]:
         """The gradients that there are."""
@@ -77,22 +97,35 @@ class StepGradients:
         """Which tensors these are, and in which version: equal signatures have equal values."""
         return tuple((id(grad), grad._version) for grad in self.present())
 
-    def local_square(self) -> Tensor:
-        """Sum of squares of this rank's gradients, [] float64, computed once; see ``kernels.sum_of_squares``."""
-        if self._local_square is None:
-            self._local_square = sum_of_squares(self.present(), self._communicator.device)
-        return self._local_square
+    def of(self, params: Iterable[Tensor], states: Sequence[GroupState]) -> StepGradients:
+        """The gradients of these parameters instead, which may be any; those that have no state belong to all ranks."""
+        shares = {id(p): 1 / state.communicator.world_size for state in states for p in state.params}
+        chosen: dict[float, list[Tensor | None]] = {}
+        for p in params:
+            chosen.setdefault(shares.get(id(p), 1 / self._communicator.world_size), []).append(p.grad)
+        return StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self._ask)
+
+    def local_squares(self) -> dict[float, Tensor]:
+        """Sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
+        if self._local_squares is None:
+            by_share: dict[float, list[Tensor]] = {}
+            for grads, share in zip(self.groups, self._shares, strict=True):
+                by_share.setdefault(share, []).extend(grad for grad in grads if grad is not None)
+            device = self._communicator.device
+            self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
+        return self._local_squares
 
     def reuse(self, measured: StepGradients | None) -> None:
-        """Take over the local sum of squares of gradients that were measured before, if they are the same."""
+        """Take over the local sums of squares of gradients that were measured before, if they are the same."""
         if measured is not None and measured.measured_signature == self.signature():
-            self._local_square = measured._local_square
+            self._local_squares = measured._local_squares
 
     def square_norm(self, overflow: bool = False) -> Tensor:
         """Square of the norm of averaged gradients; of local ones the mean over ranks of their squared norms.
 
         The latter takes one small all-reduce, in which the ranks also tell each other of faults: all ranks call. It is
-        at least the square of the norm of the mean, and at most W times that.
+        at least the square of the norm of the mean, and at most W times that. Parameters that only some of the ranks
+        hold count by the mean over these.
 
         Args:
             overflow: Whether this rank knows already that an element of its gradients is not finite.
@@ -109,10 +142,11 @@ class StepGradients:
         if overflow:
             square = square + math.inf
         elif self.fault is None:
-            square = self.local_square()
-        if not self._reduced:
+            for share, local in self.local_squares().items():
+                square = square + (local * share if self._ask else local)
+        if self._ask:
             faults = torch.full_like(square, float(self.fault is not None))
-            agreed = torch.stack([square / communicator.world_size, faults])
+            agreed = torch.stack([square, faults])
             communicator.all_reduce(agreed).wait()
             square, faults = agreed[0], agreed[1]
             if self.fault is None and float(faults) > 0:
@@ -141,7 +175,7 @@ class StepGradients:
                 torch._foreach_mul_(self.present(), factor)
             else:
                 self.groups = [[None if grad is None else grad * factor for grad in grads] for grads in self.groups]
-            self._local_square = self.local_square() * factor**2
+            self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
 

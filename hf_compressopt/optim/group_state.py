@@ -46,6 +46,9 @@ class GroupState:
         worker_error: [numel] float32, or [0] where nothing is ever compressed.
         server_error: [elements whose server this rank is] float32, or [0].
         feedback: One per bucket, views of the two errors.
+        communicator: The ranks that hold these parameters.
+        own_rank: Where that is a process group of the param group's own: this rank's number among all ranks, since
+            others may hold other parameters. Else None.
         own_params: This rank's own parameters, while others stand in their place.
         still: For each parameter, whether it keeps still after the warmup stage; see :meth:`find_still`.
     """
@@ -59,13 +62,14 @@ class GroupState:
         communicator: Communicator,
         compressed: bool,
         extras: Sequence[ExtraState] = (),
+        own_rank: int | None = None,
     ) -> None:
         """Allocate the state. ``compressed``: whether the group is ever compressed, and so needs errors and extras."""
         self.params = list(params)
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.compressed = compressed
         self._scale_block = scale_block
-        self._communicator = communicator
+        self.communicator, self.own_rank = communicator, own_rank
         has_errors = compressed and communicator.world_size > 1
         owned = [server_numel(bucket.numel, communicator) for bucket in self.layout.buckets] if has_errors else []
         device = self.params[0].device if self.params else communicator.device
@@ -90,7 +94,7 @@ class GroupState:
         self.feedback: list[ErrorFeedback] = []
         offset = 0
         for bucket in self.layout.buckets:
-            own = server_numel(bucket.numel, self._communicator) if self.worker_error.numel() else 0
+            own = server_numel(bucket.numel, self.communicator) if self.worker_error.numel() else 0
             worker = self.worker_error[bucket.start : bucket.stop]
             self.feedback.append(ErrorFeedback(worker, self.server_error[offset : offset + own], self._scale_block))
             offset += own
@@ -180,7 +184,8 @@ class GroupState:
             names: Names of ``params``.
             own: The state tensors that are each rank's own at this moment; "param" stands for the parameters.
         """
-        prefix = f"rank{self._communicator.rank}/"
+        rank = self.communicator.rank if self.own_rank is None else self.own_rank
+        shared = self.own_rank is None
         flat = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         flat |= {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "element"}
         for index, (name, param) in enumerate(zip(names, self.params, strict=True)):
@@ -188,23 +193,30 @@ class GroupState:
             if "param" in own:
                 tensors["param"] = param.detach() if self.own_params is None else self.own_params[index]
             for key, tensor in tensors.items():
-                mine = key in own
-                yield StateTensor(f"{key}/{prefix if mine else ''}{name}", tuple(param.shape), 0, tensor, not mine)
-        yield StateTensor(f"step/group{group}", (len(self.params),), 0, self.steps, True)
+                mine = key in own or not shared
+                full_name = f"{key}/rank{rank}/{name}" if mine else f"{key}/{name}"
+                yield StateTensor(full_name, tuple(param.shape), 0, tensor, not mine)
+        place = self.name_of_group(group)
+        yield StateTensor(f"step/{place}", (len(self.params),), 0, self.steps, shared)
         for extra in self.extras:
             if extra.per != "element":
                 tensor = self.extra[extra.name]
-                yield StateTensor(f"{extra.name}/group{group}", tuple(tensor.shape), 0, tensor, True)
+                yield StateTensor(f"{extra.name}/{place}", tuple(tensor.shape), 0, tensor, shared)
         if self.worker_error.numel() == 0:
             return
-        whole = (self.layout.numel,)
-        rank = self._communicator.rank
-        yield StateTensor(f"worker_error/group{group}/rank{rank}", whole, 0, self.worker_error, False)
+        yield StateTensor(f"worker_error/group{group}/rank{rank}", (self.layout.numel,), 0, self.worker_error, False)
+        if not shared:
+            yield StateTensor(f"server_error/{place}", tuple(self.server_error.shape), 0, self.server_error, False)
+            return
         for bucket, feedback in zip(self.layout.buckets, self.feedback, strict=True):
             if feedback.server_error.numel():
                 start = self._server_start(bucket)
-                yield StateTensor(f"server_error/group{group}", whole, start, feedback.server_error, False)
+                yield StateTensor(f"server_error/{place}", (self.layout.numel,), start, feedback.server_error, False)
+
+    def name_of_group(self, group: int) -> str:
+        """What a checkpoint calls the param group of this number, as this rank has it."""
+        return f"group{group}" if self.own_rank is None else f"group{group}/rank{self.own_rank}"
 
     def _server_start(self, bucket: Bucket) -> int:
-        communicator = self._communicator
+        communicator = self.communicator
         return bucket.start + chunk_range(bucket.numel, communicator.world_size, communicator.rank)[0]

@@ -13,6 +13,7 @@ Compressed stage, t > freeze_step:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -120,12 +121,21 @@ class OnebitLamb(FreezingOptimizer):
                     norm = torch.linalg.vector_norm(state.view(state.exp_avg, index).double())
                     scales.append(norm / numel**0.5)
                     places.append((state, index))
-        if not scales:
-            return
-        united = torch.stack(scales).mean()
+        united = self._united_scale(scales, [1 / state.communicator.world_size for state, _ in places])
         for scale, (state, index) in zip(scales, places, strict=True):
             one = torch.ones_like(scale)
             state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
+
+    def _united_scale(self, scales: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+        """Mean of the tensors' momentum scales; of tensors that only some of the ranks hold, each counts once."""
+        device = self.communicator.device
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        if not self._has_own_groups:
+            return torch.stack(list(scales)).mean() if scales else total[0]
+        for scale, share in zip(scales, shares, strict=True):
+            total += share * torch.stack([scale.to(device), torch.ones_like(total[0])])
+        self.communicator.all_reduce(total).wait()
+        return total[0] / total[1]
 
     def _prepare(
         self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]

@@ -119,12 +119,12 @@ class ScheduledOptimizer(FlatOptimizer):
             (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
         """
-        world_size = self.communicator.world_size
-        numel = sum(state.layout.numel for state in self._states)
-        full = 2 * (world_size - 1) / world_size * FLOAT_BYTES * numel
+        full = sum(
+            2 * (1 - 1 / state.communicator.world_size) * FLOAT_BYTES * state.layout.numel for state in self._states
+        )
         plan = self.plan_at(max(self._step, 1))
         sent = self.traffic.step_bytes
-        compressed = world_size > 1 and not plan.reduce_grads and sent > 0
+        compressed = not plan.reduce_grads and sent > 0
         return {
             "stage": plan.stage.number,
             "step": float(self._step),

@@ -304,7 +304,7 @@ class ZeroOneAdam(FreezingOptimizer):
             with state.parameter_segments(bucket) as params, self.traffic.paused():
                 moving = [segment for segment in params if segment.tensor is not None]
                 mean = torch.cat([segment.part.float() for segment in moving] or [torch.empty(0, device=state.device)])
-                mean.mul_(1 / self.communicator.world_size)
-                self.communicator.all_reduce(mean).wait()
+                mean.mul_(1 / state.communicator.world_size)
+                state.communicator.all_reduce(mean).wait()
                 for segment, part in zip(moving, torch.split(mean, [s.numel for s in moving]), strict=True):
                     segment.part.copy_(part)
