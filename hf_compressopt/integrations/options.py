@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from hf_compressopt.optim.compressed import CompressedOptimizer
+import torch
+
 from hf_compressopt.optim.freezing import FreezingOptimizer
+from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.onebit_lamb import OnebitLamb
 from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
 
-#: What ``--optim NAME`` and ``CompressOptPlugin(optimizer=NAME)`` stand for.
-OPTIMIZERS: dict[str, type[FreezingOptimizer]] = {
+#: What ``CompressOptPlugin(optimizer=NAME)`` stands for.
+COMPRESSED: dict[str, type[FreezingOptimizer]] = {
     "onebit_adam": OnebitAdam,
     "zero_one_adam": ZeroOneAdam,
     "onebit_lamb": OnebitLamb,
 }
+#: What ``--optim NAME`` stands for: the compressed ones, and ordinary optimizers.
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {**COMPRESSED, "lamb": Lamb}
 
 # Trainer has flags of its own for these.
 _TRAINER_FLAGS = {
@@ -30,14 +35,12 @@ _TRAINER_FLAGS = {
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
-def text_options(optimizer_class: type[CompressedOptimizer]) -> dict[str, tuple[tuple[type, ...], Any]]:
+def text_options(optimizer_class: type[torch.optim.Optimizer]) -> dict[str, tuple[tuple[type, ...], Any]]:
     """Options that text can set: name -> (types that it may have, default)."""
     options: dict[str, tuple[tuple[type, ...], Any]] = {}
-    for cls in reversed(optimizer_class.__mro__):
-        if not issubclass(cls, CompressedOptimizer) or "__init__" not in vars(cls):
-            continue
-        hints = get_type_hints(cls.__init__)
-        for name, parameter in inspect.signature(cls.__init__).parameters.items():
+    for init in reversed(_constructors(optimizer_class)):
+        hints = get_type_hints(init)
+        for name, parameter in inspect.signature(init).parameters.items():
             kinds = _text_types(hints.get(name))
             if name == "freeze_step" != getattr(optimizer_class, "freeze_option", name):
                 continue  # this one calls it by another name
@@ -46,7 +49,18 @@ def text_options(optimizer_class: type[CompressedOptimizer]) -> dict[str, tuple[
     return options
 
 
-def parse_options(optimizer_class: type[CompressedOptimizer], text: str | None) -> dict[str, Any]:
+def _constructors(cls: type) -> list[Callable[..., None]]:
+    """The class's own constructor, and those of its bases to which it hands further options."""
+    found: list[Callable[..., None]] = []
+    for base in cls.__mro__:
+        if init := vars(base).get("__init__"):
+            found.append(init)
+            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(init).parameters.values()):
+                break
+    return found
+
+
+def parse_options(optimizer_class: type[torch.optim.Optimizer], text: str | None) -> dict[str, Any]:
     """Read ``"freeze_step=200,scale_block=1024"`` into keyword arguments, each of its option's type.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from hf_compressopt.integrations.options import OPTIMIZERS, parse_value
+from hf_compressopt.integrations.options import COMPRESSED, parse_value
 from hf_compressopt.optim.compressed import CompressedOptimizer
 
 _Value = TypeVar("_Value")
@@ -53,8 +53,8 @@ class CompressOptPlugin:
 
     def __post_init__(self) -> None:
         """Check the optimizer's name; the other options are checked where the optimizer is made."""
-        if self.optimizer not in (*OPTIMIZERS, "none"):
-            raise ValueError(f"optimizer must be one of {[*OPTIMIZERS, 'none']}, got {self.optimizer!r}")
+        if self.optimizer not in (*COMPRESSED, "none"):
+            raise ValueError(f"optimizer must be one of {[*COMPRESSED, 'none']}, got {self.optimizer!r}")
 
     def convert(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The compressed optimizer in the place of a fresh Adam or AdamW; any other is returned as it is.
@@ -77,10 +77,10 @@ class CompressOptPlugin:
                 f"Adam with weight_decay is L2 regularization, which {self.optimizer} does not have: use AdamW"
             )
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
-        make: Callable[..., CompressedOptimizer] = OPTIMIZERS[self.optimizer]
+        make: Callable[..., CompressedOptimizer] = COMPRESSED[self.optimizer]
         return make(
             optimizer.param_groups,
-            **{OPTIMIZERS[self.optimizer].freeze_option: self.freeze_step},
+            **{COMPRESSED[self.optimizer].freeze_option: self.freeze_step},
             scale_block=self.scale_block,
             variance_floor=self.variance_floor,
             bucket_cap_mb=self.bucket_cap_mb,
