@@ -55,9 +55,10 @@ typedef struct {
     int32_t unused;
 } co_segment;
 
-#define CO_STILL 1 /* the tensor has no variance: y counts as 0, and so does its direction */
+#define CO_STILL 1 /* the tensor has no variance: y counts as 0, m becomes 0, and so is its direction */
 
-/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor, each operation rounded to float32. */
+/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor, each operation rounded to float32.
+ * A term that is left out counts as +0. */
 typedef struct {
     const float *x;           /* [numel], or NULL: the term is left out */
     const co_segment *grads;  /* host; data == NULL: no gradient, the term is left out; NULL: for the whole bucket */
@@ -147,6 +148,7 @@ CO_API int32_t co_sync_parameters(const co_average *y, float *exp_avg, float *an
  * caller sets to 0 before a tensor's first segment; a tensor may be split over several calls):
  *   [0] += sum (m' / denominator(v))^2, [1] += sum (m' / denominator(v) + weight_decay p)^2,
  *   [2] = max([2], max denominator(v) / denominator(fresh)), with 1 for a tensor that keeps still.
+ * params: data == NULL counts as p = 0, and so does every p where weight_decay is 0.
  * Sums are of float32 terms squared in double, in an order that depends on the segments only. */
 typedef struct {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay;

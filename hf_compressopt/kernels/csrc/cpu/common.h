@@ -1,0 +1,200 @@
+/* What all kernels share: loops over vectors, tables of segments, tiles handed to threads.
+ *
+ * Included once per instruction set, after its vector_*.h. Everything here is in an unnamed namespace, and nothing of
+ * the standard library is instantiated: a function that another file shares might be taken from this one by the linker,
+ * and fail on a machine without these instructions. */
+#pragma once
+#include <stdlib.h>
+#include <string.h>
+
+#include "dispatch.h"
+#include "threads.h"
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "messages are little-endian");
+
+namespace compressopt {
+namespace CO_VECTOR {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int64_t kTile = 4096;                   /* elements that a thread works on at a time: they fit the L1 cache */
+constexpr int64_t kBytesPerThread = 512 << 10;    /* less is not worth waking a thread for */
+constexpr int64_t kStreamBytes = 16 << 20;        /* larger outputs are written past the caches */
+constexpr int64_t kPieceTiles = 8;
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* ---- loops over vectors ------------------------------------------------------------------------------------------ */
+
+struct Full {
+    template <class T>
+    Vec get(const T *p) const {
+        return load(p);
+    }
+    template <class T>
+    void put(T *p, Vec a) const {
+        store(p, a);
+    }
+    Vec only(Vec a) const { return a; } /* 0 in the lanes that hold no element */
+};
+
+struct Part {
+    int n;
+    template <class T>
+    Vec get(const T *p) const {
+        return load(p, n);
+    }
+    template <class T>
+    void put(T *p, Vec a) const {
+        store(p, a, n);
+    }
+    Vec only(Vec a) const {
+        float lanes[kLanes] = {};
+        store(lanes, a, n);
+        return load(lanes);
+    }
+};
+
+/* body(i, lanes) for every vector of n elements. */
+template <class Body>
+inline void each_vector(int64_t n, const Body &body) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) body(i, Full{});
+    if (i < n) body(i, Part{static_cast<int>(n - i)});
+}
+
+template <class T>
+struct Type {
+    using type = T;
+};
+
+/* function(Type<...>) of the element type. */
+template <class Function>
+inline void with_dtype(int32_t dtype, const Function &function) {
+    if (dtype == CO_FLOAT32) function(Type<float>{});
+    if (dtype == CO_BFLOAT16) function(Type<bfloat16>{});
+    if (dtype == CO_FLOAT16) function(Type<float16>{});
+}
+
+inline const void *element(const void *data, int32_t dtype, int64_t i) {
+    return static_cast<const char *>(data) + i * (dtype == CO_FLOAT32 ? 4 : 2);
+}
+inline void *element(void *data, int32_t dtype, int64_t i) {
+    return static_cast<char *>(data) + i * (dtype == CO_FLOAT32 ? 4 : 2);
+}
+
+/* Copy past the caches. */
+inline void stream_copy(float *out, const float *in, int64_t n) {
+    int64_t head = least(n, static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(out) / 4) & (kLanes - 1)));
+    if (head > 0) store(out, load(in, static_cast<int>(head)), static_cast<int>(head));
+    int64_t i = head;
+    for (; i + kLanes <= n; i += kLanes) stream(out + i, load(in + i));
+    if (i < n) store(out + i, load(in + i, static_cast<int>(n - i)), static_cast<int>(n - i));
+}
+
+inline double total(const SquareSum &sum) {
+    double lanes[kLanes];
+    sum.lanes(lanes);
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    }
+    return lanes[0];
+}
+
+template <class T>
+inline double sum_of_squares(const T *x, int64_t n) {
+    SquareSum even, odd;
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        even.add(load(x + i));
+        odd.add(load(x + i + kLanes));
+    }
+    each_vector(n - i, [&](int64_t j, auto lanes) { even.add(lanes.get(x + i + j)); });
+    return total(even) + total(odd);
+}
+
+/* ---- memory that lives as long as a call ------------------------------------------------------------------------- */
+
+template <class T, int kInline>
+struct Array {
+    T few[kInline];
+    T *data;
+    explicit Array(int64_t count)
+        : data(count <= kInline ? few : static_cast<T *>(malloc(static_cast<size_t>(count) * sizeof(T)))) {}
+    ~Array() {
+        if (data != few) free(data);
+    }
+    Array(const Array &) = delete;
+    Array &operator=(const Array &) = delete;
+    T &operator[](int64_t i) { return data[i]; }
+    const T &operator[](int64_t i) const { return data[i]; }
+};
+
+/* Where each of several runs begins, and the end of the last. */
+struct Starts {
+    Array<int64_t, 256> at;
+    int64_t count;
+    explicit Starts(int64_t runs) : at(runs + 1), count(runs) {}
+    bool missing() const { return at.data == nullptr; }
+    /* The run that element i lies in; there is one. */
+    int64_t find(int64_t i) const {
+        int64_t low = 0, high = count; /* at[low] <= i < at[high] */
+        while (high - low > 1) {
+            int64_t middle = low + (high - low) / 2;
+            (at[middle] <= i ? low : high) = middle;
+        }
+        return low;
+    }
+};
+
+struct Segments {
+    const co_segment *table;
+    Starts starts;
+    Segments(const co_segment *segments, int64_t count) : table(segments), starts(count) {
+        if (missing()) return;
+        starts.at[0] = 0;
+        for (int64_t i = 0; i < count; ++i) starts.at[i + 1] = starts.at[i] + segments[i].numel;
+    }
+    bool missing() const { return starts.missing(); }
+
+    /* body(segment, offset in it, first element, elements) of every piece of a segment in [begin, end). */
+    template <class Body>
+    void each(int64_t begin, int64_t end, const Body &body) const {
+        if (begin >= end) return;
+        for (int64_t s = starts.find(begin); begin < end; ++s) {
+            int64_t stop = least(starts.at[s + 1], end);
+            if (stop > begin) body(table[s], begin - starts.at[s], begin, stop - begin);
+            begin = stop > begin ? stop : begin;
+        }
+    }
+};
+
+/* ---- threads ----------------------------------------------------------------------------------------------------- */
+
+inline int threads_for(const co_exec *exec, int64_t bytes) {
+    int64_t useful = bytes / kBytesPerThread;
+    return static_cast<int>(useful < 1 ? 1 : least(useful, exec->threads));
+}
+
+/* body(i) for every i in [0, count), on as many threads as the bytes that it moves are worth. */
+template <class Body>
+inline void parallel(const co_exec *exec, int64_t bytes, int64_t count, int64_t grain, const Body &body) {
+    auto work = [](const void *context, int64_t begin, int64_t end) {
+        const Body &todo = *static_cast<const Body *>(context);
+        for (int64_t i = begin; i < end; ++i) todo(i);
+        stream_done();
+    };
+    parallel_for(threads_for(exec, bytes), count, grain, work, &body);
+}
+
+/* body(begin, end) for every tile of numel elements. */
+template <class Body>
+inline void parallel_tiles(const co_exec *exec, int64_t bytes, int64_t numel, const Body &body) {
+    parallel(exec, bytes, ceil_div(numel, kTile), kPieceTiles,
+             [&](int64_t tile) { body(tile * kTile, least((tile + 1) * kTile, numel)); });
+}
+
+}  // namespace
+}  // namespace CO_VECTOR
+}  // namespace compressopt

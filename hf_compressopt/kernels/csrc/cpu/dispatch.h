@@ -1,0 +1,37 @@
+/* What every instruction set implements: the functions of compressopt.h, called with arguments that were checked. */
+#ifndef COMPRESSOPT_CPU_DISPATCH_H
+#define COMPRESSOPT_CPU_DISPATCH_H
+
+#include "../compressopt.h"
+
+namespace compressopt {
+
+struct Kernels {
+    const char *name;
+    decltype(&co_compress) compress;
+    decltype(&co_average_compress) average_compress;
+    decltype(&co_decompress) decompress;
+    decltype(&co_combine) combine;
+    decltype(&co_apply_adam) apply_adam;
+    decltype(&co_local_step) local_step;
+    decltype(&co_sync_parameters) sync_parameters;
+    decltype(&co_lamb_moments) lamb_moments;
+    decltype(&co_lamb_apply) lamb_apply;
+    decltype(&co_adam) adam;
+    decltype(&co_square_sums) square_sums;
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__) && !defined(COMPRESSOPT_PORTABLE_ONLY)
+#define CO_X86_64 1
+extern const Kernels avx2_kernels;
+extern const Kernels avx512_kernels;
+#endif
+
+/* Keeps the message for co_last_error, and returns the code. */
+int32_t fail(int32_t code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+int32_t out_of_memory();
+
+}  // namespace compressopt
+
+#endif

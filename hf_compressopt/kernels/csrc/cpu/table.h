@@ -1,0 +1,14 @@
+/* The table of one instruction set's kernels. */
+#pragma once
+#define CO_PASTE_(a, b) a##b
+#define CO_PASTE(a, b) CO_PASTE_(a, b)
+
+namespace compressopt {
+
+const Kernels CO_PASTE(CO_VECTOR, _kernels) = {
+    CO_VECTOR::kName,           CO_VECTOR::compress,     CO_VECTOR::average_compress, CO_VECTOR::decompress,
+    CO_VECTOR::combine,         CO_VECTOR::apply_adam,   CO_VECTOR::local_step,       CO_VECTOR::sync_parameters,
+    CO_VECTOR::lamb_moments,    CO_VECTOR::lamb_apply,   CO_VECTOR::adam,             CO_VECTOR::square_sums,
+};
+
+}  // namespace compressopt

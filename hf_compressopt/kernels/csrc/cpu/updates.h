@@ -1,0 +1,254 @@
+/* What the optimizers do with the average. */
+#pragma once
+#include "common.h"
+
+namespace compressopt {
+namespace CO_VECTOR {
+namespace {
+
+struct Denominator {
+    Vec eps;
+    bool inside;
+    Denominator(float e, int32_t eps_inside_sqrt) : eps(set1(e)), inside(eps_inside_sqrt != 0) {}
+    Vec operator()(Vec v) const { return inside ? square_root(v + eps) : square_root(v) + eps; }
+};
+
+/* A parameter's part of a tile, as each_part hands it out. */
+struct PartOfTile {
+    const co_segment &segment;
+    void *param;   /* its first element here, or NULL */
+    int64_t begin; /* where it lies in the bucket */
+    int64_t n;
+    bool still() const { return (segment.flags & CO_STILL) != 0; }
+};
+
+template <class Body>
+inline void each_part(const Segments &params, int64_t begin, int64_t end, const Body &body) {
+    params.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
+        void *param = segment.data == nullptr ? nullptr : element(segment.data, segment.dtype, offset);
+        body(PartOfTile{segment, param, start, n});
+    });
+}
+
+/* p <- p * decay - lr * direction(i, lanes) */
+template <class Direction>
+inline void descend(const PartOfTile &part, const co_descent &descent, const Direction &direction) {
+    if (part.param == nullptr) return;
+    Vec decay = set1(descent.decay), lr = set1(descent.lr);
+    with_dtype(part.segment.dtype, [&](auto type) {
+        auto *p = static_cast<typename decltype(type)::type *>(part.param);
+        each_vector(part.n, [&](int64_t i, auto lanes) {
+            lanes.put(p + i, lanes.get(p + i) * decay - lr * direction(i, lanes));
+        });
+    });
+}
+
+/* The same with m / denominator(v). m is ignored where the tensor keeps still. */
+inline void descend(const PartOfTile &part, const co_descent &descent, const float *m, const float *v,
+                    const float *corrections) {
+    Denominator denominator(descent.eps, descent.eps_inside_sqrt);
+    if (part.still() || (corrections != nullptr && __builtin_isinf(corrections[2 * part.segment.index]))) {
+        descend(part, descent, [](int64_t, auto) { return set1(0.0f); });
+    } else if (corrections == nullptr) {
+        descend(part, descent,
+                [&](int64_t i, auto lanes) { return lanes.get(m + i) / denominator(lanes.get(v + i)); });
+    } else {
+        Vec first = set1(corrections[2 * part.segment.index]), second = set1(corrections[2 * part.segment.index + 1]);
+        descend(part, descent, [&](int64_t i, auto lanes) {
+            return lanes.get(m + i) / first / denominator(lanes.get(v + i) / second);
+        });
+    }
+}
+
+/* m <- y, or m + beta (y - m), or 0 where the tensor keeps still. */
+inline void update_momentum(float *m, const float *y, int64_t n, float beta, bool still, bool past_caches) {
+    if (still) {
+        memset(m, 0, static_cast<size_t>(n) * 4);
+    } else if (beta != 1.0f) {
+        Vec b = set1(beta);
+        each_vector(n, [&](int64_t i, auto lanes) {
+            Vec old = lanes.get(m + i);
+            lanes.put(m + i, old + b * (lanes.get(y + i) - old));
+        });
+    } else if (past_caches) {
+        stream_copy(m, y, n);
+    } else if (m != y) {
+        each_vector(n, [&](int64_t i, auto lanes) { lanes.put(m + i, lanes.get(y + i)); });
+    }
+}
+
+int32_t apply_adam(const co_average *average, float *exp_avg, const float *exp_avg_sq, const co_segment *params,
+                   int64_t count, const float *corrections, float beta, const co_descent *descent,
+                   const co_exec *exec) {
+    Segments segments(params, count);
+    if (segments.missing()) return out_of_memory();
+    Average y(*average);
+    bool past_caches = 4 * average->numel >= kStreamBytes && average->values != exp_avg;
+    parallel_tiles(exec, average->numel * (16 + y.bytes()), average->numel, [&](int64_t begin, int64_t end) {
+        alignas(64) float scratch[kTile];
+        const float *values = y.read(begin, end, scratch);
+        each_part(segments, begin, end, [&](const PartOfTile &part) {
+            const float *mine = values + (part.begin - begin);
+            float *m = exp_avg + part.begin;
+            update_momentum(m, mine, part.n, beta, part.still(), past_caches);
+            descend(part, *descent, beta == 1.0f ? mine : m, exp_avg_sq + part.begin, corrections);
+        });
+    });
+    return CO_OK;
+}
+
+int32_t local_step(float *exp_avg, const float *exp_avg_sq, float *local_update, const co_segment *grads,
+                   const co_segment *params, int64_t count, int64_t numel, float alpha, float beta,
+                   const co_descent *descent, const co_exec *exec) {
+    co_combination z{exp_avg, grads, count, nullptr, alpha, beta};
+    Combination momentum(z);
+    Segments segments(params, count);
+    if (momentum.missing() || segments.missing()) return out_of_memory();
+    Vec lr = set1(descent->lr);
+    parallel_tiles(exec, numel * 28, numel, [&](int64_t begin, int64_t end) {
+        if (grads != nullptr) momentum(begin, end, nullptr, exp_avg + begin);
+        each_part(segments, begin, end, [&](const PartOfTile &part) {
+            descend(part, *descent, exp_avg + part.begin, exp_avg_sq + part.begin, nullptr);
+        });
+        const float *m = exp_avg + begin;
+        float *sum = local_update + begin;
+        each_vector(end - begin,
+                    [&](int64_t i, auto lanes) { lanes.put(sum + i, lanes.get(sum + i) + lr * lanes.get(m + i)); });
+    });
+    return CO_OK;
+}
+
+int32_t sync_parameters(const co_average *average, float *exp_avg, float *anchor, const float *exp_avg_sq,
+                        float *local_update, const co_segment *params, int64_t count, float lr_sum,
+                        const co_descent *descent, const co_exec *exec) {
+    Segments segments(params, count);
+    if (segments.missing()) return out_of_memory();
+    Average y(*average);
+    Denominator denominator(descent->eps, descent->eps_inside_sqrt);
+    Vec decay = set1(descent->decay), rates = set1(lr_sum);
+    parallel_tiles(exec, average->numel * 28, average->numel, [&](int64_t begin, int64_t end) {
+        alignas(64) float scratch[kTile];
+        const float *values = y.read(begin, end, scratch);
+        each_part(segments, begin, end, [&](const PartOfTile &part) {
+            bool still = part.still();
+            const float *mine = values + (part.begin - begin), *v = exp_avg_sq + part.begin;
+            float *m = exp_avg + part.begin, *from = anchor + part.begin;
+            each_vector(part.n, [&](int64_t i, auto lanes) {
+                lanes.put(m + i, still ? set1(0.0f) : lanes.get(mine + i) / rates);
+            });
+            if (part.param == nullptr) return;
+            with_dtype(part.segment.dtype, [&](auto type) {
+                auto *p = static_cast<typename decltype(type)::type *>(part.param);
+                each_vector(part.n, [&](int64_t i, auto lanes) {
+                    Vec step = still ? set1(0.0f) : lanes.get(mine + i) / denominator(lanes.get(v + i));
+                    Vec now = lanes.get(from + i) * decay - step;
+                    lanes.put(from + i, now);
+                    lanes.put(p + i, now);
+                });
+            });
+        });
+        memset(local_update + begin, 0, static_cast<size_t>(end - begin) * 4); /* may be what values point to */
+    });
+    return CO_OK;
+}
+
+/* ---- LAMB -------------------------------------------------------------------------------------------------------- */
+
+/* What a part of a tensor adds to its sums. */
+struct LambSums {
+    double direction, update, ratio;
+};
+
+inline float greatest(Vec a) {
+    float lanes[kLanes];
+    store(lanes, a);
+    float most = 0.0f;
+    for (float x : lanes) most = most < x || x != x ? x : most;
+    return most;
+}
+
+template <class T>
+inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, float *m, float *fresh, const float *v,
+                          float factor, const co_lamb_options &o) {
+    Denominator denominator(o.eps, o.eps_inside_sqrt);
+    Vec beta1 = set1(o.beta1), rest1 = set1(o.one_minus_beta1), beta2 = set1(o.beta2), rest2 = set1(o.one_minus_beta2);
+    Vec f = set1(factor), decay = set1(o.weight_decay), zero = set1(0.0f), most = zero;
+    bool still = part.still(), decays = p != nullptr && o.weight_decay != 0;
+    SquareSum directions, updates;
+    each_vector(part.n, [&](int64_t i, auto lanes) {
+        Vec now = still ? zero : lanes.get(y + i) / f;
+        Vec gradient = (now - beta1 * lanes.get(m + i)) / rest1;
+        Vec learnt = beta2 * lanes.get(fresh + i) + rest2 * (gradient * gradient);
+        lanes.put(m + i, now);
+        lanes.put(fresh + i, learnt);
+        Vec frozen = denominator(lanes.get(v + i)), direction = still ? zero : now / frozen;
+        Vec update = decays ? direction + decay * lanes.get(p + i) : direction;
+        Vec ratio = frozen / denominator(learnt);
+        directions.add(lanes.only(direction));
+        updates.add(lanes.only(update));
+        most = nan_or_greater(most, lanes.only(ratio));
+    });
+    return {total(directions), total(updates), still ? 1.0 : static_cast<double>(greatest(most))};
+}
+
+int32_t lamb_moments(const co_average *average, float *exp_avg, float *fresh, const float *exp_avg_sq,
+                     const co_segment *params, int64_t count, const float *factors, double *sums,
+                     const co_lamb_options *options, const co_exec *exec) {
+    Segments segments(params, count);
+    Array<LambSums, 64> parts(ceil_div(average->numel, kTile) + count); /* of tile t and segment s: t + s */
+    if (segments.missing() || parts.data == nullptr) return out_of_memory();
+    Average y(*average);
+    auto number = [&](int64_t begin, const PartOfTile &part) { return begin / kTile + (&part.segment - params); };
+    parallel_tiles(exec, average->numel * 28, average->numel, [&](int64_t begin, int64_t end) {
+        alignas(64) float scratch[kTile];
+        const float *values = y.read(begin, end, scratch);
+        each_part(segments, begin, end, [&](const PartOfTile &part) {
+            float factor = factors[part.segment.index];
+            with_dtype(part.segment.dtype, [&](auto type) {
+                const auto *p = static_cast<const typename decltype(type)::type *>(part.param);
+                parts[number(begin, part)] =
+                    lamb_part(part, p, values + (part.begin - begin), exp_avg + part.begin, fresh + part.begin,
+                              exp_avg_sq + part.begin, factor, *options);
+            });
+        });
+    });
+    for (int64_t begin = 0; begin < average->numel; begin += kTile) {
+        each_part(segments, begin, least(begin + kTile, average->numel), [&](const PartOfTile &part) {
+            const LambSums &add = parts[number(begin, part)];
+            double *sum = sums + 3 * static_cast<int64_t>(part.segment.index);
+            sum[0] += add.direction;
+            sum[1] += add.update;
+            sum[2] = sum[2] < add.ratio || add.ratio != add.ratio ? add.ratio : sum[2];
+        });
+    }
+    return CO_OK;
+}
+
+int32_t lamb_apply(const float *exp_avg, const float *exp_avg_sq, const co_segment *params, int64_t count,
+                   int64_t numel, const float *rates, const co_lamb_options *options, const co_exec *exec) {
+    Segments segments(params, count);
+    if (segments.missing()) return out_of_memory();
+    Denominator denominator(options->eps, options->eps_inside_sqrt);
+    Vec decay = set1(options->weight_decay);
+    parallel_tiles(exec, numel * 16, numel, [&](int64_t begin, int64_t end) {
+        each_part(segments, begin, end, [&](const PartOfTile &part) {
+            if (part.param == nullptr) return;
+            Vec rate = set1(rates[part.segment.index]);
+            const float *m = exp_avg + part.begin, *v = exp_avg_sq + part.begin;
+            with_dtype(part.segment.dtype, [&](auto type) {
+                auto *p = static_cast<typename decltype(type)::type *>(part.param);
+                each_vector(part.n, [&](int64_t i, auto lanes) {
+                    Vec old = lanes.get(p + i);
+                    Vec direction = part.still() ? set1(0.0f) : lanes.get(m + i) / denominator(lanes.get(v + i));
+                    Vec update = options->weight_decay != 0 ? direction + decay * old : direction;
+                    lanes.put(p + i, old - rate * update);
+                });
+            });
+        });
+    });
+    return CO_OK;
+}
+
+}  // namespace
+}  // namespace CO_VECTOR
+}  // namespace compressopt

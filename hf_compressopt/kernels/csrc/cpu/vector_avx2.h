@@ -1,0 +1,126 @@
+/* Sixteen floats in two AVX2 registers. See vector_portable.h for what every function means. */
+#pragma once
+#include <immintrin.h>
+#include <string.h>
+
+#include "elements.h"
+
+#define CO_VECTOR avx2
+
+namespace compressopt {
+namespace avx2 {
+namespace {
+
+constexpr const char *kName = "avx2";
+
+struct Vec {
+    __m256 a, b;
+};
+
+inline Vec set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec operator+(Vec x, Vec y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline Vec operator-(Vec x, Vec y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline Vec operator*(Vec x, Vec y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline Vec operator/(Vec x, Vec y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline Vec square_root(Vec x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+
+inline Vec load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float *p, Vec x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+inline void stream(float *p, Vec x) {
+    _mm256_stream_ps(p, x.a);
+    _mm256_stream_ps(p + 8, x.b);
+}
+inline void stream_done() { _mm_sfence(); }
+inline void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
+
+inline __m256 widen(bfloat16, __m128i half) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+inline __m256 widen(float16, __m128i half) { return _mm256_cvtph_ps(half); }
+
+inline __m128i narrow(bfloat16, __m256 x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i half = _mm256_srli_epi32(up, 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    half = _mm256_blendv_epi8(half, _mm256_set1_epi32(kBfloat16NaN), nan);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0x08);
+    return _mm256_castsi256_si128(packed);
+}
+inline __m128i narrow(float16, __m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+template <class Half>
+inline Vec load(const Half *p) {
+    const __m128i *half = reinterpret_cast<const __m128i *>(p);
+    return {widen(Half{}, _mm_loadu_si128(half)), widen(Half{}, _mm_loadu_si128(half + 1))};
+}
+template <class Half>
+inline void store(Half *p, Vec x) {
+    __m128i *half = reinterpret_cast<__m128i *>(p);
+    _mm_storeu_si128(half, narrow(Half{}, x.a));
+    _mm_storeu_si128(half + 1, narrow(Half{}, x.b));
+}
+template <class T>
+inline Vec load(const T *p, int n) {
+    T part[16] = {};
+    memcpy(part, p, n * sizeof(T));
+    return load(part);
+}
+template <class T>
+inline void store(T *p, Vec x, int n) {
+    T part[16];
+    store(part, x);
+    memcpy(p, part, n * sizeof(T));
+}
+
+inline uint32_t negative(Vec x) {
+    __m256 zero = _mm256_setzero_ps();
+    uint32_t a = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, zero, _CMP_LT_OQ)));
+    uint32_t b = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, zero, _CMP_LT_OQ)));
+    return a | b << 8;
+}
+
+struct Scale {
+    __m256 plus;
+    explicit Scale(float s) : plus(_mm256_set1_ps(s)) {}
+    Vec with_signs(uint32_t bits) const {
+        __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
+        return {flip(all, _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128)),
+                flip(all, _mm256_setr_epi32(256, 512, 1024, 2048, 4096, 8192, 16384, 32768))};
+    }
+    __m256 flip(__m256i all, __m256i places) const {
+        __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, places), places));
+        return _mm256_xor_ps(plus, _mm256_and_ps(set, _mm256_set1_ps(-0.0f)));
+    }
+};
+
+inline __m256 nan_or_greater(__m256 most, __m256 x) {
+    __m256 take = _mm256_or_ps(_mm256_cmp_ps(most, x, _CMP_LT_OQ), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_ps(most, x, take);
+}
+inline Vec nan_or_greater(Vec most, Vec x) { return {nan_or_greater(most.a, x.a), nan_or_greater(most.b, x.b)}; }
+
+struct SquareSum {
+    __m256d sum[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+    void add(Vec x) { /* the square is exact, so that fusing it with the sum rounds no differently */
+        add(0, _mm256_castps256_ps128(x.a));
+        add(1, _mm256_extractf128_ps(x.a, 1));
+        add(2, _mm256_castps256_ps128(x.b));
+        add(3, _mm256_extractf128_ps(x.b, 1));
+    }
+    void add(int i, __m128 x) {
+        __m256d wide = _mm256_cvtps_pd(x);
+        sum[i] = _mm256_fmadd_pd(wide, wide, sum[i]);
+    }
+    void lanes(double *out) const {
+        for (int i = 0; i < 4; ++i) _mm256_storeu_pd(out + 4 * i, sum[i]);
+    }
+};
+
+}  // namespace
+}  // namespace avx2
+}  // namespace compressopt

@@ -1,0 +1,103 @@
+/* Sixteen floats in one AVX-512 register. See vector_portable.h for what every function means. */
+#pragma once
+#include <immintrin.h>
+
+#include "elements.h"
+
+#define CO_VECTOR avx512
+
+namespace compressopt {
+namespace avx512 {
+namespace {
+
+constexpr const char *kName = "avx512";
+
+struct Vec {
+    __m512 v;
+};
+
+inline Vec set1(float a) { return {_mm512_set1_ps(a)}; }
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline Vec square_root(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
+
+inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1); }
+
+inline Vec load(const float *p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const float *p, int n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }
+inline void store(float *p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline void store(float *p, Vec a, int n) { _mm512_mask_storeu_ps(p, first(n), a.v); }
+inline void stream(float *p, Vec a) { _mm512_stream_ps(p, a.v); }
+inline void stream_done() { _mm_sfence(); }
+inline void prefetch(const void *p) { _mm_prefetch(static_cast<const char *>(p), _MM_HINT_T0); }
+
+inline Vec widen(bfloat16, __m256i half) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+inline Vec widen(float16, __m256i half) { return {_mm512_cvtph_ps(half)}; }
+
+inline __m256i narrow(bfloat16, Vec a) {
+    __m512i bits = _mm512_castps_si512(a.v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __m512i half = _mm512_srli_epi32(up, 16);
+    __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(half, nan, _mm512_set1_epi32(kBfloat16NaN)));
+}
+inline __m256i narrow(float16, Vec a) {
+    return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+template <class Half>
+inline Vec load(const Half *p) {
+    return widen(Half{}, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+}
+template <class Half>
+inline Vec load(const Half *p, int n) {
+    return widen(Half{}, _mm256_maskz_loadu_epi16(first(n), p));
+}
+template <class Half>
+inline void store(Half *p, Vec a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), narrow(Half{}, a));
+}
+template <class Half>
+inline void store(Half *p, Vec a, int n) {
+    _mm256_mask_storeu_epi16(p, first(n), narrow(Half{}, a));
+}
+
+inline uint32_t negative(Vec a) {
+    return _cvtmask16_u32(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_LT_OQ));
+}
+
+struct Scale {
+    __m512 plus, minus;
+    explicit Scale(float s) : plus(_mm512_set1_ps(s)), minus(_mm512_set1_ps(-s)) {}
+    Vec with_signs(uint32_t bits) const {
+        return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), plus, minus)};
+    }
+};
+
+inline Vec nan_or_greater(Vec most, Vec a) {
+    __mmask16 take = _mm512_cmp_ps_mask(most.v, a.v, _CMP_LT_OQ) | _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    return {_mm512_mask_blend_ps(take, most.v, a.v)};
+}
+
+struct SquareSum {
+    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+    void add(Vec a) { /* the square is exact, so that fusing it with the sum rounds no differently */
+        __m512d x = _mm512_cvtps_pd(_mm512_castps512_ps256(a.v));
+        __m512d y = _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1));
+        low = _mm512_fmadd_pd(x, x, low);
+        high = _mm512_fmadd_pd(y, y, high);
+    }
+    void lanes(double *out) const {
+        _mm512_storeu_pd(out, low);
+        _mm512_storeu_pd(out + 8, high);
+    }
+};
+
+}  // namespace
+}  // namespace avx512
+}  // namespace compressopt

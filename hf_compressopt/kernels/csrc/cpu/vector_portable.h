@@ -1,0 +1,146 @@
+/* Sixteen floats in an array: the meaning of what the other two do in registers, and the way of every other machine.
+ *
+ * Bits are equal everywhere: each operation is rounded on its own, and sums keep sixteen lanes. */
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include "elements.h"
+
+#define CO_VECTOR portable
+
+namespace compressopt {
+namespace portable {
+namespace {
+
+constexpr const char *kName = "portable";
+
+struct Vec {
+    float v[16];
+};
+
+inline Vec set1(float x) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = x;
+    return r;
+}
+inline Vec operator+(const Vec &x, const Vec &y) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = x.v[i] + y.v[i];
+    return r;
+}
+inline Vec operator-(const Vec &x, const Vec &y) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = x.v[i] - y.v[i];
+    return r;
+}
+inline Vec operator*(const Vec &x, const Vec &y) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = x.v[i] * y.v[i];
+    return r;
+}
+inline Vec operator/(const Vec &x, const Vec &y) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = x.v[i] / y.v[i];
+    return r;
+}
+inline Vec square_root(const Vec &x) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = __builtin_sqrtf(x.v[i]);
+    return r;
+}
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline float widen(float x) { return x; }
+inline float widen(bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
+inline float widen(float16 x) {
+    uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+    uint32_t exponent = x.bits >> 10 & 31, fraction = x.bits & 0x3ff;
+    if (exponent == 31) { /* infinity, or NaN, which becomes a quiet one */
+        return float_of(sign | 0x7f800000 | (fraction != 0 ? 0x400000 : 0) | fraction << 13);
+    }
+    if (exponent != 0) return float_of(sign | (exponent + 112) << 23 | fraction << 13);
+    return float_of(sign | bits_of(static_cast<float>(fraction) * 0x1p-24f));
+}
+
+/* To nearest, ties to even. NaN stays NaN. */
+inline void narrow(float x, float *out) { *out = x; }
+inline void narrow(float x, bfloat16 *out) {
+    uint32_t bits = bits_of(x);
+    out->bits = x != x ? kBfloat16NaN : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void narrow(float x, float16 *out) {
+    uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) {
+        out->bits = static_cast<uint16_t>(sign | 0x7e00 | (size >> 13 & 0x3ff));
+    } else if (size >= 0x477ff000) { /* 65520 and more */
+        out->bits = static_cast<uint16_t>(sign | 0x7c00);
+    } else if (size >= 0x38800000) { /* 2^-14 and more: normal */
+        out->bits = static_cast<uint16_t>(sign | (size - 0x38000000 + 0xfff + (size >> 13 & 1)) >> 13);
+    } else { /* adding 0.5 leaves the multiple of 2^-24 in the lowest bits, rounded */
+        out->bits = static_cast<uint16_t>(sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000));
+    }
+}
+
+/* n: only so many of the sixteen; the others are loaded as 0. */
+template <class T>
+inline Vec load(const T *p, int n = 16) {
+    Vec r = {};
+    for (int i = 0; i < n; ++i) r.v[i] = widen(p[i]);
+    return r;
+}
+template <class T>
+inline void store(T *p, const Vec &x, int n = 16) {
+    for (int i = 0; i < n; ++i) narrow(x.v[i], p + i);
+}
+inline void stream(float *p, const Vec &x) { store(p, x); } /* past the caches, where that can be; p: 64 bytes aligned */
+inline void stream_done() {}
+inline void prefetch(const void *p) { __builtin_prefetch(p); }
+
+/* Bit i: whether element i is less than 0. */
+inline uint32_t negative(const Vec &x) {
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(x.v[i] < 0.0f) << i;
+    return bits;
+}
+
+struct Scale {
+    float plus;
+    explicit Scale(float s) : plus(s) {}
+    /* -s where the bit is set, else s */
+    Vec with_signs(uint32_t bits) const {
+        Vec r;
+        for (int i = 0; i < 16; ++i) r.v[i] = float_of(bits_of(plus) ^ (bits >> i & 1) << 31);
+        return r;
+    }
+};
+
+/* The greater; NaN where either is NaN. */
+inline Vec nan_or_greater(const Vec &most, const Vec &x) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) r.v[i] = most.v[i] < x.v[i] || x.v[i] != x.v[i] ? x.v[i] : most.v[i];
+    return r;
+}
+
+/* Sums of squares in double, one for each lane. */
+struct SquareSum {
+    double sum[16] = {};
+    void add(const Vec &x) {
+        for (int i = 0; i < 16; ++i) sum[i] += static_cast<double>(x.v[i]) * static_cast<double>(x.v[i]);
+    }
+    void lanes(double *out) const { memcpy(out, sum, sizeof sum); }
+};
+
+}  // namespace
+}  // namespace portable
+}  // namespace compressopt
