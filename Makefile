@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-gpu style clean
+.PHONY: help install kernels demo test test-gpu style clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
 	@echo "make test      the tests (real process groups, a real Trainer), under 12 minutes on 2 cores"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs cmake and a C++ compiler; nvcc for CUDA)"
 	@echo "make style     ruff and mypy --strict"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -19,6 +20,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 install: $(STAMP)
+
+kernels:
+	@echo "== native libraries, into hf_compressopt/kernels/lib =="
+	@cmake -S . -B build/kernels
+	@cmake --build build/kernels --parallel
 
 demo: $(STAMP)
 	@echo "== demo: adamw_torch and onebit_adam, 2 processes each, on Python's language reference =="
