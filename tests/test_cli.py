@@ -1,0 +1,78 @@
+"""`hf-compressopt env`: what it says of this machine, and that nothing missing stops it."""
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_compressopt
+from hf_compressopt import cli
+from tests.launching import run
+
+PACKAGE = Path(hf_compressopt.__file__).parent
+CLI = [sys.executable, "-m", "hf_compressopt.cli"]
+
+
+def test_env_tells_versions_libraries_communicators_and_what_is_in_use() -> None:
+    facts = json.loads(run([*CLI, "env", "--json"]).stdout)
+    assert facts["problems"] == []
+    assert facts["package"] == {"version": hf_compressopt.__version__, "path": str(PACKAGE)}
+    for name in ("torch", "transformers", "accelerate", "safetensors"):
+        assert facts["packages"][name] == importlib.metadata.version(name)
+    for name, library in facts["libraries"].items():
+        path = PACKAGE / "kernels" / "lib" / f"libcompressopt_{name}.so"
+        assert library["path"] == str(path)
+        assert ("interface" in library) == path.exists()
+    assert "gloo" in facts["communicators"]["torch"]
+    assert len(facts["gpu"]["devices"]) == torch.cuda.device_count()
+    assert facts["kernels"]["cpu"] and facts["kernels"]["cuda"]
+
+
+def test_env_for_people_says_the_same() -> None:
+    text = run([*CLI, "env"]).stdout
+    assert text.startswith(f"hf_compressopt {hf_compressopt.__version__}\n")
+    for line in (f"  torch         {torch.__version__.partition('+')[0]}", "native libraries", "  CPU tensors   "):
+        assert line in text
+    assert "PROBLEM" not in text
+
+
+def test_env_works_where_packages_are_missing_or_broken(tmp_path: Path) -> None:
+    """Packages in this folder stand before the installed ones; the interpreter sees no others."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: file too short')")
+    path = [str(PACKAGE.parent), str(tmp_path)]
+    code = f"import sys; sys.path[:0] = {path!r}; from hf_compressopt.cli import main; sys.exit(main(['env']))"
+    with pytest.raises(AssertionError) as failed:
+        run([sys.executable, "-I", "-S", "-c", code])
+    text = str(failed.value)
+    assert "transformers  not installed" in text and "hf_compressopt 0.1.0" in text
+    assert "PROBLEM: torch cannot be imported, and nothing works without it: libtorch_cpu.so: file too short" in text
+
+
+def test_a_library_that_does_not_load_is_named_with_the_reason(tmp_path: Path) -> None:
+    broken = tmp_path / "libcompressopt_cpu.so"
+    broken.write_bytes(b"no library" * 100)
+    code = f"""
+import pathlib
+from hf_compressopt import cli, environment
+environment._LIBRARIES = pathlib.Path({str(tmp_path)!r})
+cli.main(["env"])
+"""
+    text = run([sys.executable, "-c", code]).stdout
+    assert f"  cpu           invalid ELF header: {broken}" in text
+    assert f"  cuda          not there: {tmp_path / 'libcompressopt_cuda.so'}" in text
+
+
+def test_a_wrong_command_is_refused_with_the_ones_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["environment"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        assert stopped.value.code == 2
+    assert "env" in capsys.readouterr().err
+
+
+def test_the_command_is_cheap_to_start() -> None:
+    code = "import sys, hf_compressopt.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
