@@ -168,9 +168,15 @@ def _mpi_text(mpi: dict[str, Any]) -> str:
 
 
 def _kernels(problems: list[str]) -> dict[str, Any]:
+    import torch
+
     from hf_compressopt import kernels
 
     found: dict[str, Any] = {"setting": os.environ.get("HF_COMPRESSOPT_KERNELS")}
     for device in ("cpu", "cuda"):
-        found[device] = kernels.implementation()
+        try:
+            found[device] = kernels.implementation(torch.device(device))
+        except (ValueError, RuntimeError) as error:  # the setting asks for what is not there
+            found[device] = None
+            problems.append(str(error))
     return found

@@ -23,19 +23,25 @@ A chunk of no elements has an empty message. Messages of several chunks stand on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels import reference
+from hf_compressopt.kernels import native, reference
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
 
-def implementation() -> str:
-    """Which implementation the wrappers use: ``"reference"``."""
-    return "reference"
+def implementation(device: torch.device) -> str:
+    """What the wrappers use for tensors of a device: ``"native avx512"``, ``"reference"`` and the like."""
+    return f"native {native.instruction_set(device.type)}" if native.available(device) else "reference"
+
+
+def _for(tensor: Tensor) -> Any:
+    """The module whose functions work on a tensor of this device."""
+    return native if native.available(tensor.device) else reference
 
 
 def compress_(z: Combination, error: Tensor, messages: Tensor, *, world_size: int, scale_block: int | None) -> None:
@@ -50,7 +56,7 @@ def compress_(z: Combination, error: Tensor, messages: Tensor, *, world_size: in
         world_size: Number of chunks.
         scale_block: Elements per scale, a positive multiple of 8, or None.
     """
-    reference.compress_(z, error, messages, world_size, scale_block)
+    _for(error).compress_(z, error, messages, world_size, scale_block)
 
 
 def average_compress_(
@@ -67,7 +73,7 @@ def average_compress_(
         world_size: Number of messages.
         scale_block: As in :func:`compress_`.
     """
-    reference.average_compress_(messages, error, out, world_size, scale_block)
+    _for(error).average_compress_(messages, error, out, world_size, scale_block)
 
 
 def decompress_(y: Average, out: Tensor) -> None:
@@ -77,7 +83,7 @@ def decompress_(y: Average, out: Tensor) -> None:
         y: n elements, read.
         out: [n] float32, written.
     """
-    reference.decompress_(y, out)
+    _for(out).decompress_(y, out)
 
 
 def combine_(z: Combination, out: Tensor) -> None:
@@ -87,7 +93,7 @@ def combine_(z: Combination, out: Tensor) -> None:
         z: n elements, read.
         out: [n] float32, written.
     """
-    reference.combine_(z, out)
+    _for(out).combine_(z, out)
 
 
 def apply_adam_(
@@ -112,7 +118,7 @@ def apply_adam_(
         corrections: [tensors, 2] float32; m^ and v^ are m and v divided by a tensor's two; infinity as the first
             stands for a direction of 0. None: m and v themselves.
     """
-    reference.apply_adam_(y, exp_avg, exp_avg_sq, params, descent, beta, corrections)
+    _for(exp_avg).apply_adam_(y, exp_avg, exp_avg_sq, params, descent, beta, corrections)
 
 
 def local_step_(
@@ -135,7 +141,7 @@ def local_step_(
         beta1: Coefficient of the momentum.
         descent: How the parameters move.
     """
-    reference.local_step_(exp_avg, exp_avg_sq, local_update, grads, params, beta1, descent)
+    _for(exp_avg).local_step_(exp_avg, exp_avg_sq, local_update, grads, params, beta1, descent)
 
 
 def sync_parameters_(
@@ -160,7 +166,7 @@ def sync_parameters_(
         lr_sum: Sum of the learning rates of the interval, not 0.
         descent: ``decay`` is the product over the interval; ``lr`` is not used.
     """
-    reference.sync_parameters_(y, exp_avg, anchor, exp_avg_sq, local_update, params, lr_sum, descent)
+    _for(exp_avg).sync_parameters_(y, exp_avg, anchor, exp_avg_sq, local_update, params, lr_sum, descent)
 
 
 def lamb_moments_(
@@ -189,7 +195,7 @@ def lamb_moments_(
         sums: [tensors, 3] float64, updated in place; 0 before a tensor's first segment.
         options: Hyperparameters.
     """
-    reference.lamb_moments_(y, exp_avg, exp_avg_sq_fresh, exp_avg_sq, params, factors, sums, options)
+    _for(exp_avg).lamb_moments_(y, exp_avg, exp_avg_sq_fresh, exp_avg_sq, params, factors, sums, options)
 
 
 def lamb_apply_(
@@ -204,7 +210,7 @@ def lamb_apply_(
         rates: [tensors] float32.
         options: Hyperparameters.
     """
-    reference.lamb_apply_(exp_avg, exp_avg_sq, params, rates, options)
+    _for(exp_avg).lamb_apply_(exp_avg, exp_avg_sq, params, rates, options)
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -220,7 +226,8 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     Returns:
         [] float64.
     """
-    return reference.sum_of_squares(tensors, device)
+    total: Tensor = (native if native.available(device) else reference).sum_of_squares(tensors, device)
+    return total
 
 
 __all__ = [

@@ -142,9 +142,10 @@ class ScheduledOptimizer(FlatOptimizer):
         """One line on what this optimizer is and how it talks."""
         schedule = ", ".join(f"{key}={value}" for key, value in self._schedule_options().items())
         numel = sum(state.layout.numel for state in self._states)
+        implementation = kernels.implementation(self.communicator.device)
         return (
             f"{type(self).__name__}, {numel:,} parameters, {schedule}; {self.communicator.world_size} rank(s) over "
-            f"{self.communicator.name}, scale_block={self.scale_block}, kernels: {kernels.implementation()}"
+            f"{self.communicator.name}, scale_block={self.scale_block}, kernels: {implementation}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
