@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
     from hf_compressopt.integrations.plugin import CompressOptPlugin
     from hf_compressopt.integrations.transformers import register
+    from hf_compressopt.optim.fused_adam import FusedAdam
     from hf_compressopt.optim.lamb import Lamb
     from hf_compressopt.optim.onebit_adam import OnebitAdam
     from hf_compressopt.optim.onebit_lamb import OnebitLamb
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CompressOptAccelerator": "hf_compressopt.integrations.accelerate",
     "CompressOptPlugin": "hf_compressopt.integrations.plugin",
+    "FusedAdam": "hf_compressopt.optim.fused_adam",
     "GradScaler": "hf_compressopt.amp",
     "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
@@ -38,6 +40,7 @@ _HOME = {
 __all__ = [
     "CompressOptAccelerator",
     "CompressOptPlugin",
+    "FusedAdam",
     "GradScaler",
     "Lamb",
     "OnebitAdam",

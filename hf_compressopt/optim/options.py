@@ -73,6 +73,19 @@ def resolve_communicator(
     return chosen
 
 
+def check_betas(betas: Any) -> None:
+    """Check the coefficients of Adam's running averages.
+
+    Raises:
+        ValueError: If they are not two numbers in [0, 1).
+    """
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    for index, beta in enumerate(betas):
+        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < 1:
+            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
+
+
 def check_group(group: dict[str, Any], number: int) -> None:
     """Check the options and parameters of a param group.
 
@@ -82,12 +95,7 @@ def check_group(group: dict[str, Any], number: int) -> None:
     """
     for name in ("lr", "eps", "weight_decay"):
         check_at_least(name, group[name], 0)
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
-    for index, beta in enumerate(betas):
-        if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < 1:
-            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
+    check_betas(group["betas"])
     for name in ("bias_correction", "eps_inside_sqrt", "non_freeze"):
         if not isinstance(group.get(name, False), bool):
             raise TypeError(f"{name} must be True or False, got {group[name]!r} in param group {number}")

@@ -1,0 +1,254 @@
+"""Adam and AdamW over many tensors at once: native code, torch's fused operator, or the reference, whichever fits."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_PLAIN = {Tensor, torch.nn.Parameter}  # other types, such as DTensor, are torch's to work on
+_TORCH_FUSED_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """What one step does to every tensor of a list.
+
+    Attributes:
+        lr: Learning rate; a tensor of one element is read where it is, without a host synchronization on its device.
+        beta1: Coefficient of the first running average.
+        beta2: Coefficient of the second running average.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adam_w_mode: Decoupled decay (AdamW); else L2 regularization (Adam).
+        bias_correction: Whether Adam's bias corrections apply.
+        maximize: Whether the gradients are negated.
+        grad_scale: [] or [1]; gradients are divided by it.
+        found_inf: [] or [1]; where it is not 0, nothing is changed.
+        clip_factor: [] or [1]; gradients are multiplied by it.
+        write_grads: Whether the gradients are left divided and multiplied so.
+    """
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+    maximize: bool = False
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    clip_factor: Tensor | None = None
+    write_grads: bool = False
+
+    def on(self, device: torch.device) -> AdamStep:
+        """The same with every tensor [] float32 on this device; an lr that lies on another one is read."""
+        lr = self.lr
+        if isinstance(lr, Tensor):
+            lr = _scalar(lr, device) if lr.device == device and device.type != "cpu" else float(lr)
+        scale, inf, clip = self.grad_scale, self.found_inf, self.clip_factor
+        if lr is self.lr and scale is None and inf is None and clip is None:
+            return self
+        return replace(
+            self,
+            lr=lr,
+            grad_scale=None if scale is None else _scalar(scale, device),
+            found_inf=None if inf is None else _scalar(inf, device),
+            clip_factor=None if clip is None else _scalar(clip, device),
+        )
+
+
+@dataclass
+class AdamTensors:
+    """The tensors of one step: lists with an entry for each parameter.
+
+    Attributes:
+        params: Any shapes; float32, bfloat16, float16 or float64. Where there is a master, they are written only.
+        grads: Shaped like the parameters.
+        exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
+        exp_avg_sqs: As exp_avgs.
+        steps: [] float32 each, on the parameter's device: steps that it has seen; counted up.
+        masters: float32 weights that are updated in the parameter's place, or None.
+        copies: Tensors that get the new parameter too, rounded to their dtype, or None.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    masters: list[Tensor | None]
+    copies: list[Tensor | None]
+
+    def take(self, indices: Sequence[int]) -> AdamTensors:
+        """Those of some parameters."""
+        if len(indices) == len(self.params):
+            return self
+        return AdamTensors(*([values[i] for i in indices] for values in vars(self).values()))
+
+
+def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) -> AdamPlan:
+    """One step of Adam or AdamW, in place, with the numbers of torch.optim.
+
+    For each parameter p with gradient g and moments m and v, each operation rounded to float32 (float64 for float64)::
+
+        t <- t + 1;  g <- g / grad_scale * clip_factor, negated where maximize
+        L2: g <- g + weight_decay p;  AdamW: p <- p (1 - lr weight_decay)
+        m <- m + (1 - beta1) (g - m);  v <- beta2 v + (1 - beta2) g g
+        p <- p - (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+    Args:
+        tensors: What is updated; parameters may differ in dtype and device.
+        step: What is done.
+        plan: What the step before returned; it saves time, and changes no number.
+
+    Returns:
+        A plan for the next step.
+
+    Raises:
+        TypeError: For sparse gradients, or a dtype that is not supported.
+        ValueError: For tensors that differ in shape or device.
+    """
+    if plan is None or not plan.holds(tensors):
+        plan = AdamPlan(tensors)
+    plan.run(tensors, step)
+    return plan
+
+
+class AdamPlan:
+    """Which implementation updates which tensors.
+
+    Args:
+        tensors: The tensors; they are checked.
+    """
+
+    def __init__(self, tensors: AdamTensors) -> None:
+        """See the class."""
+        parts: dict[tuple[bool, torch.device], list[int]] = defaultdict(list)
+        for index, row in enumerate(zip(*vars(tensors).values(), strict=True)):
+            parts[_uniform(*row), row[0].device].append(index)
+        self._parts = [(fused, device, indices) for (fused, device), indices in parts.items()]
+        self._tensors = tensors
+
+    def holds(self, tensors: AdamTensors) -> bool:
+        """Whether it fits these tensors too."""
+        return False
+
+    def run(self, tensors: AdamTensors, step: AdamStep) -> None:
+        """Take the step."""
+        for uniform, device, indices in self._parts:
+            part, here = tensors.take(indices), step.on(device)
+            if uniform and here.bias_correction and here.clip_factor is None:
+                torch_fused_(part, here)
+            else:
+                reference_(part, here)
+
+
+def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
+    """:func:`adam_` by torch's operator: on one device, float32, with bias corrections, no clipping, master or copy."""
+    torch._foreach_add_(tensors.steps, 1)
+    operator = torch._fused_adamw_ if step.adam_w_mode else torch._fused_adam_
+    found_inf = None if step.found_inf is None else step.found_inf.ne(0).float()
+    operator(
+        tensors.params,
+        tensors.grads,
+        tensors.exp_avgs,
+        tensors.exp_avg_sqs,
+        [],
+        tensors.steps,
+        lr=step.lr,
+        beta1=step.beta1,
+        beta2=step.beta2,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        amsgrad=False,
+        maximize=step.maximize,
+        grad_scale=step.grad_scale,
+        found_inf=found_inf,
+    )
+    if found_inf is not None:
+        torch._foreach_sub_(tensors.steps, [found_inf] * len(tensors.steps))
+
+
+def reference_(tensors: AdamTensors, step: AdamStep) -> None:
+    """:func:`adam_` on one device, in PyTorch: the specification, and the fallback for every tensor that torch has."""
+    if step.found_inf is not None and bool(step.found_inf):
+        return
+    lr = step.lr.double() if isinstance(step.lr, Tensor) else step.lr
+    for p, g, m, v, t, master, copy in zip(*vars(tensors).values(), strict=True):
+        t += 1
+        weights = _wide(p if master is None else master)
+        direction = _direction_(weights, _gradient_(g, step).to(weights.dtype), m, v, t, lr, step)
+        if step.adam_w_mode and step.weight_decay != 0:
+            weights.mul_(1 - lr * step.weight_decay)
+        weights.sub_(direction)
+        for target in (p, copy):
+            if target is not None and target is not weights:
+                target.copy_(weights)
+
+
+def _gradient_(grad: Tensor, step: AdamStep) -> Tensor:
+    wide = _wide(grad)
+    if step.grad_scale is not None:
+        wide = wide / step.grad_scale
+    if step.clip_factor is not None:
+        wide = wide * step.clip_factor
+    if step.write_grads and wide is not grad:
+        grad.copy_(wide)
+    return -wide if step.maximize else wide
+
+
+def _direction_(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    t: Tensor,
+    lr: float | Tensor,
+    step: AdamStep,
+) -> Tensor:
+    """Update the moments in place; returns lr m^ / (sqrt(v^) + eps)."""
+    if not step.adam_w_mode and step.weight_decay != 0:
+        grad = grad + weights * step.weight_decay
+    m, v = _wide(exp_avg), _wide(exp_avg_sq)
+    m.add_((grad - m).mul_(1 - step.beta1))
+    v.mul_(step.beta2).add_((grad * (1 - step.beta2)).mul_(grad))
+    for moment, wide in ((exp_avg, m), (exp_avg_sq, v)):
+        if moment is not wide:
+            moment.copy_(wide)
+    denominator = v.sqrt()
+    if step.bias_correction:
+        count = float(t) if t.device.type == "cpu" else t.double()  # a GPU's host does not wait
+        lr = lr / (1 - step.beta1**count)
+        denominator.div_((1 - step.beta2**count) ** 0.5)
+    return (m * lr).div_(denominator.add_(step.eps))
+
+
+def _uniform(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> bool:
+    """Check the tensors of one parameter. Returns whether torch's fused operator can take them."""
+    if g.layout != torch.strided:
+        raise TypeError(f"gradients must be dense, got {g.layout}: torch.optim.SparseAdam takes sparse ones")
+    for name, tensor in (("gradient", g), ("exp_avg", m), ("exp_avg_sq", v), ("master", master), ("copy", copy)):
+        if tensor is not None and (tensor.shape != p.shape or tensor.device != p.device):
+            raise ValueError(
+                f"the {name} of a parameter of shape {tuple(p.shape)} on {p.device} must be shaped like it and lie "
+                f"there, got {tuple(tensor.shape)} on {tensor.device}"
+            )
+    return (
+        master is copy is None
+        and p.device.type in _TORCH_FUSED_DEVICES
+        and all(type(x) in _PLAIN and x.dtype == torch.float32 and x.is_contiguous() for x in (p, g, m, v, t))
+    )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _scalar(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, torch.float32, non_blocking=True).reshape(())

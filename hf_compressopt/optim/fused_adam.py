@@ -1,0 +1,331 @@
+"""Adam (Kingma and Ba 2015, arXiv 1412.6980) and AdamW (arXiv 1711.05101), all tensors of a group in one pass.
+
+For every tensor:
+    g <- g + wd p (Adam)  or  p <- p (1 - lr wd) (AdamW)
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    p <- p - lr m^ / (sqrt(v^) + eps)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
+from hf_compressopt.optim.functional import clip_factor, sum_of_squares
+from hf_compressopt.optim.options import check_at_least, check_betas
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NOT_LOADED = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable")
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """torch's AdamW or Adam in one pass over memory, with float32 moments whatever the parameters' dtype.
+
+    Its numbers are torch's, and state dicts cross over both ways. Parameters of one group may differ in dtype and
+    device. It steps by ``grad_scale`` and ``found_inf`` as torch's fused optimizers do, so that a GradScaler needs no
+    pass over the gradients of its own: these are left unscaled (and clipped).
+
+    ``copies`` may hold, for a parameter, a tensor of its shape that every step leaves the new parameter in as well,
+    rounded to that tensor's dtype.
+
+    Args:
+        params: Parameters, named parameters or param groups, as for any torch optimizer.
+        lr: Learning rate, >= 0; or a tensor of one element, which is read at each step.
+        bias_correction: Whether Adam's bias corrections apply.
+        betas: Coefficients of the running averages, each in [0, 1).
+        eps: Added to the denominator, >= 0.
+        adam_w_mode: Decoupled weight decay (AdamW); False is L2 regularization (Adam).
+        weight_decay: Weight decay, >= 0.
+        amsgrad: Must be False.
+        set_grad_none: What ``zero_grad()`` does unless it is told: True drops the gradients, False fills them with 0.
+        maximize: Ascend instead of descend.
+        capturable: Whether a step may be captured in a CUDA graph. Give lr as a tensor on the GPU then, since a graph
+            keeps a number as it was.
+        max_grad_norm: Gradients are clipped to this norm in the same pass; 0 is off. (Trainer clips by itself.)
+        master_weights: Keep float32 weights for bfloat16 and float16 parameters, which become their rounded copies.
+            They are taken from the parameters at the first step; delete ``state[p]["master_param"]`` where a
+            parameter is written by other hands later.
+        fp32_moments: Whether moments are float32; False gives them the parameter's dtype, as torch does.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that are complex or sparse.
+    """
+
+    _step_supports_amp_scaling = True  # torch's GradScaler sets grad_scale and found_inf, and always calls step()
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        maximize: bool = False,
+        capturable: bool = False,
+        max_grad_norm: float = 0.0,
+        master_weights: bool = False,
+        fp32_moments: bool = True,
+    ) -> None:
+        """See the class."""
+        check_at_least("max_grad_norm", max_grad_norm, 0)
+        self.max_grad_norm, self.set_grad_none = max_grad_norm, set_grad_none
+        self.master_weights, self.fp32_moments = master_weights, fp32_moments
+        self.copies: dict[Tensor, Tensor] = {}
+        self._plans: dict[int, AdamPlan] = {}
+        self._last_found_inf: Tensor | None = None
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "adam_w_mode": adam_w_mode,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group.
+
+        Raises:
+            ValueError: For an option outside its range.
+            TypeError: For a parameter that is complex or sparse.
+        """
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except (ValueError, TypeError):
+            self.param_groups.pop()
+            raise
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing because a GradScaler had found an overflow; the host waits for it."""
+        return self._last_found_inf is not None and bool(self._last_found_inf)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Reset the gradients: drop them, or fill them with 0; ``set_grad_none`` decides where None is given."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        grads: None = None,
+        output_params: None = None,
+        scale: None = None,
+        grad_norms: None = None,
+    ) -> float | None:
+        """Take one step. Returns what the closure returned.
+
+        Raises:
+            TypeError: For the arguments after the closure, which optimizers of this name once took.
+        """
+        _refuse(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update()
+        return loss
+
+    def _update(self) -> None:
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._last_found_inf = found_inf
+        clip = self._clip_factor(grad_scale) if self.max_grad_norm > 0 else None
+        _check_capture(self.param_groups)
+        for number, group in enumerate(self.param_groups):
+            tensors = self._tensors_with_gradient(group)
+            if tensors.params:
+                beta1, beta2 = group["betas"]
+                step = AdamStep(
+                    lr=group["lr"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    adam_w_mode=group["adam_w_mode"],
+                    bias_correction=group["bias_correction"],
+                    maximize=group["maximize"],
+                    grad_scale=grad_scale,
+                    found_inf=found_inf,
+                    clip_factor=clip,
+                    write_grads=grad_scale is not None,
+                )
+                self._plans[number] = adam_(tensors, step, self._plans.get(number))
+
+    def _clip_factor(self, grad_scale: Tensor | None) -> Tensor | None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not grads:
+            return None
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            by_device.setdefault(grad.device, []).append(grad)
+        first = grads[0].device
+        norm = torch.stack([sum_of_squares(part, on).to(first) for on, part in by_device.items()]).sum().sqrt()
+        return clip_factor(norm if grad_scale is None else norm / grad_scale.to(first), self.max_grad_norm)
+
+    def _tensors_with_gradient(self, group: dict[str, Any]) -> AdamTensors:
+        params = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] or self._new_state(p) for p in params]
+        return AdamTensors(
+            params=params,
+            grads=[p.grad for p in params],
+            exp_avgs=[state["exp_avg"] for state in states],
+            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+            steps=[state["step"] for state in states],
+            masters=[self._master(p) for p in params] if self.master_weights else [None] * len(params),
+            copies=[self.copies.get(p) for p in params] if self.copies else [None] * len(params),
+        )
+
+    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[param]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        state["exp_avg"] = torch.zeros_like(param, dtype=self._moment_dtype(param))
+        state["exp_avg_sq"] = torch.zeros_like(param, dtype=self._moment_dtype(param))
+        return state
+
+    def _moment_dtype(self, param: Tensor) -> torch.dtype:
+        return torch.float32 if self.fp32_moments and param.dtype != torch.float64 else param.dtype
+
+    def _master(self, param: Tensor) -> Tensor | None:
+        if param.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        state: dict[str, Tensor] = self.state[param]
+        if "master_param" not in state:
+            state["master_param"] = param.detach().float()
+        return state["master_param"]
+
+    # -- copies and state dicts ---------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: torch's part, and the options that no group has."""
+        own = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "copies")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; plans and overflows of another state are forgotten."""
+        super().__setstate__(state)
+        self._plans, self._last_found_inf = {}, None
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, and from torch's Adam and AdamW; moments and masters get the dtypes that this optimizer gives.
+
+        Raises:
+            ValueError: For a state dict that does not fit; nothing is changed then.
+        """
+        given: dict[str, Any] = {}
+
+        def before(_: Any, hooked: dict[str, Any]) -> dict[str, Any]:  # the last hook: it sees what the others made
+            given.update({**hooked, "param_groups": self._groups_to_load(hooked)})
+            return given
+
+        lrs = [group["lr"] for group in self.param_groups]
+        handles = [
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(lambda _: self._finish_load(given, lrs), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _groups_to_load(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """The saved param groups, checked and with what torch's Adam does not say."""
+        groups: list[dict[str, Any]] = given["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
+            return groups  # torch refuses them
+        for own, saved in zip(self.param_groups, groups, strict=True):
+            if saved.get("amsgrad"):
+                raise ValueError("amsgrad must be False, got a state dict with amsgrad=True: use torch.optim.AdamW")
+            for param, key in zip(own["params"], saved["params"], strict=True):
+                _check_saved(given["state"].get(key, {}), param)
+        return [_loadable(own, saved) for own, saved in zip(self.param_groups, groups, strict=True)]
+
+    def _finish_load(self, given: dict[str, Any], lrs: list[float | Tensor]) -> None:
+        """Take moments and masters in their own dtypes, where torch took the parameter's; a tensor lr stays itself."""
+        for group, saved, lr in zip(self.param_groups, given["param_groups"], lrs, strict=True):
+            if isinstance(lr, Tensor):
+                group["lr"] = lr.fill_(float(group["lr"]))
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                if values := given["state"].get(key):
+                    self.state[param] = self._state_from(values, param)
+
+    def _state_from(self, values: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+        del self.state[param]
+        state = self._new_state(param)
+        if self.master_weights and "master_param" in values:
+            state["master_param"] = torch.empty_like(param, dtype=torch.float32)
+        for name, tensor in state.items():
+            tensor.copy_(values[name]) if isinstance(values[name], Tensor) else tensor.fill_(values[name])
+        return state
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise TypeError(
+                f"step() takes no {name}, which optimizers of this name once had: gradients are read from .grad; "
+                "torch.amp.GradScaler hands over a loss scale, FusedAdam(max_grad_norm=...) clips, and "
+                "FusedAdam(master_weights=True) or the copies attribute writes low-precision parameters"
+            )
+
+
+def _check_capture(groups: list[dict[str, Any]]) -> None:
+    on_gpu = any(param.is_cuda for group in groups for param in group["params"][:1])
+    if on_gpu and torch.cuda.is_current_stream_capturing() and not all(group["capturable"] for group in groups):
+        raise RuntimeError("capturable must be True to capture step() in a CUDA graph, got False")
+
+
+def _check_saved(values: dict[str, Any], param: Tensor) -> None:
+    if not values:
+        return
+    if missing := {"step", "exp_avg", "exp_avg_sq"} - values.keys():
+        raise ValueError(f"the state dict is of no Adam: it has no {sorted(missing)} for a parameter")
+    for name in ("exp_avg", "exp_avg_sq", "master_param"):
+        if name in values and values[name].shape != param.shape:
+            raise ValueError(
+                f"{name} in the state dict must have the parameter's shape {tuple(param.shape)}, got "
+                f"{tuple(values[name].shape)}"
+            )
+
+
+def _loadable(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """A saved group's parameters and hyperparameters; what it does not say, and how to run, stays as it is here."""
+    loaded = {**own, **{key: value for key, value in saved.items() if key not in _NOT_LOADED}}
+    loaded["adam_w_mode"] = saved.get("adam_w_mode", saved.get("decoupled_weight_decay", own["adam_w_mode"]))
+    return loaded
+
+
+def _check_group(group: dict[str, Any], number: int) -> None:
+    if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one element, got one of {group['lr'].numel()}")
+    for name in ("lr", "eps", "weight_decay"):
+        check_at_least(name, group[name], 0)
+    check_betas(group["betas"])
+    for name in ("bias_correction", "adam_w_mode", "maximize", "capturable"):
+        if not isinstance(group[name], bool):
+            raise TypeError(f"{name} must be True or False, got {group[name]!r} in param group {number}")
+    if group["amsgrad"]:
+        raise ValueError(
+            f"amsgrad must be False, got {group['amsgrad']} in param group {number}: use torch.optim.AdamW"
+        )
+    for param in group["params"]:
+        if param.dtype not in _DTYPES:
+            raise TypeError(f"parameters must be one of {_DTYPES}, got {param.dtype} in param group {number}")
+        if param.layout != torch.strided:
+            raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
