@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+from hf_compressopt.kernels import native
+from hf_compressopt.kernels.adam_native import AdamTable
+
 _PLAIN = {Tensor, torch.nn.Parameter}  # other types, such as DTensor, are torch's to work on
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
 
@@ -68,8 +74,8 @@ class AdamTensors:
     """The tensors of one step: lists with an entry for each parameter.
 
     Attributes:
-        params: Any shapes; float32, bfloat16, float16 or float64. Where there is a master, they are written only.
-        grads: Shaped like the parameters.
+        grads: Any shapes; float32, bfloat16, float16 or float64.
+        params: Shaped like the gradients, and of these dtypes; where there is a master, they are written only.
         exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
         exp_avg_sqs: As exp_avgs.
         steps: [] float32 each, on the parameter's device: steps that it has seen; counted up.
@@ -77,19 +83,31 @@ class AdamTensors:
         copies: Tensors that get the new parameter too, rounded to their dtype, or None.
     """
 
-    params: list[Tensor]
     grads: list[Tensor]
+    params: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
     masters: list[Tensor | None]
     copies: list[Tensor | None]
 
+    def columns(self) -> list[list[Any]]:
+        """The lists, with the gradients first."""
+        return [
+            self.grads,
+            self.params,
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.steps,
+            self.masters,
+            self.copies,
+        ]
+
     def take(self, indices: Sequence[int]) -> AdamTensors:
         """Those of some parameters."""
         if len(indices) == len(self.params):
             return self
-        return AdamTensors(*([values[i] for i in indices] for values in vars(self).values()))
+        return AdamTensors(*([values[i] for i in indices] for values in self.columns()))
 
 
 def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) -> AdamPlan:
@@ -121,7 +139,7 @@ def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) ->
 
 
 class AdamPlan:
-    """Which implementation updates which tensors.
+    """Which implementation updates which tensors, with the tables that native code reads.
 
     Args:
         tensors: The tensors; they are checked.
@@ -129,24 +147,102 @@ class AdamPlan:
 
     def __init__(self, tensors: AdamTensors) -> None:
         """See the class."""
-        parts: dict[tuple[bool, torch.device], list[int]] = defaultdict(list)
-        for index, row in enumerate(zip(*vars(tensors).values(), strict=True)):
-            parts[_uniform(*row), row[0].device].append(index)
-        self._parts = [(fused, device, indices) for (fused, device), indices in parts.items()]
-        self._tensors = tensors
+        parts: dict[tuple[_Kind, torch.device], list[int]] = defaultdict(list)
+        for index, row in enumerate(zip(*tensors.columns(), strict=True)):
+            parts[_kind(*row), row[0].device].append(index)
+        self._parts = [_Part(kind, device, indices, tensors) for (kind, device), indices in parts.items()]
+        self._fixed = tensors.columns()[1:]
+        self._reusable = all(part.kind is not _Kind.OTHER for part in self._parts)
+        self._layout = _layout(tensors) if self._reusable else []
+        self._pointers = _pointers(tensors) if self._reusable else []
 
     def holds(self, tensors: AdamTensors) -> bool:
-        """Whether it fits these tensors too."""
-        return False
+        """Whether it fits these tensors too. New gradients may lie elsewhere; all else must be the same."""
+        return (
+            self._reusable
+            and len(tensors.params) == len(self._fixed[0])
+            and all(all(map(is_, new, old)) for new, old in zip(tensors.columns()[1:], self._fixed, strict=True))
+            and _layout(tensors) == self._layout
+            and _pointers(tensors) == self._pointers
+        )
 
     def run(self, tensors: AdamTensors, step: AdamStep) -> None:
         """Take the step."""
-        for uniform, device, indices in self._parts:
-            part, here = tensors.take(indices), step.on(device)
-            if uniform and here.bias_correction and here.clip_factor is None:
-                torch_fused_(part, here)
-            else:
-                reference_(part, here)
+        for part in self._parts:
+            part.run(tensors, step.on(part.device))
+
+
+class _Kind(Enum):
+    """Who can update a tensor, beside the reference."""
+
+    NATIVE = auto()
+    TORCH = auto()  # torch's fused operator, for most steps
+    OTHER = auto()
+
+
+class _Part:
+    """The tensors of one device that the same implementations can update, by their indices."""
+
+    def __init__(self, kind: _Kind, device: torch.device, indices: list[int], tensors: AdamTensors) -> None:
+        self.kind, self.device = kind, device
+        self._indices = indices
+        self._table = AdamTable(tensors.take(indices)) if kind is _Kind.NATIVE else None
+
+    def run(self, tensors: AdamTensors, step: AdamStep) -> None:
+        part = tensors.take(self._indices)
+        if self._table is not None:
+            self._table.run(part.grads, step, self.device)
+        elif self.kind is _Kind.TORCH and step.bias_correction and step.clip_factor is None:
+            torch_fused_(part, step)
+        else:
+            return reference_(part, step)
+        written = [*part.params, *(copy for copy in part.copies if copy is not None)]
+        increment_version([*written, *part.grads] if step.write_grads else written)
+
+
+def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Kind:
+    """Check the tensors of one parameter."""
+    if g.layout != torch.strided:
+        raise TypeError(f"gradients must be dense, got {g.layout}: torch.optim.SparseAdam takes sparse ones")
+    given = {"gradient": g, "exp_avg": m, "exp_avg_sq": v, "master": master, "copy": copy}
+    others = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, tensor in others.items():
+        if tensor.shape != p.shape or tensor.device != p.device:
+            raise ValueError(
+                f"the {name} of a parameter of shape {tuple(p.shape)} on {p.device} must be shaped like it and lie "
+                f"there, got {tuple(tensor.shape)} on {tensor.device}"
+            )
+    tensors = [p, *others.values()]
+    if any(type(tensor) not in _PLAIN for tensor in [*tensors, t]) or not _aligned(tensors):
+        return _Kind.OTHER
+    dtypes = {tensor.dtype for tensor in tensors}
+    if t.dtype != torch.float32 or t.device != p.device or not dtypes <= native.DTYPES.keys() or m.dtype != v.dtype:
+        return _Kind.OTHER
+    if native.available(p.device) and (master is None or master.dtype == torch.float32):
+        return _Kind.NATIVE
+    suits_torch = p.device.type in _TORCH_FUSED_DEVICES and len(others) == 3 and dtypes == {torch.float32}
+    return _Kind.TORCH if suits_torch and native.chosen() != "reference" and p.is_contiguous() else _Kind.OTHER
+
+
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether each element lies at the same place in all of them, with no gaps between elements."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    strides = torch.empty_like(tensors[0], device="meta").stride()
+    return all(tensor.stride() == strides for tensor in tensors)
+
+
+def _layout(tensors: AdamTensors) -> list[object]:
+    """How the gradients lie in memory, and with them, since torch keeps both alike, the parameters."""
+    grads = tensors.grads
+    return [*map(Tensor.stride, grads), *map(Tensor.numel, grads), *(grad.dtype for grad in grads)]
+
+
+def _pointers(tensors: AdamTensors) -> list[int]:
+    """Where everything lies but the gradients."""
+    lists: list[list[Tensor]] = [tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps]
+    lists += [[tensor for tensor in column if tensor is not None] for column in (tensors.masters, tensors.copies)]
+    return [pointer for column in lists for pointer in map(Tensor.data_ptr, column)]
 
 
 def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
@@ -180,7 +276,7 @@ def reference_(tensors: AdamTensors, step: AdamStep) -> None:
     if step.found_inf is not None and bool(step.found_inf):
         return
     lr = step.lr.double() if isinstance(step.lr, Tensor) else step.lr
-    for p, g, m, v, t, master, copy in zip(*vars(tensors).values(), strict=True):
+    for g, p, m, v, t, master, copy in zip(*tensors.columns(), strict=True):
         t += 1
         weights = _wide(p if master is None else master)
         direction = _direction_(weights, _gradient_(g, step).to(weights.dtype), m, v, t, lr, step)
@@ -227,23 +323,6 @@ def _direction_(
         lr = lr / (1 - step.beta1**count)
         denominator.div_((1 - step.beta2**count) ** 0.5)
     return (m * lr).div_(denominator.add_(step.eps))
-
-
-def _uniform(p: Tensor, g: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> bool:
-    """Check the tensors of one parameter. Returns whether torch's fused operator can take them."""
-    if g.layout != torch.strided:
-        raise TypeError(f"gradients must be dense, got {g.layout}: torch.optim.SparseAdam takes sparse ones")
-    for name, tensor in (("gradient", g), ("exp_avg", m), ("exp_avg_sq", v), ("master", master), ("copy", copy)):
-        if tensor is not None and (tensor.shape != p.shape or tensor.device != p.device):
-            raise ValueError(
-                f"the {name} of a parameter of shape {tuple(p.shape)} on {p.device} must be shaped like it and lie "
-                f"there, got {tuple(tensor.shape)} on {tensor.device}"
-            )
-    return (
-        master is copy is None
-        and p.device.type in _TORCH_FUSED_DEVICES
-        and all(type(x) in _PLAIN and x.dtype == torch.float32 and x.is_contiguous() for x in (p, g, m, v, t))
-    )
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -313,7 +313,9 @@ class _Operands:
             raise ValueError(f"the messages are {max(nbytes)} bytes long, and the stride is {y.stride}")
         last = max((rank for rank, size in enumerate(nbytes) if size), default=0)
         if messages.numel() < last * y.stride + nbytes[last]:
-            raise ValueError(f"messages must have {last * y.stride + nbytes[last]} bytes or more, got {messages.numel()}")
+            raise ValueError(
+                f"messages must have {last * y.stride + nbytes[last]} bytes or more, got {messages.numel()}"
+            )
         pointer = _pointer("messages", messages, self.device, torch.uint8, None)
         return ctypes.byref(_Average(pointer, None, y.numel, block, y.stride, y.world_size))
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
-from hf_compressopt.optim.functional import clip_factor, sum_of_squares
+from hf_compressopt.optim.functional import clip_factor
 from hf_compressopt.optim.options import check_at_least, check_betas
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -141,6 +142,7 @@ class FusedAdam(torch.optim.Optimizer):
         self._update()
         return loss
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self) -> None:
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         self._last_found_inf = found_inf
@@ -181,8 +183,8 @@ class FusedAdam(torch.optim.Optimizer):
         params = [p for p in group["params"] if p.grad is not None]
         states = [self.state[p] or self._new_state(p) for p in params]
         return AdamTensors(
-            params=params,
             grads=[p.grad for p in params],
+            params=params,
             exp_avgs=[state["exp_avg"] for state in states],
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             steps=[state["step"] for state in states],

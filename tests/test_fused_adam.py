@@ -1,0 +1,747 @@
+"""FusedAdam: torch's numbers, whichever kernels run, and what every user of torch optimizers expects of one."""
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_compressopt import FusedAdam
+from hf_compressopt.kernels import adam, native
+
+SHAPES = [(7,), (3, 5), (2, 3, 4), (), (1,), (1027,), (0,), (0, 4)]
+STEPS = 10
+LOW = (torch.bfloat16, torch.float16)
+
+MODES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {}),
+    "l2": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "maximize": (torch.optim.AdamW, {"weight_decay": 0.1, "maximize": True}),
+    "other_numbers": (torch.optim.AdamW, {"weight_decay": 0.3, "betas": (0.5, 0.9), "eps": 1e-3}),
+    "no_momentum": (torch.optim.AdamW, {"weight_decay": 0.0, "betas": (0.0, 0.5)}),
+}
+
+
+@pytest.fixture(params=["reference", "torch", "native"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test that takes it runs with each implementation."""
+    choice: str = request.param
+    if choice == "torch":  # what a machine without native libraries does
+        monkeypatch.delenv("HF_COMPRESSOPT_KERNELS", raising=False)
+        monkeypatch.setattr(native, "available", lambda device: False)
+    else:
+        monkeypatch.setenv("HF_COMPRESSOPT_KERNELS", choice)
+    if choice == "native":
+        request.getfixturevalue("native_kernels")
+    return choice
+
+
+@pytest.fixture
+def native_kernels() -> None:
+    if reason := native.why_not(torch.device("cpu")):
+        pytest.skip(reason)
+
+
+def parameters(shapes: Any = SHAPES, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+
+
+def twins(params: list[nn.Parameter], dtype: torch.dtype | None = None) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone().to(dtype or p.dtype)) for p in params]
+
+
+def draw(t: int, *lists: list[nn.Parameter], scale: float = 1.0, missing: Any = ()) -> None:
+    """The same gradients for each list of parameters, rounded to the first one's dtypes."""
+    generator = torch.Generator().manual_seed(1000 + t)
+    for index, row in enumerate(zip(*lists, strict=True)):
+        grad = (torch.randn(row[0].shape, generator=generator) * scale).to(row[0].dtype)
+        for p in row:
+            p.grad = None if index in missing else grad.clone().to(p.dtype)
+
+
+def ours(params: Any, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> FusedAdam:
+    return FusedAdam(params, adam_w_mode=cls is torch.optim.AdamW, **options)
+
+
+def assert_close(one: Any, other: Any, rtol: float = 2e-6, atol: float = 2e-6) -> None:
+    for p, q in zip(one, other, strict=True):
+        torch.testing.assert_close(p.detach().double(), q.detach().double(), rtol=rtol, atol=atol)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for p, q in zip(one, other, strict=True):
+        assert p.dtype == q.dtype and torch.equal(p, q)
+
+
+def snapshot(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [value for p in params for value in optimizer.state[p].values()]
+    return [tensor.detach().clone() for tensor in [*params, *states]]
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(14)
+@pytest.mark.parametrize("mode", MODES)
+def test_equals_torch_in_float64(mode: str, kernels: str) -> None:
+    cls, options = MODES[mode]
+    params = parameters()
+    exact, double = twins(params, torch.float64), twins(params, torch.float64)
+    reference = cls(exact, lr=0.01, foreach=False, **options)
+    optimizers = [ours(params, cls, lr=0.01, **options), ours(double, cls, lr=0.01, **options)]
+    for t in range(STEPS):
+        draw(t, params, exact, double)
+        for optimizer in (reference, *optimizers):
+            optimizer.step()
+    assert_close(params, exact)
+    assert_close(double, exact, rtol=1e-12, atol=1e-13)
+    for p, q in zip(params, exact, strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert_close([optimizers[0].state[p][name]], [reference.state[q][name]])
+
+
+@pytest.mark.invariant(15)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_low_precision_equals_torch_fused(mode: str, dtype: torch.dtype, kernels: str) -> None:
+    """With the parameter's dtype for moments, as torch has it; and with float32 moments nearer to float64."""
+    cls, options = MODES[mode]
+    params = parameters(dtype=dtype)
+    as_torch, theirs, exact = twins(params), twins(params), twins(params, torch.float64)
+    optimizers = [
+        ours(params, cls, lr=0.01, **options),
+        ours(as_torch, cls, lr=0.01, fp32_moments=False, **options),
+        cls(theirs, lr=0.01, fused=True, **options),
+        cls(exact, lr=0.01, **options),
+    ]
+    for t in range(STEPS):
+        draw(t, params, as_torch, theirs, exact)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close(as_torch, theirs, rtol=5e-3, atol=5e-3)
+    assert_close(params, exact, rtol=STEPS * torch.finfo(dtype).eps, atol=5e-3)
+    for p, q, r in zip(params, as_torch, exact, strict=True):
+        first = optimizers[0].state[p]
+        assert first["exp_avg"].dtype == torch.float32 and optimizers[1].state[q]["exp_avg_sq"].dtype == dtype
+        assert_close([first["exp_avg"]], [optimizers[3].state[r]["exp_avg"]], rtol=0.05, atol=0.02)
+
+
+BIT_CASES: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adam": {"weight_decay": 0.0},
+    "l2": {"adam_w_mode": False, "maximize": True},
+    "no_correction": {"bias_correction": False, "fp32_moments": False},
+    "masters": {"master_weights": True, "max_grad_norm": 1.0},
+    "scaled": {"scale": 96.0},  # no power of two: a division does not become a multiplication
+    "scaled_and_clipped": {"scale": 96.0, "max_grad_norm": 1.0, "master_weights": True, "maximize": True},
+}
+
+
+@pytest.mark.parametrize("case", BIT_CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_native_has_the_bits_of_the_reference(
+    case: str, dtype: torch.dtype, native_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters, moments, masters, copies and the gradients that a scale leaves behind."""
+    options = {"lr": 0.01, "weight_decay": 0.1, **BIT_CASES[case]}
+    scale = options.pop("scale", 1.0)
+    results = []
+    for choice in ("native", "reference"):
+        monkeypatch.setenv("HF_COMPRESSOPT_KERNELS", choice)
+        params = parameters(dtype=dtype)
+        optimizer = FusedAdam(params, **options)
+        optimizer.copies.update({p: torch.zeros_like(p, dtype=torch.bfloat16) for p in params[2:]})
+        for t in range(STEPS):
+            draw(t, params, scale=scale, missing={1} if t == 2 else ())
+            if scale != 1.0:
+                optimizer.grad_scale = torch.tensor(scale)
+            optimizer.step()
+        grads = [p.grad for p in params]
+        results.append([*snapshot(params, optimizer), *grads, *optimizer.copies.values()])
+    assert_same(*results)
+
+
+def test_without_bias_correction(kernels: str) -> None:
+    params, lr, (beta1, beta2), eps, decay = parameters(), 0.01, (0.9, 0.99), 1e-6, 0.1
+    optimizer = FusedAdam(params, lr, betas=(beta1, beta2), eps=eps, weight_decay=decay, bias_correction=False)
+    exact = [p.detach().double() for p in params]
+    m, v = [torch.zeros_like(p) for p in exact], [torch.zeros_like(p) for p in exact]
+    for t in range(STEPS):
+        draw(t, params)
+        for i, p in enumerate(params):
+            g = p.grad.double()
+            m[i] = beta1 * m[i] + (1 - beta1) * g
+            v[i] = beta2 * v[i] + (1 - beta2) * g * g
+            exact[i] = exact[i] * (1 - lr * decay) - lr * m[i] / (v[i].sqrt() + eps)
+        optimizer.step()
+    assert_close(params, exact)
+
+
+@pytest.mark.invariant(17)
+def test_mixed_dtypes_and_intermittent_gradients(kernels: str) -> None:
+    """One group of four dtypes does what four optimizers do; every parameter counts its own steps."""
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64] * 2
+    params = [p for i, dtype in enumerate(dtypes) for p in parameters([SHAPES[i]], dtype, seed=i)]
+    alone = twins(params)
+    together = FusedAdam(params, lr=0.01, weight_decay=0.1)
+    apart = [FusedAdam([p], lr=0.01, weight_decay=0.1) for p in alone]
+    for t in range(STEPS):
+        draw(t, params, alone, missing={t % 8, (3 * t) % 8} if t % 2 else ())
+        for optimizer in (together, *apart):
+            optimizer.step()
+    assert_same(params, alone)
+    counts = [float(together.state[p]["step"]) for p in params]
+    assert counts == [sum(not (t % 2 and i in (t % 8, 3 * t % 8)) for t in range(STEPS)) for i in range(8)]
+
+
+@pytest.mark.invariant(12)
+def test_no_gradient_changes_nothing(kernels: str) -> None:
+    params = parameters()
+    params[0].requires_grad_(False)
+    before = [p.detach().clone() for p in params]
+    optimizer = FusedAdam(params, lr=0.01, weight_decay=0.1)
+    optimizer.step()
+    assert_same(params, before)
+    assert not optimizer.state
+    draw(0, params[2:])
+    optimizer.step()
+    assert_same(params[:2], before[:2])
+
+
+def test_memory_layout_does_not_matter(kernels: str) -> None:
+    """Transposed, channels-last and gapped parameters; expanded and transposed gradients."""
+    base = torch.randn(6, 4, 5, 3)
+    views = [
+        base[:, :, 0, 0].clone().t(),
+        base.clone().contiguous(memory_format=torch.channels_last),
+        base.clone()[:, ::2],
+        base[0, :, :, 0].clone(),
+        base[0, :, :, 0].clone(),
+    ]
+    strange = [nn.Parameter(view) for view in views]
+    plain = [nn.Parameter(view.clone(memory_format=torch.contiguous_format)) for view in views]
+    optimizers = [FusedAdam(params, lr=0.01, weight_decay=0.1) for params in (strange, plain)]
+    for t in range(STEPS):
+        draw(t, plain)
+        strange[0].grad = plain[0].grad.t().contiguous().t()
+        strange[1].grad = plain[1].grad.contiguous(
+            memory_format=torch.channels_last if t % 2 else torch.contiguous_format
+        )
+        strange[2].grad = plain[2].grad.clone()
+        plain[3].grad = plain[3].grad[:1].expand(4, 5).contiguous()
+        strange[3].grad = plain[3].grad[:1].expand(4, 5)
+        strange[4].grad = plain[4].grad.t().contiguous().t()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close(strange, plain, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("change", ["gradient", "data", "smaller", "state", "dtype", "group"])
+def test_nothing_is_remembered_that_has_changed(change: str, kernels: str) -> None:
+    """What is cached from step to step notices new tensors, of the same shape or another, wherever they come from."""
+    shapes = [(6, 4), (5,), (3, 3)]
+    params, exact = parameters(shapes), parameters(shapes, torch.float64)
+    optimizer, reference = FusedAdam(params, lr=0.01), torch.optim.AdamW(exact, lr=0.01, weight_decay=0.0)
+    for t in range(6):
+        if t == 3 and change == "data":
+            for row in (params, exact):
+                row[0].data = row[0].data * 2
+        elif t == 3 and change == "smaller":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                row[0].data = row[0].data[:3]
+                row[0].grad = None
+                for name in ("exp_avg", "exp_avg_sq"):
+                    owner.state[row[0]][name] = owner.state[row[0]][name][:3]
+        elif t == 3 and change == "state":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                owner.state[row[0]]["exp_avg"] = torch.zeros_like(row[0])
+                owner.state[row[1]]["exp_avg_sq"].data = torch.ones_like(row[1])
+        elif t == 3 and change == "dtype":
+            params[1].data = params[1].data.double()
+        elif t == 3 and change == "group":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                row[2] = owner.param_groups[0]["params"][2] = nn.Parameter(torch.ones(2, 2, dtype=row[2].dtype))
+        for row in (params, exact):
+            for p in row:
+                p.grad = None
+        draw(t, params, exact)
+        if change == "gradient":
+            params[0].grad = params[0].grad.t().contiguous().t() if t % 2 else params[0].grad
+        optimizer.step()
+        reference.step()
+    assert_close(params, exact)
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_state_of_another_shape_is_refused(name: str, kernels: str) -> None:
+    params = parameters([(6, 4)])
+    optimizer = FusedAdam(params, lr=0.01)
+    for t in range(2):
+        draw(t, params)
+        optimizer.step()
+    optimizer.state[params[0]][name] = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=rf"{name} .* \(6, 4\) .* got \(3, 4\)"):
+        optimizer.step()
+    optimizer = FusedAdam(params, lr=0.01)
+    optimizer.step()
+    params[0].data = params[0].data[:2]
+    params[0].grad = torch.ones(2, 4)
+    with pytest.raises(ValueError, match=r"exp_avg .* \(2, 4\) .* got \(6, 4\)"):
+        optimizer.step()
+
+
+def test_versions_count_up(kernels: str) -> None:
+    """Autograd notices that a parameter which it has saved was changed."""
+    params = parameters([(4,)])
+    optimizer = FusedAdam(params, lr=0.01)
+    draw(0, params)
+    loss = (params[0] * params[0].detach().exp()).sum() + params[0].exp().mul(params[0]).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# -- scaling, clipping, masters, copies -------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(unscale: bool, kernels: str) -> None:
+    """With an overflow in between: the numbers of AdamW with a scaler of its own, and no change at the skip."""
+    params = parameters()
+    others = twins(params)
+    optimizer, reference = FusedAdam(params, lr=0.01), torch.optim.AdamW(others, lr=0.01, weight_decay=0.0)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=96.0, growth_interval=2) for _ in range(2)]
+    for t in range(STEPS):
+        before = snapshot(params, optimizer)
+        for scaler, row, owner in ((scalers[0], params, optimizer), (scalers[1], others, reference)):
+            scaler.scale(torch.ones(()))
+            draw(t, row, scale=scaler.get_scale())
+            if t == 4:
+                row[1].grad[2, 2] = math.inf
+            if unscale:
+                scaler.unscale_(owner)
+                nn.utils.clip_grad_norm_(row, 1.0, foreach=False)
+            scaler.step(owner)
+            scaler.update()
+        if t == 4:
+            assert_same(snapshot(params, optimizer), before)
+        else:
+            assert_close([p.grad for p in params], [p.grad for p in others])
+        assert optimizer.step_was_skipped == (t == 4)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
+    assert_close(params, others)
+
+
+def test_grad_scale_set_by_hand(kernels: str) -> None:
+    """torch multiplies a scale of the user's own with the scaler's; found_inf of several devices may exceed 1."""
+    params = parameters()
+    others = twins(params)
+    optimizer, reference = FusedAdam(params, lr=0.01), FusedAdam(others, lr=0.01)
+    draw(0, params, scale=96.0)
+    draw(0, others, scale=1.0)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor([96.0]), torch.zeros(1)
+    optimizer.step()
+    reference.step()
+    assert_close(params, others)
+    before = snapshot(params, optimizer)
+    optimizer.found_inf = torch.tensor(2.0)
+    optimizer.step()
+    assert_same(snapshot(params, optimizer), before)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 1e9])
+def test_max_grad_norm(max_grad_norm: float, scaled: bool, kernels: str) -> None:
+    """The norm is of all groups' gradients, unscaled."""
+    params = parameters()
+    others = twins(params)
+    groups = [{"params": params[:3], "lr": 0.02}, {"params": params[3:]}]
+    optimizer = FusedAdam(groups, lr=0.01, weight_decay=0.1, max_grad_norm=max_grad_norm)
+    reference = torch.optim.AdamW(
+        [{"params": others[:3], "lr": 0.02}, {"params": others[3:]}], lr=0.01, weight_decay=0.1
+    )
+    for t in range(STEPS):
+        draw(t, params, scale=64.0 if scaled else 1.0, missing={1})
+        draw(t, others, missing={1})
+        if scaled:
+            optimizer.grad_scale = torch.tensor(64.0)
+        optimizer.step()
+        nn.utils.clip_grad_norm_(others, max_grad_norm)
+        reference.step()
+    assert_close(params, others)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_master_weights(dtype: torch.dtype, kernels: str) -> None:
+    """Small updates, which the parameters alone would round away, add up."""
+    params = parameters(dtype=dtype) + parameters([(3,)], seed=9)
+    exact = twins(params, torch.float64)
+    optimizer = FusedAdam(params, lr=1e-5, weight_decay=0.1, master_weights=True)
+    reference = torch.optim.AdamW(exact, lr=1e-5, weight_decay=0.1)
+    for t in range(STEPS):
+        draw(t, params, exact)
+        optimizer.step()
+        reference.step()
+    masters = [optimizer.state[p]["master_param"] for p in params[:-1]]
+    assert (
+        all(master.dtype == torch.float32 for master in masters) and "master_param" not in optimizer.state[params[-1]]
+    )
+    assert_close(masters, exact[:-1])
+    assert_same(params[:-1], [master.to(dtype) for master in masters])
+    fresh_params = twins(params)
+    fresh = FusedAdam(fresh_params, lr=1e-5, weight_decay=0.1, master_weights=True)
+    fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    plain_params = twins(params)
+    plain = FusedAdam(plain_params, lr=1e-5, weight_decay=0.1)
+    plain.load_state_dict(optimizer.state_dict())
+    assert not any("master_param" in plain.state[p] for p in plain_params)
+    draw(STEPS, params, fresh_params)
+    optimizer.step()
+    fresh.step()
+    assert_same(snapshot(params, optimizer), snapshot(fresh_params, fresh))
+
+
+def test_copies(kernels: str) -> None:
+    params = parameters() + parameters([(5, 2)], torch.bfloat16)
+    optimizer = FusedAdam(params, lr=0.01, master_weights=True)
+    for p, dtype in zip(params, [torch.bfloat16, torch.float16, torch.float32] * 3, strict=True):
+        optimizer.copies[p] = torch.empty_like(p, dtype=dtype)
+    del optimizer.copies[params[0]]
+    for t in range(3):
+        draw(t, params)
+        optimizer.step()
+        for p, low in optimizer.copies.items():
+            full = optimizer.state[p].get("master_param", p)
+            assert torch.equal(low, full.to(low.dtype))
+    assert len(optimizer.state_dict()["state"][0]) == 3
+    optimizer.copies[params[1]] = torch.empty(3, 4)
+    with pytest.raises(ValueError, match=r"copy .* \(3, 5\) .* got \(3, 4\)"):
+        optimizer.step()
+
+
+# -- an ordinary optimizer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(10)
+def test_closure(kernels: str) -> None:
+    params = parameters()
+    others = twins(params)
+    optimizer, reference = FusedAdam(params, lr=0.01), FusedAdam(others, lr=0.01)
+
+    def closure() -> torch.Tensor:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = sum((p**2).sum() for p in params)
+        loss.backward()
+        return loss.detach()
+
+    for _ in range(3):
+        expected = sum((p.detach() ** 2).sum() for p in params)
+        torch.testing.assert_close(optimizer.step(closure), expected)
+        for p in others:
+            p.grad = 2 * p.detach()
+        assert reference.step() is None
+    assert_same(params, others)
+
+
+@pytest.mark.invariant(11)
+@pytest.mark.parametrize("lr", [torch.tensor(0.0625), torch.full((1,), 0.0625), torch.tensor(0.0625).double()])
+def test_tensor_lr(lr: torch.Tensor, kernels: str) -> None:
+    """It gives a float's numbers, and stays the tensor that a scheduler writes to and a CUDA graph reads."""
+    lr = lr.clone()
+    params = parameters()
+    others = twins(params)
+    optimizer, reference = FusedAdam(params, lr, weight_decay=0.1), FusedAdam(others, 0.0625, weight_decay=0.1)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(owner, 0.5) for owner in (optimizer, reference)]
+    for t in range(4):
+        draw(t, params, others)
+        for owner, scheduler in zip((optimizer, reference), schedulers, strict=True):
+            owner.step()
+            scheduler.step()
+        assert_same(params, others)
+    optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.param_groups[0]["lr"] is lr and float(lr) == 0.0625 * 0.5**4
+
+
+def test_zero_grad() -> None:
+    for default in (True, False):
+        params = parameters()
+        optimizer = FusedAdam(params, set_grad_none=default)
+        for given in (None, True, False):
+            draw(0, params)
+            optimizer.zero_grad() if given is None else optimizer.zero_grad(set_to_none=given)
+            for p in params:
+                assert p.grad is None if (default if given is None else given) else not p.grad.any()
+
+
+@pytest.mark.invariant(19)
+def test_hooks_fire_in_torchs_order(kernels: str) -> None:
+    def events(cls: type[torch.optim.Optimizer]) -> list[str]:
+        params, seen = parameters(), []
+        optimizer = cls(params, lr=0.01)
+        optimizer.register_step_pre_hook(lambda *_: seen.append(f"before {params[0].sum():.3f}"))
+        optimizer.register_step_post_hook(lambda *_: seen.append(f"after {params[0].sum():.3f}"))
+        optimizer.register_state_dict_pre_hook(lambda *_: seen.append("before state_dict"))
+        optimizer.register_state_dict_post_hook(lambda *_: seen.append("after state_dict"))
+        optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before load"))
+        optimizer.register_load_state_dict_post_hook(
+            lambda owner: seen.append(f"after load {owner.state[params[1]]['exp_avg'].sum():.3f}")
+        )
+        draw(0, params)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        return seen
+
+    assert events(FusedAdam) == events(lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=0.0))
+
+
+def test_a_load_hook_may_change_the_state() -> None:
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = FusedAdam(params, lr=0.01)
+    draw(0, params)
+    optimizer.step()
+    state = optimizer.state_dict()
+
+    def doubled(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        given = copy.deepcopy(given)
+        given["state"][1]["exp_avg"] *= 2
+        given["param_groups"][0]["lr"] = 0.5
+        return given
+
+    fresh = FusedAdam(params, lr=0.3)
+    fresh.register_load_state_dict_pre_hook(doubled)
+    fresh.load_state_dict(state)
+    assert_same([fresh.state[params[1]]["exp_avg"]], [optimizer.state[params[1]]["exp_avg"] * 2])
+    assert fresh.param_groups[0]["lr"] == 0.5 and state["param_groups"][0]["lr"] == 0.01
+
+
+@pytest.mark.invariant(20)
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_deepcopy_pickle_and_repr(how: Any, kernels: str) -> None:
+    params = parameters([(5,), (2, 3)], torch.bfloat16)
+    optimizer = FusedAdam(params, lr=0.01, master_weights=True, max_grad_norm=0.5, set_grad_none=False)
+    optimizer.copies[params[0]] = torch.zeros(5)
+    for t in range(2):
+        draw(t, params)
+        optimizer.step()
+    others, other = how((params, optimizer))
+    for t in range(2, 4):
+        draw(t, params, others)
+        optimizer.step()
+        other.step()
+    assert_same(snapshot(params, optimizer), snapshot(others, other))
+    assert_same([optimizer.copies[params[0]]], [other.copies[others[0]]])
+    assert other.copies[others[0]] is not optimizer.copies[params[0]]
+    other.zero_grad()
+    assert others[0].grad is not None
+    assert "FusedAdam" in repr(optimizer) and "adam_w_mode: True" in repr(optimizer)
+
+
+@pytest.mark.invariant(3)
+def test_group_added_later_and_named_parameters(kernels: str) -> None:
+    names = ["a", "b", "c"]
+    params = parameters(SHAPES[:3])
+    others = twins(params)
+    late = FusedAdam([("a", params[0])], lr=0.01)
+    late.add_param_group({"params": list(zip(names[1:], params[1:], strict=True)), "lr": 0.02})
+    early = FusedAdam([{"params": others[:1]}, {"params": others[1:], "lr": 0.02}], lr=0.01)
+    for t in range(3):
+        draw(t, params, others)
+        late.step()
+        early.step()
+    assert_same(params, others)
+    assert late.state_dict()["param_groups"][1]["param_names"] == ["b", "c"]
+
+
+def test_compiled_step(kernels: str) -> None:
+    """torch.compile around a whole training step breaks its graph at the optimizer, and nothing else changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    other = copy.deepcopy(model)
+    optimizers = [FusedAdam(m.parameters(), lr=0.01) for m in (model, other)]
+
+    def train(m: nn.Module, optimizer: FusedAdam, x: torch.Tensor) -> None:
+        m(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(train, backend="aot_eager")
+    for t in range(4):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(t))
+        compiled(model, optimizers[0], x)
+        train(other, optimizers[1], x)
+    assert_close(model.parameters(), other.parameters(), rtol=1e-6, atol=1e-7)
+    torch._dynamo.reset()
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be >= 0, got -1"),
+        ({"lr": math.nan}, "lr must be >= 0, got nan"),
+        ({"lr": torch.ones(2)}, "a tensor of one element, got one of 2"),
+        ({"eps": -1e-8}, "eps must be >= 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be >= 0"),
+        ({"betas": (0.9, 1.0)}, r"betas\[1\] must be in \[0, 1\), got 1.0"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"amsgrad": True}, "amsgrad must be False, got True"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be >= 0, got -1"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FusedAdam(parameters(), **options)
+
+
+def test_refused_types() -> None:
+    with pytest.raises(TypeError, match="complex64 in param group 0"):
+        FusedAdam([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match="must be dense, got torch.sparse_coo"):
+        FusedAdam([nn.Parameter(torch.zeros(2).to_sparse())])
+    with pytest.raises(TypeError, match="adam_w_mode must be True or False, got 1"):
+        FusedAdam(parameters(), adam_w_mode=1)
+    optimizer = FusedAdam(parameters())
+    with pytest.raises(ValueError, match="eps must be >= 0"):
+        optimizer.add_param_group({"params": parameters(seed=1), "eps": -1})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_sparse_gradient(kernels: str) -> None:
+    table = nn.Embedding(5, 3, sparse=True)
+    optimizer = FusedAdam(table.parameters())
+    draw(0, [table.weight])
+    optimizer.step()
+    table.weight.grad = None
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match="gradients must be dense, got torch.sparse_coo"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["grads", "output_params", "scale", "grad_norms"])
+def test_old_arguments_of_step(name: str) -> None:
+    params = parameters()
+    draw(0, params)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(TypeError, match=rf"step\(\) takes no {name}.*GradScaler"):
+        FusedAdam(params).step(**{name: [torch.ones(1)]})
+    assert_same(params, before)
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(2)
+@pytest.mark.parametrize("mode", ["adamw", "l2", "maximize", "other_numbers"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_crosses_over_both_ways(mode: str, fused: bool, kernels: str) -> None:
+    cls, options = MODES[mode]
+    params = parameters()
+    others = twins(params)
+    optimizer, reference = ours(params, cls, lr=0.01, **options), cls(others, lr=0.01, fused=fused, **options)
+    for t in range(4):
+        draw(t, params, others)
+        optimizer.step()
+        reference.step()
+    states = through_a_file(optimizer.state_dict()), through_a_file(reference.state_dict())
+    new_optimizer, new_reference = ours(params, cls, lr=0.5), cls(others, lr=0.5, fused=fused)
+    new_optimizer.load_state_dict(states[1])
+    new_reference.load_state_dict(states[0])
+    for t in range(4, 8):
+        draw(t, params, others)
+        new_optimizer.step()
+        new_reference.step()
+    assert_close(params, others)
+    group = new_optimizer.param_groups[0]
+    assert all(group[name] == value for name, value in {"lr": 0.01, **options}.items())
+    assert set(group) == set(optimizer.param_groups[0])
+    assert float(new_optimizer.state[params[0]]["step"]) == float(new_reference.state[others[0]]["step"]) == 8
+
+
+def test_adams_state_dict_tells_its_kind_of_decay() -> None:
+    """A recent torch says it in the state dict; an older one does not, and the optimizer's own mode stays."""
+    params = parameters()
+    for cls in (torch.optim.Adam, torch.optim.AdamW):
+        state = cls(params, weight_decay=0.1).state_dict()
+        optimizer = FusedAdam(params)
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["adam_w_mode"] == (cls is torch.optim.AdamW)
+        del state["param_groups"][0]["decoupled_weight_decay"]
+        optimizer = FusedAdam(params, adam_w_mode=False, capturable=True)
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["adam_w_mode"] is False and optimizer.param_groups[0]["capturable"] is True
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.invariant(25)
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_resume_is_bit_for_bit(dtype: torch.dtype, kernels: str) -> None:
+    params = parameters(dtype=dtype)
+    optimizer = FusedAdam(params, lr=0.01, weight_decay=0.1)
+    for at in range(4):
+        resumed = twins(params)
+        other = FusedAdam(resumed, lr=0.5)
+        state = through_a_file(optimizer.state_dict())
+        before = copy.deepcopy(state)
+        other.load_state_dict(state)
+        whole, continued = copy.deepcopy((params, optimizer)), (resumed, other)
+        for t in range(at, 6):
+            for row, owner in (whole, continued):
+                draw(t, row, missing={2} if t % 2 else ())
+                owner.step()
+        assert_same(snapshot(*whole), snapshot(*continued))
+        torch.testing.assert_close(state, before, rtol=0, atol=0)
+        draw(at, params)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fault", ["groups", "shape", "amsgrad", "another optimizer"])
+def test_state_dict_that_does_not_fit_changes_nothing(fault: str) -> None:
+    params = parameters()
+    optimizer = FusedAdam(params, lr=0.01)
+    draw(0, params)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    if fault == "groups":
+        state["param_groups"][0]["params"] = [0]
+    elif fault == "shape":
+        state["state"][1]["exp_avg"] = torch.zeros(4, 3)
+    elif fault == "amsgrad":
+        state["param_groups"][0]["amsgrad"] = True
+    else:
+        state["state"][1] = {"momentum_buffer": torch.zeros(3, 5)}
+    before = snapshot(params, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(ValueError):
+        optimizer.load_state_dict(state)
+    assert_same(snapshot(params, optimizer), before)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_the_plan_of_a_step_is_used_again(kernels: str) -> None:
+    """As long as the tensors stay, whether gradients are filled in place or made anew; else it is made anew itself."""
+    params = parameters(SHAPES[:4])
+    optimizer = FusedAdam(params, lr=0.01)
+    plans: list[adam.AdamPlan] = []
+    for t in range(4):
+        draw(t, params, missing={1} if t == 3 else ())
+        optimizer.step()
+        plans.append(optimizer._plans[0])
+    assert (plans[0] is plans[1] is plans[2]) == (kernels != "reference") and plans[2] is not plans[3]
