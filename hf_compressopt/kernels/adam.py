@@ -317,7 +317,7 @@ def _direction_(
     for moment, wide in ((exp_avg, m), (exp_avg_sq, v)):
         if moment is not wide:
             moment.copy_(wide)
-    denominator = v.sqrt()
+    denominator = v.double().sqrt().to(v.dtype)  # MKL's float32 square root, which torch calls, is not rounded right
     if step.bias_correction:
         count = float(t) if t.device.type == "cpu" else t.double()  # a GPU's host does not wait
         lr = lr / (1 - step.beta1**count)
