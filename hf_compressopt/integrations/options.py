@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import torch
 
 from hf_compressopt.optim.freezing import FreezingOptimizer
+from hf_compressopt.optim.fused_adam import FusedAdam
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.onebit_lamb import OnebitLamb
@@ -22,7 +23,7 @@ COMPRESSED: dict[str, type[FreezingOptimizer]] = {
     "onebit_lamb": OnebitLamb,
 }
 #: What ``--optim NAME`` stands for: the compressed ones, and ordinary optimizers.
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {**COMPRESSED, "lamb": Lamb}
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {**COMPRESSED, "lamb": Lamb, "fused_adam": FusedAdam}
 
 # Trainer has flags of its own for these.
 _TRAINER_FLAGS = {
