@@ -23,6 +23,7 @@ from hf_compressopt.grad_sync import GradientSync, ddp_hook
 from hf_compressopt.integrations.log import show_log
 from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.fused_adam import FusedAdam
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +112,9 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             if self.scaler is not None and not isinstance(self.scaler, GradScaler):
                 self.scaler.__class__ = GradScaler
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(inner, CompressedOptimizer):
+        if isinstance(inner, (CompressedOptimizer, FusedAdam)):
             prepared.__class__ = CompressOptAcceleratedOptimizer
+        if isinstance(inner, CompressedOptimizer):
             if self._compressopt.announce and self.is_main_process:
                 logger.info("attached %s", inner.describe())
         self._bind()
