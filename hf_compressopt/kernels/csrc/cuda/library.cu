@@ -1,0 +1,160 @@
+// About the library: whether it can run here, errors in words, and the memory that some kernels share.
+#include "library.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <map>
+#include <tuple>
+
+namespace compressopt {
+namespace {
+
+constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};  // 750, 800, ...
+constexpr const char* kOldestDriver = "580";            // of CUDA 13
+
+thread_local char last_error[512] = "";
+
+__global__ void probe() {}
+
+// For the newest architecture there is PTX too, which the driver can compile for GPUs that are newer still.
+struct InstructionSet {
+    char names[256] = "";
+    InstructionSet() {
+        int length = 0, newest = 0;
+        for (int architecture : kArchitectures) {
+            newest = architecture / 10;
+            length += snprintf(names + length, sizeof(names) - length, "sm_%d ", newest);
+        }
+        snprintf(names + length, sizeof(names) - length, "compute_%d", newest);
+    }
+};
+
+co_status check_driver() {
+    int driver = 0, runtime = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) {
+        return fail(CO_NO_DEVICE, "there is no NVIDIA driver on this machine (this library needs %s or newer)",
+                    kOldestDriver);
+    }
+    if (driver / 1000 < runtime / 1000) {
+        return fail(CO_NO_DEVICE,
+                    "the NVIDIA driver is too old: it supports CUDA %d.%d, this library is built with CUDA %d.%d and "
+                    "needs driver %s or newer",
+                    driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10, kOldestDriver);
+    }
+    return CO_OK;
+}
+
+co_status check_code(int device) {
+    cudaFuncAttributes attributes;
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, probe);
+    if (error == cudaSuccess) return CO_OK;
+    cudaGetLastError();
+    if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction &&
+        error != cudaErrorUnsupportedPtxVersion && error != cudaErrorInvalidKernelImage) {
+        return fail(CO_DEVICE_ERROR, "loading the kernels on CUDA device %d: %s", device, cudaGetErrorString(error));
+    }
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    return fail(CO_NO_DEVICE, "this library has no code for CUDA device %d, of compute capability %d.%d: it has %s",
+                device, major, minor, co_instruction_set());
+}
+
+co_status check_device(int device) {
+    CO_TRY(check_driver());
+    int count = 0;
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
+        cudaGetLastError();
+        return fail(CO_NO_DEVICE, "the NVIDIA driver finds no GPU (is it hidden by CUDA_VISIBLE_DEVICES?)");
+    }
+    if (error != cudaSuccess) return fail(CO_DEVICE_ERROR, "counting the GPUs: %s", cudaGetErrorString(error));
+    if (device < 0 || device >= count) {
+        return fail(CO_NO_DEVICE, "there is no CUDA device %d: the driver finds %d", device, count);
+    }
+    const DeviceGuard guard(device);
+    CO_TRY(guard.status());
+    return check_code(device);
+}
+
+std::mutex scratch_mutex;
+
+}  // namespace
+
+co_status fail(co_status status, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(last_error, sizeof(last_error), format, arguments);
+    va_end(arguments);
+    return status;
+}
+
+co_status fail(cudaError_t error, const char* doing) {
+    cudaGetLastError();  // it is reported here, and must not be met again by the next one who asks
+    switch (error) {
+        case cudaErrorInsufficientDriver:
+        case cudaErrorNoDevice:
+        case cudaErrorInvalidDevice:
+        case cudaErrorNoKernelImageForDevice:
+        case cudaErrorUnsupportedPtxVersion:
+            return fail(CO_NO_DEVICE, "%s: %s (co_check_device says more)", doing, cudaGetErrorString(error));
+        default:
+            return fail(CO_DEVICE_ERROR, "%s: %s", doing, cudaGetErrorString(error));
+    }
+}
+
+DeviceGuard::DeviceGuard(int device) {
+    int current = -1;
+    cudaError_t error = cudaGetDevice(&current);
+    if (error == cudaSuccess && current != device) {
+        error = cudaSetDevice(device);
+        if (error == cudaSuccess) previous_ = current;
+    }
+    if (error != cudaSuccess) status_ = fail(error, "choosing the CUDA device");
+}
+
+DeviceGuard::~DeviceGuard() {
+    if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
+Scratch::Scratch(int device, cudaStream_t stream, size_t nbytes) : lock_(scratch_mutex) {
+    struct Piece {
+        void* memory = nullptr;
+        size_t nbytes = 0;
+    };
+    static auto& pieces = *new std::map<std::tuple<int, cudaStream_t, unsigned long long>, Piece>;  // never destroyed
+    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+    unsigned long long capture = 0;
+    cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture);
+    if (error == cudaSuccess) {
+        Piece& piece = pieces[{device, stream, capturing == cudaStreamCaptureStatusActive ? capture : 0}];
+        if (piece.nbytes < nbytes) {  // the smaller one may still be in use
+            cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+            cudaThreadExchangeStreamCaptureMode(&mode);
+            error = cudaMalloc(&memory_, nbytes);
+            cudaThreadExchangeStreamCaptureMode(&mode);
+            if (error == cudaSuccess) piece = {memory_, nbytes};
+        }
+        memory_ = piece.memory;
+    }
+    if (error != cudaSuccess) status_ = fail(error, "allocating a small piece of GPU memory");
+}
+
+}  // namespace compressopt
+
+using namespace compressopt;
+
+int32_t co_abi_version(void) { return CO_ABI_VERSION; }
+
+const char* co_instruction_set(void) {
+    static const InstructionSet instruction_set;
+    return instruction_set.names;
+}
+
+int32_t co_use_instruction_set(const char*) { return bad_argument("a GPU has one instruction set"); }
+
+int32_t co_check_device(int32_t device) { return check_device(device); }
+
+const char* co_last_error(void) { return last_error; }

@@ -1,0 +1,92 @@
+// Messages: where scales and signs lie (see kernels/__init__.py), and how they are read.
+#pragma once
+
+#include "runs.cuh"
+
+namespace compressopt {
+
+constexpr int64_t kAlignment = 16;
+
+__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline int64_t chunk_numel(int64_t numel, int64_t world_size) { return ceil_div(numel, 8 * world_size) * 8; }
+
+// Scales of a chunk of numel > 0 elements.
+inline int64_t num_blocks(int64_t numel, int64_t scale_block) {
+    return scale_block == 0 ? 1 : ceil_div(numel, scale_block);
+}
+
+inline int64_t message_nbytes(int64_t numel, int64_t scale_block) {
+    return ceil_div(4 * num_blocks(numel, scale_block) + ceil_div(numel, 8), kAlignment) * kAlignment;
+}
+
+// The scale, negative where the lowest bit is set.
+__device__ inline Real with_sign(float scale, unsigned bits) {
+    return __uint_as_float(__float_as_uint(scale) ^ (bits << 31));
+}
+
+// The four signs, in the lowest bits, of the quad at element i >= 0.
+template <class Index>
+__device__ inline unsigned signs_at(const uint8_t* bits, Index i) {
+    return bits[i >> 3] >> (i & 7);
+}
+
+__device__ inline float scale_at(const uint8_t* message, int64_t block) {
+    return reinterpret_cast<const float*>(message)[block];
+}
+
+// The averaged bucket.
+struct Average {
+    const uint8_t* messages;
+    const float* values;
+    int64_t chunk, scale_block, stride;
+    int64_t blocks, last_chunk, last_blocks;  // the last chunk may have fewer blocks
+
+    explicit Average(const co_average& y)
+        : messages(y.messages),
+          values(y.values),
+          chunk(chunk_numel(y.numel, y.messages ? y.world_size : 1)),
+          scale_block(y.scale_block == 0 ? chunk : y.scale_block),
+          stride(y.stride),
+          blocks(ceil_div(chunk, scale_block)),
+          last_chunk((y.numel - 1) / chunk),
+          last_blocks(ceil_div(y.numel - last_chunk * chunk, scale_block)) {}
+
+    // The elements of the span are meant; the others hold anything.
+    __device__ Quad at(int64_t i, Span span) const {
+        if (!messages) return load(values + i, span);
+        const int64_t j = quotient(i, chunk), inside = i - j * chunk;
+        const uint8_t* const message = messages + j * stride;
+        const float scale = scale_at(message, quotient(inside, scale_block));
+        const unsigned signs = signs_at(message + 4 * (j == last_chunk ? last_blocks : blocks), inside);
+        return each([&](int k) { return with_sign(scale, signs >> k); });
+    }
+};
+
+inline co_status check_average(const co_average* y) {
+    CO_REQUIRE(y != nullptr, "y is null");
+    CO_REQUIRE(y->numel >= 0, "y: numel < 0");
+    if (y->numel == 0) return CO_OK;
+    CO_REQUIRE(y->messages || y->values, "y: neither messages nor values");
+    if (!y->messages) return CO_OK;
+    CO_REQUIRE(y->world_size >= 1, "y: world_size < 1");
+    CO_REQUIRE(y->scale_block >= 0 && y->scale_block % 8 == 0, "y: scale_block is no multiple of 8 and not 0");
+    CO_REQUIRE(y->stride % kAlignment == 0, "y: stride is no multiple of 16");
+    CO_REQUIRE(reinterpret_cast<uintptr_t>(y->messages) % kAlignment == 0, "y: messages are not aligned to 16 bytes");
+    CO_REQUIRE(y->world_size == 1 || y->stride >= message_nbytes(chunk_numel(y->numel, y->world_size), y->scale_block),
+               "y: stride is less than a message");
+    return CO_OK;
+}
+
+// out <- z, or out <- z + out where `add` is set. Arguments have been checked.
+co_status combine(const co_combination& z, float* out, int64_t numel, bool add, const Place& place);
+
+inline co_status check_combination(const co_combination* z, int64_t numel) {
+    CO_REQUIRE(z != nullptr, "z is null");
+    CO_REQUIRE(numel >= 0, "numel < 0");
+    if (numel == 0) return CO_OK;
+    CO_REQUIRE(z->grads || !z->factors, "z: factors without segments that say whose they are");
+    return z->grads ? check_segments(z->grads, z->count, numel, "z.grads") : CO_OK;
+}
+
+}  // namespace compressopt

@@ -1,0 +1,161 @@
+// The user's tensors, as kernels see them: tables of runs, passed by value as parameters of a kernel, so that no memory
+// is needed and a graph can capture the call; and the division of runs into items, one for each block of threads.
+#pragma once
+
+#include <algorithm>
+
+#include "library.h"
+#include "threads.cuh"
+
+namespace compressopt {
+
+// Consecutive elements of one tensor, or, where a kernel reads gradients beside parameters, of both.
+struct Run {
+    void* param;       // the first element, or null
+    const void* grad;  // the first element, or null
+    int64_t start;     // where the run begins in the bucket
+    int64_t numel;
+    int32_t index;
+    int8_t param_dtype, grad_dtype;
+    bool still;
+
+    __device__ int64_t stop() const { return start + numel; }
+    __device__ Quad load_param(int64_t i, Span span) const { return load(param, param_dtype, i - start, span); }
+    __device__ void store_param(int64_t i, const Quad& quad, Span span) const {
+        store(param, param_dtype, i - start, quad, span);
+    }
+    __device__ Quad load_grad(int64_t i, Span span) const { return load(grad, grad_dtype, i - start, span); }
+};
+
+// An item is the part of a run in one tile of 2^tile_bits elements of the bucket. first_item[r]: items before run r.
+template <class Entry, int kCapacity>
+struct Table {
+    static constexpr int capacity = kCapacity;
+    int32_t count;
+    int32_t tile_bits;
+    int32_t first_item[kCapacity + 1];
+    Entry entries[kCapacity];
+};
+
+// A kernel has 32764 bytes of parameters; few runs get by with fewer bytes, which are quicker to launch.
+constexpr int kMaxParameters = 32764;
+using FewRuns = Table<Run, 80>;
+using ManyRuns = Table<Run, 720>;
+
+struct Item {
+    int entry;
+    int64_t low, high;  // elements of the bucket
+};
+
+__host__ __device__ inline int64_t items_of(int64_t start, int64_t numel, int tile_bits) {
+    return numel == 0 ? 0 : ((start + numel - 1) >> tile_bits) - (start >> tile_bits) + 1;
+}
+
+template <class AnyTable>
+__device__ inline Item find_item(const AnyTable& table) {
+    const int item = blockIdx.x;
+    int entry = 0, beyond = table.count;
+    while (beyond - entry > 1) {
+        const int middle = (entry + beyond) / 2;
+        if (table.first_item[middle] <= item) {
+            entry = middle;
+        } else {
+            beyond = middle;
+        }
+    }
+    const int64_t start = table.entries[entry].start, stop = start + table.entries[entry].numel;
+    const int64_t tile = (start >> table.tile_bits) + (item - table.first_item[entry]);
+    const int64_t low = tile << table.tile_bits, high = (tile + 1) << table.tile_bits;
+    return {entry, low > start ? low : start, high < stop ? high : stop};
+}
+
+// Call body(i, span) for the quads of this block's item that are this thread's.
+template <class Body>
+__device__ inline void for_quads(const Item& item, Body body) {
+    for (int64_t i = item.low / kQuad * kQuad + kQuad * threadIdx.x; i < item.high; i += kQuad * kThreads) {
+        body(i, span_of(i, item.low, item.high));
+    }
+}
+
+// ---- host ------------------------------------------------------------------------------------------------------------
+
+inline co_status check_segments(const co_segment* segments, int64_t count, int64_t numel, const char* name) {
+    int64_t sum = 0;
+    for (int64_t k = 0; k < count; ++k) {
+        const co_segment& segment = segments[k];
+        if (segment.numel < 0) return fail(CO_BAD_ARGUMENT, "%s[%lld]: numel < 0", name, (long long)k);
+        if (segment.dtype < CO_FLOAT32 || segment.dtype > CO_FLOAT16) {
+            return fail(CO_BAD_ARGUMENT, "%s[%lld]: dtype %d is none of co_dtype", name, (long long)k, segment.dtype);
+        }
+        sum += segment.numel;
+    }
+    if (numel >= 0 && sum != numel) {
+        return fail(CO_BAD_ARGUMENT, "%s cover %lld elements, the bucket has %lld", name, (long long)sum,
+                    (long long)numel);
+    }
+    return CO_OK;
+}
+
+// The runs of a bucket whose parameters, gradients or both are given; one run of neither where none are.
+class RunsOf {
+public:
+    RunsOf(const co_segment* params, const co_segment* grads, int64_t numel)
+        : params_(params), grads_(grads), numel_(numel) {}
+    int64_t count(int64_t given) const { return params_ || grads_ ? given : 1; }
+
+    Run operator()(int64_t k) {
+        const co_segment* const any = params_ ? params_ + k : grads_ ? grads_ + k : nullptr;
+        Run run = {};
+        run.start = start_;
+        run.numel = any ? any->numel : numel_;
+        run.index = any ? any->index : 0;
+        run.still = any && (any->flags & CO_STILL);
+        if (params_) {
+            run.param = params_[k].data;
+            run.param_dtype = static_cast<int8_t>(params_[k].dtype);
+        }
+        if (grads_) {
+            run.grad = grads_[k].data;
+            run.grad_dtype = static_cast<int8_t>(grads_[k].dtype);
+        }
+        start_ += run.numel;
+        return run;
+    }
+
+private:
+    const co_segment *params_, *grads_;
+    int64_t numel_, start_ = 0;
+};
+
+template <class Filled, class EntryAt, class Launch>
+co_status fill_table(int64_t& done, int64_t count, int tile_bits, EntryAt& entry_at, Launch& run) {
+    Filled table;
+    table.count = static_cast<int32_t>(std::min<int64_t>(count - done, Filled::capacity));
+    table.tile_bits = tile_bits;
+    int64_t items = 0;
+    for (int32_t k = 0; k < table.count; ++k) {
+        table.entries[k] = entry_at(done + k);
+        table.first_item[k] = static_cast<int32_t>(items);
+        items += items_of(table.entries[k].start, table.entries[k].numel, tile_bits);
+        if (items > INT32_MAX) return fail(CO_BAD_ARGUMENT, "more elements than the 2^43 that one call takes");
+    }
+    table.first_item[table.count] = static_cast<int32_t>(items);
+    done += table.count;
+    return run(table, items);
+}
+
+// Fill tables with entry_at(0) ... entry_at(count - 1), each called once and in order, and call run(table, items) for
+// each of them.
+template <class Few, class Many, class EntryAt, class Launch>
+co_status for_tables(int64_t count, int tile_bits, EntryAt entry_at, Launch run) {
+    for (int64_t done = 0; done < count;) {
+        if (count - done <= Few::capacity) {
+            CO_TRY((fill_table<Few>(done, count, tile_bits, entry_at, run)));
+        } else {
+            CO_TRY((fill_table<Many>(done, count, tile_bits, entry_at, run)));
+        }
+    }
+    return CO_OK;
+}
+
+}  // namespace compressopt

@@ -1,0 +1,193 @@
+// Sums over tensors: squares of elements, and what 1-bit LAMB needs. A block of threads sums an item, a second kernel
+// the items of each run: in an order that depends on the segments only.
+#include <vector>
+
+#include "message.cuh"
+
+namespace compressopt {
+namespace {
+
+constexpr int64_t kMaxItems = 8192;  // about; more elements make larger items, so that the scratch memory stays small
+
+template <class Runs>
+__global__ void __launch_bounds__(kThreads, 4)
+    square_items(const Runs __grid_constant__ runs, double* __restrict__ of_item) {
+    const Item item = find_item(runs);
+    const Run& run = runs.entries[item.entry];
+    double squares = 0;
+    for_quads(item, [&](int64_t i, Span span) { squares += square_sum(run.load_param(i, span), span); });
+    squares = over_block(squares, Sum());
+    if (threadIdx.x == 0) of_item[blockIdx.x] = squares;
+}
+
+// Thread 0 of the block gets the fold over the items of run `run`; of each item, number `which` of `width`.
+template <class Runs, class Fold>
+__device__ inline double fold_items(const Runs& runs, int run, const double* of_item, int width, int which, Fold fold) {
+    double result = 0;  // all that is folded is >= 0
+    for (int item = runs.first_item[run] + threadIdx.x; item < runs.first_item[run + 1]; item += kThreads) {
+        result = fold(result, of_item[item * width + which]);
+    }
+    return over_block(result, fold);
+}
+
+template <class Runs>
+__global__ void __launch_bounds__(kThreads)
+    square_runs(const Runs __grid_constant__ runs, const double* __restrict__ of_item, double* __restrict__ sums) {
+    const int run = blockIdx.x;
+    const double squares = fold_items(runs, run, of_item, 1, 0, Sum());
+    if (threadIdx.x == 0) sums[runs.entries[run].index] = squares;
+}
+
+struct LambMoments {
+    Average y;
+    float *exp_avg, *fresh;
+    const float *exp_avg_sq, *factors;
+    co_lamb_options options;
+
+    __device__ Quad denominator(const Quad& v) const {
+        const Real eps = options.eps;
+        return options.eps_inside_sqrt ? square_root(v + eps) : square_root(v) + eps;
+    }
+};
+
+template <class Runs>
+__global__ void __launch_bounds__(kThreads, 4)
+    lamb_items(const Runs __grid_constant__ runs, const LambMoments __grid_constant__ lamb, double* of_item) {
+    static_assert(sizeof(Runs) + sizeof(LambMoments) + sizeof(double*) <= kMaxParameters);
+    const Item item = find_item(runs);
+    const Run& run = runs.entries[item.entry];
+    const co_lamb_options& options = lamb.options;
+    const bool decays = run.param && options.weight_decay != 0.0f;
+    double directions = 0, updates = 0, ratio = run.still ? 1.0 : 0.0;
+    for_quads(item, [&](int64_t i, Span span) {
+        const Quad old = load(lamb.exp_avg + i, span), v = load(lamb.exp_avg_sq + i, span);
+        Quad fresh = load(lamb.fresh + i, span);
+        const Quad p = decays ? run.load_param(i, span) : same(0.0f);
+        const Quad m = run.still ? same(0.0f) : lamb.y.at(i, span) / Real(lamb.factors[run.index]);
+        const Quad g = (m - old * Real(options.beta1)) / Real(options.one_minus_beta1);
+        fresh = fresh * Real(options.beta2) + g * g * Real(options.one_minus_beta2);
+        store(lamb.fresh + i, fresh, span);
+        store(lamb.exp_avg + i, m, span);
+        const Quad frozen = lamb.denominator(v);
+        const Quad direction = run.still ? same(0.0f) : m / frozen;
+        directions += square_sum(direction, span);
+        updates += square_sum(decays ? direction + p * Real(options.weight_decay) : direction, span);
+        if (run.still) return;
+        const Quad ratios = frozen / lamb.denominator(fresh);
+#pragma unroll
+        for (int k = 0; k < kQuad; ++k) {
+            if (span.has(k)) ratio = Maximum()(ratio, ratios.of[k].value);
+        }
+    });
+    directions = over_block(directions, Sum());
+    updates = over_block(updates, Sum());
+    ratio = over_block(ratio, Maximum());
+    if (threadIdx.x == 0) {
+        double* const mine = of_item + 3 * blockIdx.x;
+        mine[0] = directions;
+        mine[1] = updates;
+        mine[2] = ratio;
+    }
+}
+
+template <class Runs>
+__global__ void __launch_bounds__(kThreads)
+    lamb_runs(const Runs __grid_constant__ runs, const double* __restrict__ of_item, double* __restrict__ sums) {
+    const int run = blockIdx.x;
+    if (runs.entries[run].numel == 0) return;
+    const double directions = fold_items(runs, run, of_item, 3, 0, Sum());
+    const double updates = fold_items(runs, run, of_item, 3, 1, Sum());
+    const double ratio = fold_items(runs, run, of_item, 3, 2, Maximum());
+    if (threadIdx.x == 0) {
+        double* const of_tensor = sums + 3 * int64_t{runs.entries[run].index};
+        of_tensor[0] += directions;
+        of_tensor[1] += updates;
+        of_tensor[2] = Maximum()(of_tensor[2], ratio);
+    }
+}
+
+int tile_bits_for(const co_segment* segments, int64_t count) {
+    int64_t numel = 0;
+    for (int64_t k = 0; k < count; ++k) numel += segments[k].numel;
+    int bits = kTileBits;
+    while ((numel >> bits) > kMaxItems) ++bits;
+    return bits;
+}
+
+// The most bytes that the items of a table need.
+constexpr size_t scratch_nbytes(int width) {
+    return (kMaxItems + 2 * ManyRuns::capacity + 1) * width * sizeof(double);
+}
+
+// The tensors' entries in the sums are written by blocks of threads that know nothing of each other.
+bool indices_differ(const co_segment* segments, int64_t count) {
+    std::vector<int32_t> indices;
+    for (int64_t k = 0; k < count; ++k) {
+        if (segments[k].numel > 0) indices.push_back(segments[k].index);
+    }
+    std::sort(indices.begin(), indices.end());
+    return std::adjacent_find(indices.begin(), indices.end()) == indices.end();
+}
+
+}  // namespace
+}  // namespace compressopt
+
+using namespace compressopt;
+
+int32_t co_square_sums(const co_segment* segments, int64_t count, double* sums, const co_exec* exec) {
+    CO_REQUIRE(exec, "exec is null");
+    CO_REQUIRE(count >= 0, "count < 0");
+    if (count == 0) return CO_OK;
+    CO_REQUIRE(segments && sums, "segments or sums is null");
+    CO_TRY(check_segments(segments, count, -1, "segments"));
+    for (int64_t k = 0; k < count; ++k) {
+        CO_REQUIRE(segments[k].data || segments[k].numel == 0, "a segment with elements has no data");
+    }
+    const Place place(*exec);
+    const DeviceGuard guard(place.device);
+    CO_TRY(guard.status());
+    const Scratch scratch(place.device, place.stream, scratch_nbytes(1));
+    CO_TRY(scratch.status());
+    const auto run_at = [&](int64_t k) {
+        Run run = {};
+        run.param = segments[k].data;
+        run.param_dtype = static_cast<int8_t>(segments[k].dtype);
+        run.numel = segments[k].numel;
+        run.index = static_cast<int32_t>(k);
+        return run;
+    };
+    double* const of_item = scratch.as<double>();
+    return for_tables<FewRuns, ManyRuns>(
+        count, tile_bits_for(segments, count), run_at, [&](const auto& table, int64_t items) -> co_status {
+            using Runs = std::decay_t<decltype(table)>;
+            if (items > 0) CO_TRY(launch(square_items<Runs>, items, place, table, of_item));
+            return launch(square_runs<Runs>, table.count, place, table, of_item, sums);
+        });
+}
+
+int32_t co_lamb_moments(const co_average* y, float* exp_avg, float* fresh, const float* exp_avg_sq,
+                        const co_segment* params, int64_t count, const float* factors, double* sums,
+                        const co_lamb_options* options, const co_exec* exec) {
+    CO_REQUIRE(exec && options, "exec or options is null");
+    CO_TRY(check_average(y));
+    if (y->numel == 0) return CO_OK;
+    CO_REQUIRE(exp_avg && fresh && exp_avg_sq && params && factors && sums,
+               "exp_avg, fresh, exp_avg_sq, params, factors or sums is null");
+    CO_TRY(check_segments(params, count, y->numel, "params"));
+    CO_REQUIRE(indices_differ(params, count), "two segments of one call have the same index");
+    const Place place(*exec);
+    const DeviceGuard guard(place.device);
+    CO_TRY(guard.status());
+    const Scratch scratch(place.device, place.stream, scratch_nbytes(3));
+    CO_TRY(scratch.status());
+    const LambMoments lamb = {Average(*y), exp_avg, fresh, exp_avg_sq, factors, *options};
+    double* const of_item = scratch.as<double>();
+    return for_tables<FewRuns, ManyRuns>(
+        count, tile_bits_for(params, count), RunsOf(params, nullptr, y->numel),
+        [&](const auto& table, int64_t items) -> co_status {
+            using Runs = std::decay_t<decltype(table)>;
+            if (items == 0) return CO_OK;
+            CO_TRY(launch(lamb_items<Runs>, items, place, table, lamb, of_item));
+            return launch(lamb_runs<Runs>, table.count, place, table, of_item, sums);
+        });
+}
