@@ -333,8 +333,13 @@ def _descend_(segment: Segment, direction: Tensor, descent: Descent) -> None:
 
 def _denominator(variance: Tensor, options: Descent | LambOptions) -> Tensor:
     if options.eps_inside_sqrt:
-        return variance.add(options.eps).sqrt_()
-    return variance.sqrt().add_(options.eps)
+        return square_root(variance + options.eps)
+    return square_root(variance).add_(options.eps)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """Correctly rounded, as native kernels compute it: a CPU's torch may miss that by 1 ulp. x: [...] float32."""
+    return x.double().sqrt_().float()
 
 
 def _pieces(segments: Sequence[Segment], *flats: Tensor) -> Iterator[tuple[Segment, list[Tensor]]]:
