@@ -45,7 +45,9 @@ class Arena:
 
     def check(self) -> None:
         for block, begin, end in self._blocks:
-            assert bool((block[:begin] == _PATTERN).all() and (block[end:] == _PATTERN).all()), "written beside a buffer"
+            assert bool((block[:begin] == _PATTERN).all() and (block[end:] == _PATTERN).all()), (
+                "written beside a buffer"
+            )
 
 
 @dataclass
@@ -174,7 +176,11 @@ def _check_messages(u: Tensor, error: Tensor, messages: Tensor, world_size: int,
         start, stop = chunk_range(u.numel(), world_size, rank)
         if start == stop:
             continue
-        part, blocks, nbytes = u[start:stop], num_blocks(stop - start, scale_block), message_nbytes(stop - start, scale_block)
+        part, blocks, nbytes = (
+            u[start:stop],
+            num_blocks(stop - start, scale_block),
+            message_nbytes(stop - start, scale_block),
+        )
         message = messages[byte : byte + nbytes]
         scales = message[: 4 * blocks].view(torch.float32)
         whole = u if scale_block is None else part
@@ -208,7 +214,9 @@ def average(case: Pair, numel: int, world_size: int, scale_block: int | None) ->
     return y, replace(y, messages=own)
 
 
-def check_decompress(device: torch.device, numel: int, world_size: int, scale_block: int | None, shift: int = 0) -> None:
+def check_decompress(
+    device: torch.device, numel: int, world_size: int, scale_block: int | None, shift: int = 0
+) -> None:
     case = Pair(Arena(device), numel)
     y, own_y = average(case, numel, world_size, scale_block)
     out, own_out = case.normal(numel, shift=shift)

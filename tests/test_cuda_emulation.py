@@ -131,7 +131,9 @@ def test_adam() -> None:
         cases.STEP,
         replace(cases.STEP, adam_w_mode=False, maximize=True),
         replace(cases.STEP, weight_decay=0.0, bias_correction=False, lr=scalar(1e-3)),
-        replace(cases.STEP, grad_scale=scalar(1024.0), clip_factor=scalar(0.7), found_inf=scalar(0.0), write_grads=True),
+        replace(
+            cases.STEP, grad_scale=scalar(1024.0), clip_factor=scalar(0.7), found_inf=scalar(0.0), write_grads=True
+        ),
         replace(cases.STEP, found_inf=scalar(1.0), write_grads=True),
     ):
         cases.check_adam(CPU, sizes, step)

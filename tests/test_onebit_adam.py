@@ -172,6 +172,30 @@ def compare_with_adamw(rank, world_size):
     return mismatches
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_warmup_is_adamw_but_for_rounding(dtype):
+    from hf_compressopt import OnebitAdam
+
+    results = []
+    for fused in (False, True):
+        params = [torch.nn.Parameter(torch.linspace(-1, 1, n).to(dtype)) for n in (5, 130, 0, 3)]
+        optimizer = OnebitAdam(params, lr=0.01, weight_decay=0.1, freeze_step=8, fused_warmup=fused)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(step)
+            for p in params[: 4 - step % 2]:
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [optimizer.state[p] for p in params]
+        results.append(([p.detach().float() for p in params], [s["exp_avg_sq"] for s in states]))
+        assert [float(s["step"]) for s in states] == [10, 10, 10, 6]
+    assert not all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True)), "took torch's way"
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for plain, fused in zip(results[0], results[1], strict=True):
+        for one, other in zip(plain, fused, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
 def test_first_gradient_counts():
     """The original only counted in its first step()."""
     p = torch.nn.Parameter(torch.zeros(4))

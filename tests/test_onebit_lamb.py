@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 from unittest import mock
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_compressopt import OnebitLamb, load_state, save_state
-from tests.harness import run_ranks
+from hf_compressopt.kernels import native
+from tests.harness import run_ranks, run_ranks_expecting_error
 from tests.oracles.cases import BYTES_PER_MB, SAFE_DISTANCE, Case, Problem, flat_params, flat_state, set_gradients
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_lamb import OnebitLambSimulation
@@ -505,3 +507,16 @@ def test_bad_option_is_named(kwargs, words):
     with pytest.raises(ValueError) as caught:
         OnebitLamb([torch.nn.Parameter(torch.zeros(3))], **kwargs)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def reference_on_one(rank, world_size):
+    with mock.patch.dict(os.environ, {"HF_COMPRESSOPT_KERNELS": "reference"} if rank == 1 else {}):
+        p = torch.nn.Parameter(torch.ones(5))
+        p.grad = torch.ones(5)
+        OnebitLamb([p]).step()
+
+
+@pytest.mark.skipif(not native.available(torch.device("cpu")), reason="there is no native library to mix with")
+def test_ranks_whose_norms_would_differ_are_refused_together():
+    for text in run_ranks_expecting_error(2, reference_on_one).values():
+        assert "kernels=reference" in text and "kernels=native" in text

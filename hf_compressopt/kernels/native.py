@@ -10,7 +10,7 @@ import ctypes
 import os
 from array import array
 from collections.abc import Iterable, Sequence
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any

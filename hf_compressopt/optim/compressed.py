@@ -127,6 +127,7 @@ class CompressedOptimizer(ScheduledOptimizer):
             cuda_aware=cuda_aware,
         )
 
+    _fused_warmup = False
     #: What is sent after the switch, and what clipping reports then, for the log.
     _after_the_switch = ("the momentum", "sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger")
 
@@ -141,6 +142,10 @@ class CompressedOptimizer(ScheduledOptimizer):
     def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
         """Update the parameters from the compressed mean of one bucket, which is masked already."""
         raise NotImplementedError("abstract")
+
+    def _alike(self) -> list[Any]:
+        """What else must be alike on all ranks, for them to keep the same parameters."""
+        return []
 
     def _stage_ends(self, plan: StepPlan) -> bool:
         """Whether the step that was taken by this plan is the last one of its stage."""
@@ -257,6 +262,7 @@ class CompressedOptimizer(ScheduledOptimizer):
             [state.view(state.exp_avg_sq, index) for index in rows],
             [state.steps[index] for index in rows],
             adam_options(group),
+            fused=self._fused_warmup,
         )
 
     def _local_steps(self, plan: StepPlan, groups: Sequence[int], gradients: Grads | None) -> None:
@@ -392,7 +398,7 @@ class CompressedOptimizer(ScheduledOptimizer):
         if self._ranks_checked:
             return
         own = [state.own_rank is not None for state in self._states]
-        options = [self.bucket_numel, self.scale_block, self.variance_floor, self._schedule_options()]
+        options = [self.bucket_numel, self.scale_block, self.variance_floor, self._schedule_options(), *self._alike()]
         self.communicator.require_equal(
             "optimizer, step, options, or param groups with a process_group of their own",
             [type(self).__name__, self._step, repr(options), own],

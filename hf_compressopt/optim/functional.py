@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_compressopt.kernels import Descent
+from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,13 @@ def adam_step_(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     options: AdamOptions,
+    *,
+    fused: bool = False,
 ) -> None:
     """One step of Adam with decoupled weight decay (AdamW, arXiv 1711.05101, Algorithm 2), in place.
 
-    Where torch has the algorithm, this is torch's own arithmetic, bit for bit. Parameters of lower precision than
-    float32 are updated in float32 and rounded once.
+    Where torch has the algorithm, this is torch's own arithmetic, bit for bit, unless ``fused``. Parameters of lower
+    precision than float32 are updated in float32 and rounded once.
 
     Args:
         params: Any shapes; float32, bfloat16 or float16.
@@ -76,9 +79,12 @@ def adam_step_(
         exp_avg_sqs: float32, shaped like params.
         steps: [] float32 each: steps that the parameter has seen; counted up here.
         options: The group's hyperparameters.
+        fused: One pass of a native kernel where there is one: torch's numbers, but for rounding.
     """
     if not params:
         return
+    if fused and not options.eps_inside_sqrt:
+        return _fused_adam_step_(params, grads, exp_avgs, exp_avg_sqs, steps, options)
     wide = [p if p.dtype == torch.float32 else p.float() for p in params]
     grads = [g if g.dtype == torch.float32 else g.float() for g in grads]
     if options.bias_correction and not options.eps_inside_sqrt:
@@ -103,6 +109,34 @@ def adam_step_(
     for p, result in zip(params, wide, strict=True):
         if p is not result:
             p.copy_(result)
+
+
+def _fused_adam_step_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    options: AdamOptions,
+) -> None:
+    nothing: list[Tensor | None] = [None] * len(params)
+    counts = list(torch.stack(list(steps)).to(params[0].device).unbind())
+    tensors = AdamTensors(
+        list(grads), list(params), list(exp_avgs), list(exp_avg_sqs), counts, masters=nothing, copies=nothing
+    )
+    adam_(
+        tensors,
+        AdamStep(
+            lr=options.lr,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            bias_correction=options.bias_correction,
+        ),
+    )
+    for step in steps:
+        step += 1
 
 
 def _adam_variant_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, options: AdamOptions) -> None:

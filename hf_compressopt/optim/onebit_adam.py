@@ -30,9 +30,25 @@ from hf_compressopt.optim.group_state import GroupState
 class OnebitAdam(FreezingOptimizer):
     """Adam whose momentum crosses the network as signs, after a warmup stage in full precision.
 
-    Options are those of :class:`~hf_compressopt.optim.freezing.FreezingOptimizer` (``freeze_step``, which papers put
-    at 15-25 % of all steps) and of :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+    Args:
+        params: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        lr: Learning rate.
+        fused_warmup: Take the steps in full precision in one pass of a native kernel: faster, and torch's AdamW but for
+            rounding, where False has its bits. (The compressed stage is native anyway.)
+        **options: See :class:`~hf_compressopt.optim.freezing.FreezingOptimizer` (``freeze_step``, which papers put at
+            15-25 % of all steps) and :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that no option can make work.
     """
+
+    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *, fused_warmup: bool = False, **options: Any) -> None:
+        """See the class."""
+        if not isinstance(fused_warmup, bool):
+            raise TypeError(f"fused_warmup must be True or False, got {fused_warmup!r}")
+        self._fused_warmup = fused_warmup
+        super().__init__(params, lr, **options)
 
     def _prepare(
         self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]

@@ -92,6 +92,10 @@ class OnebitLamb(FreezingOptimizer):
         """The last coefficients, one per trainable tensor, group by group: a copy."""
         return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
 
+    def _alike(self) -> list[Any]:
+        """Its norms are sums, which native kernels and the reference round differently."""
+        return [f"kernels={kernels.implementation(self.communicator.device).split()[0]}"]
+
     def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
         options = adam_options(group)
         for index, grad in enumerate(grads):
