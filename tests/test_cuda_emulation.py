@@ -20,7 +20,7 @@ from tests import kernel_cases as cases
 CPU = torch.device("cpu")
 EMULATION = Path(__file__).parent / "emulation"
 SOURCES = Path(native.__file__).parent / "csrc" / "cuda"
-FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -Wno-psabi -Wno-unknown-pragmas -x c++".split()
+FLAGS = "-std=c++17 -O1 -fPIC -fno-strict-aliasing -fvisibility=hidden -ffp-contract=off -Wno-psabi -Wno-unknown-pragmas -x c++".split()
 # A misaligned access, which a GPU refuses, and an overflowing index are reported on stderr.
 CHECKS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-static-libubsan"]
 ORDERS = {"downwards": 1, "at random": 20}  # of the threads of a block, and of blocks

@@ -6,7 +6,7 @@ struct __nv_bfloat16 {
     uint16_t bits;
 };
 
-inline float __bfloat162float(__nv_bfloat16 a) { return __uint_as_float(static_cast<unsigned>(a.bits) << 16); }
+inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 a) { return a.bits; }
 
 inline __nv_bfloat16 __float2bfloat16_rn(float a) {
     const unsigned bits = __float_as_uint(a);

@@ -72,6 +72,18 @@ inline unsigned __float_as_uint(float value) {
 }
 using std::isinf;
 
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
 // ---- the host's side: one device, whose memory is the host's ----------------------------------------------------------
 
 enum cudaError_t {

@@ -62,11 +62,15 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Real eps = static_cast<float>(options.eps), weight_decay = static_cast<float>(options.weight_decay);
     const Real new_m = static_cast<float>(1.0 - options.beta1);
     const Real old_v = static_cast<float>(options.beta2), new_v = static_cast<float>(1.0 - options.beta2);
+    void* const weights = tensor.master ? tensor.master : tensor.param;
+    const int weights_dtype = tensor.master ? CO_FLOAT32 : tensor.param_dtype;
     for_quads(item, [&](int64_t i, Span span) {
-        Quad g = load(tensor.grad, tensor.grad_dtype, i, span);
-        Quad p = tensor.master ? load(tensor.master + i, span) : load(tensor.param, tensor.param_dtype, i, span);
-        Quad m = load(tensor.exp_avg, tensor.moment_dtype, i, span);
-        Quad v = load(tensor.exp_avg_sq, tensor.moment_dtype, i, span);
+        const RawQuad raw_g = load(tensor.grad, tensor.grad_dtype, i, span);
+        const RawQuad raw_p = load(weights, weights_dtype, i, span);
+        const RawQuad raw_m = load(tensor.exp_avg, tensor.moment_dtype, i, span);
+        const RawQuad raw_v = load(tensor.exp_avg_sq, tensor.moment_dtype, i, span);
+        Quad g = widened(raw_g, tensor.grad_dtype), p = widened(raw_p, weights_dtype);
+        Quad m = widened(raw_m, tensor.moment_dtype), v = widened(raw_v, tensor.moment_dtype);
         if (options.grad_scale) g = g / grad_scale;
         if (options.clip_factor) g = g * clip_factor;
         if (options.write_grads) store(tensor.grad, tensor.grad_dtype, i, g, span);
@@ -81,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, 4)
         p = p - m * Real(rate.step_size) / (square_root(v) / Real(rate.root_correction) + eps);
         store(tensor.exp_avg, tensor.moment_dtype, i, m, span);
         store(tensor.exp_avg_sq, tensor.moment_dtype, i, v, span);
-        if (tensor.master) store(tensor.master + i, p, span);
-        store(tensor.param, tensor.param_dtype, i, p, span);
+        store(weights, weights_dtype, i, p, span);
+        if (tensor.master) store(tensor.param, tensor.param_dtype, i, p, span);
         if (tensor.copy) store(tensor.copy, tensor.copy_dtype, i, p, span);
     });
 }

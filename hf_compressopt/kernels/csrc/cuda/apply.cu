@@ -59,8 +59,10 @@ struct Combine {
     float* out;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
+        RawQuad g = {};
+        if (run.grad) g = run.load_grad(i, span);
         Quad z = x ? load(x + i, span) * alpha : same(0.0f);
-        if (run.grad) z = z + run.load_grad(i, span) * beta;
+        if (run.grad) z = z + run.grad_of(g) * beta;
         if (factors) z = z * Real(factors[run.index]);
         if (add) z = z + load(out + i, span);
         store(out + i, z, span);
@@ -75,7 +77,8 @@ struct ApplyAdam {
     Descent descent;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
-        Quad v = same(0.0f), p = v, old = v;
+        RawQuad p = {};
+        Quad v = same(0.0f), old = v;
         if (run.param) {
             v = load(exp_avg_sq + i, span);
             p = run.load_param(i, span);
@@ -94,7 +97,7 @@ struct ApplyAdam {
             m = m / Real(first);
             v = v / Real(corrections[2 * run.index + 1]);
         }
-        descent.move(run, i, span, p, moves ? m / descent.denominator.of(v) : same(0.0f));
+        descent.move(run, i, span, run.param_of(p), moves ? m / descent.denominator.of(v) : same(0.0f));
     }
 };
 
@@ -107,7 +110,8 @@ struct LocalStep {
     Descent descent;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
-        Quad m = load(exp_avg + i, span), g = same(0.0f), v = g, p = g;
+        RawQuad g = {}, p = {};
+        Quad m = load(exp_avg + i, span), v = same(0.0f);
         const Quad u = load(local_update + i, span);
         if (run.grad) g = run.load_grad(i, span);
         if (run.param) {
@@ -116,11 +120,11 @@ struct LocalStep {
         }
         if (with_grads) {
             m = m * alpha;
-            if (run.grad) m = m + g * beta;
+            if (run.grad) m = m + run.grad_of(g) * beta;
             store(exp_avg + i, m, span);
         }
         store(local_update + i, u + m * descent.lr, span);
-        if (run.param) descent.move(run, i, span, p, m / descent.denominator.of(v));
+        if (run.param) descent.move(run, i, span, run.param_of(p), m / descent.denominator.of(v));
     }
 };
 
@@ -155,9 +159,13 @@ struct LambApply {
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
         if (!run.param) return;
-        const Quad p = run.load_param(i, span);
+        const RawQuad raw = run.load_param(i, span);
         Quad update = same(0.0f);
-        if (!run.still) update = load(exp_avg + i, span) / denominator.of(load(exp_avg_sq + i, span));
+        if (!run.still) {
+            const Quad m = load(exp_avg + i, span), v = load(exp_avg_sq + i, span);
+            update = m / denominator.of(v);
+        }
+        const Quad p = run.param_of(raw);
         if (weight_decay.value != 0.0f) update = update + p * weight_decay;
         run.store_param(i, p - update * Real(rates[run.index]), span);
     }

@@ -35,16 +35,15 @@ struct Combination {
 
     template <int kGroup>
     __device__ void add_to(Quad (&u)[kTileQuads], const Tile<kGroup>& tile) const {
-        Quad z[kTileQuads];
-#pragma unroll
-        for (int q = 0; q < kTileQuads; ++q) {
-            z[q] = x && tile.has(q) ? load(x + tile.start + tile.offset(q), tile.span(q)) * alpha : same(nothing);
-        }
         Cursor cursor = find(tile.start);
+        if (cursor.stop >= tile.length) return add_run_to(u, tile, runs.entries[cursor.run]);
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) {
-            if (tile.has(q)) add_grads(z[q], tile.start, tile.offset(q), tile.span(q).last, cursor);
-            u[q] = z[q] + u[q];
+            if (!tile.has(q)) continue;
+            Quad z = load_x(tile, q);
+            if (x) z = z * alpha;
+            add_grads(z, tile.start, tile.offset(q), tile.span(q).last, cursor);
+            u[q] = z + u[q];
         }
     }
 
@@ -52,6 +51,36 @@ private:
     struct Cursor {
         int run, stop;  // stop: offset in the tile
     };
+
+    template <int kGroup>
+    __device__ Quad load_x(const Tile<kGroup>& tile, int q) const {
+        return x ? load(x + tile.start + tile.offset(q), tile.span(q)) : same(nothing);
+    }
+
+    // The tile lies in one run: everything is asked for at once.
+    template <int kGroup>
+    __device__ void add_run_to(Quad (&u)[kTileQuads], const Tile<kGroup>& tile, const Run& run) const {
+        Quad z[kTileQuads];
+#pragma unroll
+        for (int q = 0; q < kTileQuads; ++q) {
+            if (tile.has(q)) z[q] = load_x(tile, q);
+        }
+        RawQuad g[kTileQuads] = {};
+        if (run.grad) {
+#pragma unroll
+            for (int q = 0; q < kTileQuads; ++q) {
+                if (tile.has(q)) g[q] = run.load_grad(tile.start + tile.offset(q), tile.span(q));
+            }
+        }
+#pragma unroll
+        for (int q = 0; q < kTileQuads; ++q) {
+            if (!tile.has(q)) continue;
+            if (x) z[q] = z[q] * alpha;
+            if (run.grad) z[q] = z[q] + run.grad_of(g[q]) * beta;
+            if (factors) z[q] = z[q] * Real(factors[run.index]);
+            u[q] = z[q] + u[q];
+        }
+    }
 
     __device__ int stop_of(int run, int64_t start) const {
         const int64_t offset = runs.entries[run].stop() - start;
@@ -82,7 +111,7 @@ private:
             const Run& run = runs.entries[cursor.run];
             const Span part = {k, cursor.stop - offset < last ? cursor.stop - offset : last};
             Quad sum = z;
-            if (run.grad) sum = sum + run.load_grad(start + offset, part) * beta;
+            if (run.grad) sum = sum + run.grad_of(run.load_grad(start + offset, part)) * beta;
             if (factors) sum = sum * Real(factors[run.index]);
             z = each([&](int e) { return part.has(e) ? sum.of[e] : z.of[e]; });
             k = part.last;
@@ -283,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // error <- u, and the sum of the squares of each tile of the bucket, which waits in the messages.
 template <class Source>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 3)
     sum_tiles(const Source __grid_constant__ source, const Bucket __grid_constant__ bucket) {
     static_assert(sizeof(Source) + sizeof(Bucket) <= kMaxParameters);
     const int64_t start = blockIdx.x * kTile, left = bucket.numel - start;

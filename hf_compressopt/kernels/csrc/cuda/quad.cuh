@@ -78,72 +78,100 @@ __device__ inline Quad negated(const Quad& a) {
 }
 
 // ---- memory ----------------------------------------------------------------------------------------------------------
-
-__device__ inline float widened(float a) { return a; }
-__device__ inline float widened(__nv_bfloat16 a) { return __bfloat162float(a); }
-__device__ inline float widened(__half a) { return __half2float(a); }
-template <class T>
-__device__ T rounded(float a);
-template <>
-__device__ inline float rounded<float>(float a) {
-    return a;
-}
-template <>
-__device__ inline __nv_bfloat16 rounded<__nv_bfloat16>(float a) {
-    return __float2bfloat16_rn(a);
-}
-template <>
-__device__ inline __half rounded<__half>(float a) {
-    return __float2half_rn(a);
-}
-
-// Four elements that move in one access: 16 bytes of float32, 8 of the others.
-template <class T>
-struct alignas(kQuad * sizeof(T)) Packed {
-    T of[kQuad];
-};
+//
+// `first` is where element 0 of a quad is, or would be: only the elements of the span are touched.
 
 template <class T>
 __device__ inline bool in_one_access(const T* first, Span span) {
-    return span.whole() && reinterpret_cast<uintptr_t>(first) % sizeof(Packed<T>) == 0;
+    return span.whole() && reinterpret_cast<uintptr_t>(first) % (kQuad * sizeof(T)) == 0;
 }
 
-// `first` may lie outside the tensor: only the elements of the span are touched. The others are 0.
-template <class T>
-__device__ inline Quad load(const T* first, Span span) {
+// Elements that are not in the span are 0.
+__device__ inline Quad load(const float* first, Span span) {
     if (in_one_access(first, span)) {
-        const Packed<T> packed = *reinterpret_cast<const Packed<T>*>(first);
-        return each([&](int k) { return Real(widened(packed.of[k])); });
+        const float4 four = *reinterpret_cast<const float4*>(first);
+        return {{four.x, four.y, four.z, four.w}};
     }
-    return each([&](int k) { return Real(span.has(k) ? widened(first[k]) : 0.0f); });
+    return each([&](int k) { return Real(span.has(k) ? first[k] : 0.0f); });
 }
 
-template <class T>
-__device__ inline void store(T* first, const Quad& quad, Span span) {
+// Stores of four are written out: a compiler joins those of an assignment, one by one, with the stores of the branch for
+// what is not aligned.
+__device__ inline void store_four(void* first, unsigned a, unsigned b, unsigned c, unsigned d) {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+#else
+    *static_cast<uint4*>(first) = make_uint4(a, b, c, d);
+#endif
+}
+__device__ inline void store_two(void* first, unsigned a, unsigned b) {
+#ifdef __CUDA_ARCH__
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(first), "r"(a), "r"(b) : "memory");
+#else
+    *static_cast<uint2*>(first) = make_uint2(a, b);
+#endif
+}
+
+__device__ inline void store(float* first, const Quad& quad, Span span) {
     if (in_one_access(first, span)) {
-        Packed<T> packed;
-#pragma unroll
-        for (int k = 0; k < kQuad; ++k) packed.of[k] = rounded<T>(quad.of[k].value);
-        *reinterpret_cast<Packed<T>*>(first) = packed;
-        return;
+        return store_four(first, __float_as_uint(quad.of[0].value), __float_as_uint(quad.of[1].value),
+                          __float_as_uint(quad.of[2].value), __float_as_uint(quad.of[3].value));
     }
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) {
-        if (span.has(k)) first[k] = rounded<T>(quad.of[k].value);
+        if (span.has(k)) first[k] = quad.of[k].value;
     }
 }
 
-// The quad whose first element is the i-th of a tensor of this dtype.
-__device__ inline Quad load(const void* tensor, int dtype, int64_t i, Span span) {
-    if (dtype == CO_BFLOAT16) return load(static_cast<const __nv_bfloat16*>(tensor) + i, span);
-    if (dtype == CO_FLOAT16) return load(static_cast<const __half*>(tensor) + i, span);
-    return load(static_cast<const float*>(tensor) + i, span);
+// A quad of any dtype as it lies in memory, in the first two words where elements have two bytes. Many loads are under
+// way at a time only if no thread looks at what it loads before it has asked for everything: widened() does so.
+struct RawQuad {
+    unsigned word[kQuad];
+};
+
+__device__ inline RawQuad load(const void* tensor, int dtype, int64_t i, Span span) {
+    if (dtype == CO_FLOAT32) {
+        const Quad quad = load(static_cast<const float*>(tensor) + i, span);
+        return {{__float_as_uint(quad.of[0].value), __float_as_uint(quad.of[1].value),
+                 __float_as_uint(quad.of[2].value), __float_as_uint(quad.of[3].value)}};
+    }
+    const uint16_t* const first = static_cast<const uint16_t*>(tensor) + i;
+    if (in_one_access(first, span)) {
+        const uint2 two = *reinterpret_cast<const uint2*>(first);
+        return {{two.x, two.y, 0, 0}};
+    }
+    RawQuad raw = {};
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) {
+        if (span.has(k)) raw.word[k / 2] |= static_cast<unsigned>(first[k]) << (16 * (k % 2));
+    }
+    return raw;
+}
+
+__device__ inline Quad widened(const RawQuad& raw, int dtype) {
+    if (dtype == CO_FLOAT32) return each([&](int k) { return Real(__uint_as_float(raw.word[k])); });
+    return each([&](int k) {
+        const unsigned bits = raw.word[k / 2] >> (16 * (k % 2)) & 0xffffu;
+        if (dtype == CO_BFLOAT16) return Real(__uint_as_float(bits << 16));
+        return Real(__half2float(__ushort_as_half(static_cast<uint16_t>(bits))));
+    });
 }
 
 __device__ inline void store(void* tensor, int dtype, int64_t i, const Quad& quad, Span span) {
-    if (dtype == CO_BFLOAT16) return store(static_cast<__nv_bfloat16*>(tensor) + i, quad, span);
-    if (dtype == CO_FLOAT16) return store(static_cast<__half*>(tensor) + i, quad, span);
-    store(static_cast<float*>(tensor) + i, quad, span);
+    if (dtype == CO_FLOAT32) return store(static_cast<float*>(tensor) + i, quad, span);
+    uint16_t* const first = static_cast<uint16_t*>(tensor) + i;
+    unsigned bits[kQuad];
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) {
+        const float value = quad.of[k].value;
+        bits[k] = dtype == CO_BFLOAT16 ? __bfloat16_as_ushort(__float2bfloat16_rn(value))
+                                       : __half_as_ushort(__float2half_rn(value));
+    }
+    if (in_one_access(first, span)) return store_two(first, bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) {
+        if (span.has(k)) first[k] = static_cast<uint16_t>(bits[k]);
+    }
 }
 
 }  // namespace compressopt

@@ -20,11 +20,14 @@ struct Run {
     bool still;
 
     __device__ int64_t stop() const { return start + numel; }
-    __device__ Quad load_param(int64_t i, Span span) const { return load(param, param_dtype, i - start, span); }
+    // What load_... has loaded, ..._of makes numbers of.
+    __device__ RawQuad load_param(int64_t i, Span span) const { return load(param, param_dtype, i - start, span); }
+    __device__ RawQuad load_grad(int64_t i, Span span) const { return load(grad, grad_dtype, i - start, span); }
+    __device__ Quad param_of(const RawQuad& raw) const { return widened(raw, param_dtype); }
+    __device__ Quad grad_of(const RawQuad& raw) const { return widened(raw, grad_dtype); }
     __device__ void store_param(int64_t i, const Quad& quad, Span span) const {
         store(param, param_dtype, i - start, quad, span);
     }
-    __device__ Quad load_grad(int64_t i, Span span) const { return load(grad, grad_dtype, i - start, span); }
 };
 
 // An item is the part of a run in one tile of 2^tile_bits elements of the bucket. first_item[r]: items before run r.

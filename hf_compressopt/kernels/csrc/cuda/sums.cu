@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Item item = find_item(runs);
     const Run& run = runs.entries[item.entry];
     double squares = 0;
-    for_quads(item, [&](int64_t i, Span span) { squares += square_sum(run.load_param(i, span), span); });
+    for_quads(item, [&](int64_t i, Span span) { squares += square_sum(run.param_of(run.load_param(i, span)), span); });
     squares = over_block(squares, Sum());
     if (threadIdx.x == 0) of_item[blockIdx.x] = squares;
 }
@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     for_quads(item, [&](int64_t i, Span span) {
         const Quad old = load(lamb.exp_avg + i, span), v = load(lamb.exp_avg_sq + i, span);
         Quad fresh = load(lamb.fresh + i, span);
-        const Quad p = decays ? run.load_param(i, span) : same(0.0f);
+        RawQuad p = {};
+        if (decays) p = run.load_param(i, span);
         const Quad m = run.still ? same(0.0f) : lamb.y.at(i, span) / Real(lamb.factors[run.index]);
         const Quad g = (m - old * Real(options.beta1)) / Real(options.one_minus_beta1);
         fresh = fresh * Real(options.beta2) + g * g * Real(options.one_minus_beta2);
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         const Quad frozen = lamb.denominator(v);
         const Quad direction = run.still ? same(0.0f) : m / frozen;
         directions += square_sum(direction, span);
-        updates += square_sum(decays ? direction + p * Real(options.weight_decay) : direction, span);
+        updates += square_sum(decays ? direction + run.param_of(p) * Real(options.weight_decay) : direction, span);
         if (run.still) return;
         const Quad ratios = frozen / lamb.denominator(fresh);
 #pragma unroll
