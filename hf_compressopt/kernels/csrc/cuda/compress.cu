@@ -25,7 +25,7 @@ struct Tile {
     __device__ Span span(int q) const { return {0, length - offset(q) < kQuad ? length - offset(q) : kQuad}; }
 };
 
-// A Source adds what is to be sent to u, the quads of a tile.
+// A Source gives z, what is to be sent: the quads of a tile that are there.
 
 template <class Runs>
 struct Combination {
@@ -34,16 +34,15 @@ struct Combination {
     Runs runs;
 
     template <int kGroup>
-    __device__ void add_to(Quad (&u)[kTileQuads], const Tile<kGroup>& tile) const {
+    __device__ void get(Quad (&z)[kTileQuads], const Tile<kGroup>& tile) const {
         Cursor cursor = find(tile.start);
-        if (cursor.stop >= tile.length) return add_run_to(u, tile, runs.entries[cursor.run]);
+        if (cursor.stop >= tile.length) return get_from_run(z, tile, runs.entries[cursor.run]);
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) {
             if (!tile.has(q)) continue;
-            Quad z = load_x(tile, q);
-            if (x) z = z * alpha;
-            add_grads(z, tile.start, tile.offset(q), tile.span(q).last, cursor);
-            u[q] = z + u[q];
+            z[q] = load_x(tile, q);
+            if (x) z[q] = z[q] * alpha;
+            add_grads(z[q], tile.start, tile.offset(q), tile.span(q).last, cursor);
         }
     }
 
@@ -59,8 +58,7 @@ private:
 
     // The tile lies in one run: everything is asked for at once.
     template <int kGroup>
-    __device__ void add_run_to(Quad (&u)[kTileQuads], const Tile<kGroup>& tile, const Run& run) const {
-        Quad z[kTileQuads];
+    __device__ void get_from_run(Quad (&z)[kTileQuads], const Tile<kGroup>& tile, const Run& run) const {
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) {
             if (tile.has(q)) z[q] = load_x(tile, q);
@@ -78,7 +76,6 @@ private:
             if (x) z[q] = z[q] * alpha;
             if (run.grad) z[q] = z[q] + run.grad_of(g[q]) * beta;
             if (factors) z[q] = z[q] * Real(factors[run.index]);
-            u[q] = z[q] + u[q];
         }
     }
 
@@ -127,8 +124,7 @@ struct Mean {
     Real inverse;
 
     template <int kGroup>
-    __device__ void add_to(Quad (&u)[kTileQuads], const Tile<kGroup>& tile) const {
-        Quad total[kTileQuads];
+    __device__ void get(Quad (&z)[kTileQuads], const Tile<kGroup>& tile) const {
         const uint8_t* message = messages;
         for (int rank = 0; rank < world_size; ++rank, message += stride) {
             const float scale = scale_at(message, tile.scale);
@@ -137,11 +133,11 @@ struct Mean {
             for (int q = 0; q < kTileQuads; ++q) {
                 const unsigned signs = tile.has(q) ? signs_at(bits, tile.offset(q)) : 0;
                 const Quad value = each([&](int k) { return with_sign(scale, signs >> k); });
-                total[q] = rank == 0 ? value : total[q] + value;
+                z[q] = rank == 0 ? value : z[q] + value;
             }
         }
 #pragma unroll
-        for (int q = 0; q < kTileQuads; ++q) u[q] = u[q] + total[q] * inverse;
+        for (int q = 0; q < kTileQuads; ++q) z[q] = z[q] * inverse;
     }
 };
 
@@ -262,11 +258,16 @@ __device__ inline void store_error(const Quad (&u)[kTileQuads], const Bucket& bu
 template <int kGroup, class Source>
 __device__ inline double load_u(Quad (&u)[kTileQuads], const Bucket& bucket, const Source& source,
                                 const Tile<kGroup>& tile) {
+    Quad z[kTileQuads];
+    source.get(z, tile);
     load_error(u, bucket, tile);
-    source.add_to(u, tile);
     double squares = 0;
 #pragma unroll
-    for (int q = 0; q < kTileQuads; ++q) squares += square_sum(u[q], tile.span(q));
+    for (int q = 0; q < kTileQuads; ++q) {
+        if (!tile.has(q)) continue;
+        u[q] = z[q] + u[q];
+        squares += square_sum(u[q], tile.span(q));
+    }
     return squares;
 }
 

@@ -86,17 +86,41 @@ __device__ inline bool in_one_access(const T* first, Span span) {
     return span.whole() && reinterpret_cast<uintptr_t>(first) % (kQuad * sizeof(T)) == 0;
 }
 
-// Elements that are not in the span are 0.
-__device__ inline Quad load(const float* first, Span span) {
-    if (in_one_access(first, span)) {
-        const float4 four = *reinterpret_cast<const float4*>(first);
-        return {{four.x, four.y, four.z, four.w}};
-    }
-    return each([&](int k) { return Real(span.has(k) ? first[k] : 0.0f); });
+// Accesses of two and four words are written out. Left to itself a compiler joins the stores of an assignment, one by one,
+// with the stores of the branch for what is not aligned, and puts off a load until its value is used, so that few are
+// under way.
+__device__ inline uint4 load_four(const void* first) {
+#ifdef __CUDA_ARCH__
+    uint4 a;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w)
+                 : "l"(first)
+                 : "memory");
+    return a;
+#else
+    return *static_cast<const uint4*>(first);
+#endif
 }
-
-// Stores of four are written out: a compiler joins those of an assignment, one by one, with the stores of the branch for
-// what is not aligned.
+// Two words where `wide` is 0. One statement, since a load in each of two branches ends in registers of its own, and to
+// bring them together the thread waits for what it has only just asked for.
+__device__ inline uint4 load_four_or_two(const void* first, int wide) {
+#ifdef __CUDA_ARCH__
+    uint4 a;
+    asm volatile(
+        "{.reg .pred wide;\n"
+        "setp.ne.s32 wide, %5, 0;\n"
+        "@wide ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "@!wide ld.global.v2.u32 {%0, %1}, [%4];}"
+        : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w)
+        : "l"(first), "r"(wide)
+        : "memory");
+    return a;
+#else
+    if (wide) return *static_cast<const uint4*>(first);
+    const uint2 two = *static_cast<const uint2*>(first);
+    return make_uint4(two.x, two.y, 0, 0);
+#endif
+}
 __device__ inline void store_four(void* first, unsigned a, unsigned b, unsigned c, unsigned d) {
 #ifdef __CUDA_ARCH__
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -112,6 +136,15 @@ __device__ inline void store_two(void* first, unsigned a, unsigned b) {
 #endif
 }
 
+// Elements that are not in the span are 0.
+__device__ inline Quad load(const float* first, Span span) {
+    if (in_one_access(first, span)) {
+        const uint4 a = load_four(first);
+        return {{__uint_as_float(a.x), __uint_as_float(a.y), __uint_as_float(a.z), __uint_as_float(a.w)}};
+    }
+    return each([&](int k) { return Real(span.has(k) ? first[k] : 0.0f); });
+}
+
 __device__ inline void store(float* first, const Quad& quad, Span span) {
     if (in_one_access(first, span)) {
         return store_four(first, __float_as_uint(quad.of[0].value), __float_as_uint(quad.of[1].value),
@@ -123,27 +156,28 @@ __device__ inline void store(float* first, const Quad& quad, Span span) {
     }
 }
 
-// A quad of any dtype as it lies in memory, in the first two words where elements have two bytes. Many loads are under
-// way at a time only if no thread looks at what it loads before it has asked for everything: widened() does so.
+// A quad of any dtype as it lies in memory, in the first two words where elements have two bytes: a thread asks for all
+// that it needs before widened() looks at the first of it.
 struct RawQuad {
     unsigned word[kQuad];
 };
 
 __device__ inline RawQuad load(const void* tensor, int dtype, int64_t i, Span span) {
-    if (dtype == CO_FLOAT32) {
-        const Quad quad = load(static_cast<const float*>(tensor) + i, span);
-        return {{__float_as_uint(quad.of[0].value), __float_as_uint(quad.of[1].value),
-                 __float_as_uint(quad.of[2].value), __float_as_uint(quad.of[3].value)}};
-    }
-    const uint16_t* const first = static_cast<const uint16_t*>(tensor) + i;
-    if (in_one_access(first, span)) {
-        const uint2 two = *reinterpret_cast<const uint2*>(first);
-        return {{two.x, two.y, 0, 0}};
+    const int wide = dtype == CO_FLOAT32;
+    const char* const first = static_cast<const char*>(tensor) + (i << (1 + wide));
+    if (span.whole() && (reinterpret_cast<uintptr_t>(first) & (wide ? 15 : 7)) == 0) {
+        const uint4 a = load_four_or_two(first, wide);
+        return {{a.x, a.y, a.z, a.w}};
     }
     RawQuad raw = {};
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) {
-        if (span.has(k)) raw.word[k / 2] |= static_cast<unsigned>(first[k]) << (16 * (k % 2));
+        if (!span.has(k)) continue;
+        if (wide) {
+            raw.word[k] = reinterpret_cast<const unsigned*>(first)[k];
+        } else {
+            raw.word[k / 2] |= unsigned{reinterpret_cast<const uint16_t*>(first)[k]} << (16 * (k % 2));
+        }
     }
     return raw;
 }
