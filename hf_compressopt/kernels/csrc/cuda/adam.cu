@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Tensors>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 3)
     step_tensors(const Tensors __grid_constant__ tensors, const co_adam_options __grid_constant__ options,
                  const Rates* __restrict__ rates) {
     static_assert(sizeof(Tensors) + sizeof(co_adam_options) + sizeof(Rates*) <= kMaxParameters);

@@ -95,6 +95,7 @@ co_status fail(cudaError_t error, const char* doing) {
     cudaGetLastError();  // it is reported here, and must not be met again by the next one who asks
     switch (error) {
         case cudaErrorInsufficientDriver:
+            return check_driver();
         case cudaErrorNoDevice:
         case cudaErrorInvalidDevice:
         case cudaErrorNoKernelImageForDevice:

@@ -164,7 +164,7 @@ struct RawQuad {
 
 __device__ inline RawQuad load(const void* tensor, int dtype, int64_t i, Span span) {
     const int wide = dtype == CO_FLOAT32;
-    const char* const first = static_cast<const char*>(tensor) + (i << (1 + wide));
+    const char* const first = static_cast<const char*>(tensor) + i * (wide ? 4 : 2);
     if (span.whole() && (reinterpret_cast<uintptr_t>(first) & (wide ? 15 : 7)) == 0) {
         const uint4 a = load_four_or_two(first, wide);
         return {{a.x, a.y, a.z, a.w}};

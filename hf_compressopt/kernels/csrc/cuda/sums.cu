@@ -51,7 +51,7 @@ struct LambMoments {
 };
 
 template <class Runs>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 3)
     lamb_items(const Runs __grid_constant__ runs, const LambMoments __grid_constant__ lamb, double* of_item) {
     static_assert(sizeof(Runs) + sizeof(LambMoments) + sizeof(double*) <= kMaxParameters);
     const Item item = find_item(runs);
