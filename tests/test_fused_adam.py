@@ -4,6 +4,8 @@ import copy
 import io
 import math
 import pickle
+import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hf_compressopt.kernels import adam, native
 
 SHAPES = [(7,), (3, 5), (2, 3, 4), (), (1,), (1027,), (0,), (0, 4)]
 STEPS = 10
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LOW = (torch.bfloat16, torch.float16)
 
 MODES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -733,6 +736,34 @@ def test_state_dict_that_does_not_fit_changes_nothing(fault: str) -> None:
         optimizer.load_state_dict(state)
     assert_same(snapshot(params, optimizer), before)
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_nothing_is_kept_alive(kernels: str) -> None:
+    """Moments that are moved elsewhere, and gradients that are dropped, free their memory."""
+    params = parameters()
+    optimizer = FusedAdam(params, lr=0.01, master_weights=True)
+    draw(0, params)
+    optimizer.step()
+    kept = [weakref.ref(params[1].grad), *(weakref.ref(optimizer.state[params[1]][name]) for name in MOMENTS)]
+    optimizer.zero_grad()
+    for name in MOMENTS:
+        optimizer.state[params[1]][name] = optimizer.state[params[1]][name].clone()
+    assert all(tensor() is None for tensor in kept)
+
+
+def test_a_parameter_in_a_group_twice_steps_twice(kernels: str) -> None:
+    params = parameters()
+    others = twins(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of it, and goes on
+        optimizer = FusedAdam([*params, params[5]], lr=0.01)
+        reference = torch.optim.AdamW([*others, others[5]], lr=0.01, weight_decay=0.0, foreach=False)
+    for t in range(3):
+        draw(t, params, others)
+        optimizer.step()
+        reference.step()
+    assert_close(params, others)
+    assert float(optimizer.state[params[5]]["step"]) == 6
 
 
 def test_the_plan_of_a_step_is_used_again(kernels: str) -> None:

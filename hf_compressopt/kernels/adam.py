@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from operator import is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -79,8 +80,8 @@ class AdamTensors:
         exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
         exp_avg_sqs: As exp_avgs.
         steps: [] float32 each, on the parameter's device: steps that it has seen; counted up.
-        masters: float32 weights that are updated in the parameter's place, or None.
-        copies: Tensors that get the new parameter too, rounded to their dtype, or None.
+        masters: float32 weights that are updated in the parameter's place, or None; None where there are no masters.
+        copies: Tensors that get the new parameter too, rounded to their dtype, or None; None where there are none.
     """
 
     grads: list[Tensor]
@@ -88,26 +89,20 @@ class AdamTensors:
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
-    masters: list[Tensor | None]
-    copies: list[Tensor | None]
+    masters: list[Tensor | None] | None = None
+    copies: list[Tensor | None] | None = None
 
-    def columns(self) -> list[list[Any]]:
-        """The lists, with the gradients first."""
-        return [
-            self.grads,
-            self.params,
-            self.exp_avgs,
-            self.exp_avg_sqs,
-            self.steps,
-            self.masters,
-            self.copies,
-        ]
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """For each parameter gradient, parameter, exp_avg, exp_avg_sq, step, master and copy."""
+        none = [None] * len(self.params)
+        required = (self.grads, self.params, self.exp_avgs, self.exp_avg_sqs, self.steps)
+        return zip(*required, self.masters or none, self.copies or none, strict=True)
 
     def take(self, indices: Sequence[int]) -> AdamTensors:
         """Those of some parameters."""
         if len(indices) == len(self.params):
             return self
-        return AdamTensors(*([values[i] for i in indices] for values in self.columns()))
+        return AdamTensors(*(values and [values[i] for i in indices] for values in vars(self).values()))
 
 
 def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) -> AdamPlan:
@@ -148,21 +143,33 @@ class AdamPlan:
     def __init__(self, tensors: AdamTensors) -> None:
         """See the class."""
         parts: dict[tuple[_Kind, torch.device], list[int]] = defaultdict(list)
-        for index, row in enumerate(zip(*tensors.columns(), strict=True)):
-            parts[_kind(*row), row[0].device].append(index)
+        seen: set[int] = set()
+        for index, row in enumerate(tensors.rows()):
+            kind, param = _kind(*row), row[1]
+            if id(param) in seen:
+                kind = _Kind.OTHER  # a parameter that is in the list twice steps twice, one after the other
+            seen.add(id(param))
+            parts[kind, param.device].append(index)
         self._parts = [_Part(kind, device, indices, tensors) for (kind, device), indices in parts.items()]
-        self._fixed = tensors.columns()[1:]
         self._reusable = all(part.kind is not _Kind.OTHER for part in self._parts)
-        self._layout = _layout(tensors) if self._reusable else []
-        self._pointers = _pointers(tensors) if self._reusable else []
+        if self._reusable:
+            self._params, self._steps = tensors.params, tensors.steps
+            self._others, self._pointers = _others(tensors), _pointers(tensors)
+            self._contiguous = all(map(Tensor.is_contiguous, tensors.grads))
+            self._layout = _layout(tensors.grads, self._contiguous)
 
     def holds(self, tensors: AdamTensors) -> bool:
-        """Whether it fits these tensors too. New gradients may lie elsewhere; all else must be the same."""
+        """Whether it fits these tensors too: new gradients may lie elsewhere, all else must be the same.
+
+        torch keeps a gradient and its parameter alike in shape and dtype, so that looking at the one is enough.
+        """
         return (
             self._reusable
-            and len(tensors.params) == len(self._fixed[0])
-            and all(all(map(is_, new, old)) for new, old in zip(tensors.columns()[1:], self._fixed, strict=True))
-            and _layout(tensors) == self._layout
+            and len(tensors.params) == len(self._params)
+            and all(map(is_, tensors.params, self._params))
+            and all(map(is_, tensors.steps, self._steps))
+            and all(map(is_, _others(tensors), self._others))
+            and _layout(tensors.grads, self._contiguous) == self._layout
             and _pointers(tensors) == self._pointers
         )
 
@@ -186,7 +193,8 @@ class _Part:
     def __init__(self, kind: _Kind, device: torch.device, indices: list[int], tensors: AdamTensors) -> None:
         self.kind, self.device = kind, device
         self._indices = indices
-        self._table = AdamTable(tensors.take(indices)) if kind is _Kind.NATIVE else None
+        part = tensors.take(indices)
+        self._table = AdamTable(part) if kind is _Kind.NATIVE else None
 
     def run(self, tensors: AdamTensors, step: AdamStep) -> None:
         part = tensors.take(self._indices)
@@ -196,8 +204,11 @@ class _Part:
             torch_fused_(part, step)
         else:
             return reference_(part, step)
-        written = [*part.params, *(copy for copy in part.copies if copy is not None)]
-        increment_version([*written, *part.grads] if step.write_grads else written)
+        increment_version(part.params)  # autograd does not see these writes
+        if step.write_grads:
+            increment_version(part.grads)
+        if part.copies is not None:
+            increment_version([copy for copy in part.copies if copy is not None])
 
 
 def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Kind:
@@ -216,7 +227,8 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
     if any(type(tensor) not in _PLAIN for tensor in [*tensors, t]) or not _aligned(tensors):
         return _Kind.OTHER
     dtypes = {tensor.dtype for tensor in tensors}
-    if t.dtype != torch.float32 or t.device != p.device or not dtypes <= native.DTYPES.keys() or m.dtype != v.dtype:
+    fits = t.dtype == torch.float32 and t.device == p.device and t.numel() == 1 and m.dtype == v.dtype
+    if not fits or not dtypes <= native.DTYPES.keys():
         return _Kind.OTHER
     if native.available(p.device) and (master is None or master.dtype == torch.float32):
         return _Kind.NATIVE
@@ -232,17 +244,29 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.stride() == strides for tensor in tensors)
 
 
-def _layout(tensors: AdamTensors) -> list[object]:
-    """How the gradients lie in memory, and with them, since torch keeps both alike, the parameters."""
-    grads = tensors.grads
-    return [*map(Tensor.stride, grads), *map(Tensor.numel, grads), *(grad.dtype for grad in grads)]
+def _others(tensors: AdamTensors) -> list[ref[Tensor] | None]:
+    """Which tensors these are; not kept alive, since a state may be moved elsewhere to save memory."""
+    others: list[ref[Tensor] | None] = [*map(ref, tensors.exp_avgs), *map(ref, tensors.exp_avg_sqs)]
+    for column in (tensors.masters, tensors.copies):
+        if column is not None:
+            others += [None if tensor is None else ref(tensor) for tensor in column]
+    return others
+
+
+def _layout(grads: list[Tensor], contiguous: bool) -> list[object]:
+    """Dtypes, numbers of elements, and how they lie in memory; contiguous: whether they are expected to be."""
+    strides = [all(map(Tensor.is_contiguous, grads))] if contiguous else [*map(Tensor.stride, grads)]
+    return [*strides, *map(Tensor.numel, grads), *[grad.dtype for grad in grads]]
 
 
 def _pointers(tensors: AdamTensors) -> list[int]:
     """Where everything lies but the gradients."""
-    lists: list[list[Tensor]] = [tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps]
-    lists += [[tensor for tensor in column if tensor is not None] for column in (tensors.masters, tensors.copies)]
-    return [pointer for column in lists for pointer in map(Tensor.data_ptr, column)]
+    pointers = [*map(Tensor.data_ptr, tensors.params), *map(Tensor.data_ptr, tensors.steps)]
+    pointers += [*map(Tensor.data_ptr, tensors.exp_avgs), *map(Tensor.data_ptr, tensors.exp_avg_sqs)]
+    for column in (tensors.masters, tensors.copies):
+        if column is not None:
+            pointers += [0 if tensor is None else tensor.data_ptr() for tensor in column]
+    return pointers
 
 
 def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
@@ -276,7 +300,7 @@ def reference_(tensors: AdamTensors, step: AdamStep) -> None:
     if step.found_inf is not None and bool(step.found_inf):
         return
     lr = step.lr.double() if isinstance(step.lr, Tensor) else step.lr
-    for g, p, m, v, t, master, copy in zip(*tensors.columns(), strict=True):
+    for g, p, m, v, t, master, copy in tensors.rows():
         t += 1
         weights = _wide(p if master is None else master)
         direction = _direction_(weights, _gradient_(g, step).to(weights.dtype), m, v, t, lr, step)

@@ -63,7 +63,7 @@ class AdamTable:
 
     def __init__(self, tensors: AdamTensors) -> None:
         """See the class."""
-        self._rows = (_Row * len(tensors.params))(*(_row(*row) for row in zip(*tensors.columns(), strict=True)))
+        self._rows = (_Row * len(tensors.params))(*(_row(*row) for row in tensors.rows()))
         words = memoryview(self._rows).cast("B").cast("Q")
         self._grads = words[_Row.grad.offset // 8 :: ctypes.sizeof(_Row) // 8]
 

@@ -9,6 +9,8 @@ For every tensor:
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -180,16 +182,19 @@ class FusedAdam(torch.optim.Optimizer):
         return clip_factor(norm if grad_scale is None else norm / grad_scale.to(first), self.max_grad_norm)
 
     def _tensors_with_gradient(self, group: dict[str, Any]) -> AdamTensors:
-        params = [p for p in group["params"] if p.grad is not None]
+        params, grads = list(group["params"]), [p.grad for p in group["params"]]
+        if any(map(is_, grads, repeat(None))):
+            params = [p for p in params if p.grad is not None]
+            grads = [p.grad for p in params]
         states = [self.state[p] or self._new_state(p) for p in params]
         return AdamTensors(
-            grads=[p.grad for p in params],
+            grads=grads,
             params=params,
             exp_avgs=[state["exp_avg"] for state in states],
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             steps=[state["step"] for state in states],
-            masters=[self._master(p) for p in params] if self.master_weights else [None] * len(params),
-            copies=[self.copies.get(p) for p in params] if self.copies else [None] * len(params),
+            masters=[self._master(p) for p in params] if self.master_weights else None,
+            copies=[self.copies.get(p) for p in params] if self.copies else None,
         )
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:
