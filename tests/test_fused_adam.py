@@ -146,35 +146,48 @@ BIT_CASES: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adam": {"weight_decay": 0.0},
     "l2": {"adam_w_mode": False, "maximize": True},
-    "no_correction": {"bias_correction": False, "fp32_moments": False},
-    "masters": {"master_weights": True, "max_grad_norm": 1.0},
-    "scaled": {"scale": 96.0},  # no power of two: a division does not become a multiplication
-    "scaled_and_clipped": {"scale": 96.0, "max_grad_norm": 1.0, "master_weights": True, "maximize": True},
+    "no_correction": {"bias_correction": False},
+    "scaled": {"grad_scale": 96.0, "write_grads": True},  # no power of two: a division is no multiplication
+    "clipped": {"clip_factor": 0.3},
+    "all": {"grad_scale": 64.0, "clip_factor": 0.7, "write_grads": True, "maximize": True, "adam_w_mode": False},
 }
 
 
 @pytest.mark.parametrize("case", BIT_CASES)
+@pytest.mark.parametrize("moments", ["float32", "own"])
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 def test_native_has_the_bits_of_the_reference(
-    case: str, dtype: torch.dtype, native_kernels: None, monkeypatch: pytest.MonkeyPatch
+    case: str, moments: str, dtype: torch.dtype, native_kernels: None
 ) -> None:
-    """Parameters, moments, masters, copies and the gradients that a scale leaves behind."""
-    options = {"lr": 0.01, "weight_decay": 0.1, **BIT_CASES[case]}
-    scale = options.pop("scale", 1.0)
-    results = []
-    for choice in ("native", "reference"):
-        monkeypatch.setenv("HF_COMPRESSOPT_KERNELS", choice)
-        params = parameters(dtype=dtype)
-        optimizer = FusedAdam(params, **options)
-        optimizer.copies.update({p: torch.zeros_like(p, dtype=torch.bfloat16) for p in params[2:]})
-        for t in range(STEPS):
-            draw(t, params, scale=scale, missing={1} if t == 2 else ())
-            if scale != 1.0:
-                optimizer.grad_scale = torch.tensor(scale)
-            optimizer.step()
-        grads = [p.grad for p in params]
-        results.append([*snapshot(params, optimizer), *grads, *optimizer.copies.values()])
-    assert_same(*results)
+    """Parameters, moments, steps, masters, copies and gradients."""
+    options: dict[str, Any] = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+    for name, value in BIT_CASES[case].items():
+        options[name] = torch.tensor(value) if isinstance(value, float) and name != "weight_decay" else value
+    step = adam.AdamStep(**options)
+    pair = []
+    for _ in range(2):
+        params = [p.detach() for p in parameters(dtype=dtype)]
+        moment_dtype = torch.float32 if moments == "float32" else dtype
+        tensors = adam.AdamTensors(
+            grads=[torch.empty_like(p) for p in params],
+            params=params,
+            exp_avgs=[torch.zeros_like(p, dtype=moment_dtype) for p in params],
+            exp_avg_sqs=[torch.zeros_like(p, dtype=moment_dtype) for p in params],
+            steps=[torch.zeros(()) for _ in params],
+            masters=[p.float() if i % 2 and dtype in LOW else None for i, p in enumerate(params)],
+            copies=[torch.zeros_like(p, dtype=torch.bfloat16) if i % 3 else None for i, p in enumerate(params)],
+        )
+        pair.append(tensors)
+    plan = None
+    for t in range(STEPS):
+        for tensors in pair:
+            generator = torch.Generator().manual_seed(t)
+            for grad in tensors.grads:
+                grad.copy_(torch.randn(grad.shape, generator=generator) * 50)
+        plan = adam.adam_(pair[0], step, plan)
+        adam.reference_(pair[1], step)
+        rows = [[x for row in tensors.rows() for x in row if x is not None] for tensors in pair]
+        assert_same(*rows)
 
 
 def test_without_bias_correction(kernels: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from operator import is_
@@ -154,7 +154,8 @@ class AdamPlan:
         self._reusable = all(part.kind is not _Kind.OTHER for part in self._parts)
         if self._reusable:
             self._params, self._steps = tensors.params, tensors.steps
-            self._others, self._pointers = _others(tensors), _pointers(tensors)
+            self._others = [list(column) for column in _others(tensors)]
+            self._pointers = _pointers(tensors)
             self._contiguous = all(map(Tensor.is_contiguous, tensors.grads))
             self._layout = _layout(tensors.grads, self._contiguous)
 
@@ -168,7 +169,7 @@ class AdamPlan:
             and len(tensors.params) == len(self._params)
             and all(map(is_, tensors.params, self._params))
             and all(map(is_, tensors.steps, self._steps))
-            and all(map(is_, _others(tensors), self._others))
+            and all(all(map(is_, new, old)) for new, old in zip(_others(tensors), self._others, strict=False))
             and _layout(tensors.grads, self._contiguous) == self._layout
             and _pointers(tensors) == self._pointers
         )
@@ -244,28 +245,28 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.stride() == strides for tensor in tensors)
 
 
-def _others(tensors: AdamTensors) -> list[ref[Tensor] | None]:
+def _others(tensors: AdamTensors) -> list[Iterable[ref[Tensor] | None]]:
     """Which tensors these are; not kept alive, since a state may be moved elsewhere to save memory."""
-    others: list[ref[Tensor] | None] = [*map(ref, tensors.exp_avgs), *map(ref, tensors.exp_avg_sqs)]
+    others: list[Iterable[ref[Tensor] | None]] = [map(ref, tensors.exp_avgs), map(ref, tensors.exp_avg_sqs)]
     for column in (tensors.masters, tensors.copies):
         if column is not None:
-            others += [None if tensor is None else ref(tensor) for tensor in column]
+            others.append([None if tensor is None else ref(tensor) for tensor in column])
     return others
 
 
-def _layout(grads: list[Tensor], contiguous: bool) -> list[object]:
+def _layout(grads: list[Tensor], contiguous: bool) -> tuple[object, ...]:
     """Dtypes, numbers of elements, and how they lie in memory; contiguous: whether they are expected to be."""
-    strides = [all(map(Tensor.is_contiguous, grads))] if contiguous else [*map(Tensor.stride, grads)]
-    return [*strides, *map(Tensor.numel, grads), *[grad.dtype for grad in grads]]
+    strides = all(map(Tensor.is_contiguous, grads)) if contiguous else [*map(Tensor.stride, grads)]
+    return strides, [*map(Tensor.numel, grads)], [grad.dtype for grad in grads]
 
 
-def _pointers(tensors: AdamTensors) -> list[int]:
-    """Where everything lies but the gradients."""
-    pointers = [*map(Tensor.data_ptr, tensors.params), *map(Tensor.data_ptr, tensors.steps)]
-    pointers += [*map(Tensor.data_ptr, tensors.exp_avgs), *map(Tensor.data_ptr, tensors.exp_avg_sqs)]
-    for column in (tensors.masters, tensors.copies):
-        if column is not None:
-            pointers += [0 if tensor is None else tensor.data_ptr() for tensor in column]
+def _pointers(tensors: AdamTensors) -> list[list[int]]:
+    """Where everything lies but the gradients; and the steps, which nobody moves without their moments."""
+    columns = (tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs)
+    pointers = [[*map(Tensor.data_ptr, column)] for column in columns]
+    for others in (tensors.masters, tensors.copies):
+        if others is not None:
+            pointers.append([0 if tensor is None else tensor.data_ptr() for tensor in others])
     return pointers
 
 
