@@ -6,8 +6,7 @@ namespace compressopt {
 namespace CO_VECTOR {
 namespace {
 
-constexpr int64_t kAdamTile = 1024;   /* elements converted at a time: four such arrays fit the L1 cache */
-constexpr int64_t kAdamPiece = 32768; /* elements, of one tensor or of many, that a thread takes at a time */
+constexpr int64_t kAdamTile = 512; /* elements converted at a time */
 constexpr int64_t kNormPiece = 65536;
 
 /* What happens to a gradient before Adam sees it. */
@@ -168,8 +167,8 @@ int32_t adam(const co_adam_tensor *tensors, int64_t count, const co_adam_options
     }
     AdamStep step(*options);
     int64_t numel = starts.at[count];
-    parallel(exec, numel * 28, ceil_div(numel, kAdamPiece), 1, [&](int64_t piece) {
-        int64_t begin = piece * kAdamPiece, end = least(begin + kAdamPiece, numel);
+    parallel(exec, numel * 28, ceil_div(numel, kPiece), 1, [&](int64_t piece) {
+        int64_t begin = piece * kPiece, end = least(begin + kPiece, numel);
         for (int64_t i = starts.find(begin); begin < end; ++i) {
             int64_t stop = least(starts.at[i + 1], end);
             if (stop <= begin) continue;
@@ -196,7 +195,9 @@ int32_t square_sums(const co_segment *segments, int64_t count, double *sums, con
         const co_segment &segment = segments[i];
         int64_t n = least(kNormPiece, segment.numel - begin);
         with_dtype(segment.dtype, [&](auto type) {
-            parts[piece] = sum_of_squares(static_cast<const typename decltype(type)::type *>(segment.data) + begin, n);
+            NormSum sum;
+            sum.add(static_cast<const typename decltype(type)::type *>(segment.data) + begin, n);
+            parts[piece] = sum.total();
         });
     });
     for (int64_t i = 0; i < count; ++i) {

@@ -17,10 +17,10 @@ namespace CO_VECTOR {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int64_t kTile = 4096;                   /* elements that a thread works on at a time: they fit the L1 cache */
+constexpr int64_t kTile = 512; /* elements worked on at a time: so few that streams of reads and of writes mix well */
 constexpr int64_t kBytesPerThread = 512 << 10;    /* less is not worth waking a thread for */
 constexpr int64_t kStreamBytes = 16 << 20;        /* larger outputs are written past the caches */
-constexpr int64_t kPieceTiles = 8;
+constexpr int64_t kPiece = 32768;                 /* elements that a thread takes at a time */
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -93,26 +93,42 @@ inline void stream_copy(float *out, const float *in, int64_t n) {
     if (i < n) store(out + i, load(in + i, static_cast<int>(n - i)), static_cast<int>(n - i));
 }
 
-inline double total(const SquareSum &sum) {
-    double lanes[kLanes];
-    sum.lanes(lanes);
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+/* A sum of squares: of even and of odd vectors, in sixteen lanes each, so that its order is the same everywhere. */
+class NormSum {
+  public:
+    /* Adds value(i, lanes) for n elements. Only in the last call for a sum may n be no multiple of 32. */
+    template <class Value>
+    void add(int64_t n, const Value &value) {
+        SquareSum even = even_, odd = odd_; /* in registers: value may write to memory */
+        int64_t i = 0;
+        for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+            even.add(value(i, Full{}));
+            odd.add(value(i + kLanes, Full{}));
+        }
+        each_vector(n - i, [&](int64_t rest, auto lanes) { even.add(lanes.only(value(i + rest, lanes))); });
+        even_ = even;
+        odd_ = odd;
     }
-    return lanes[0];
-}
+    template <class T>
+    void add(const T *x, int64_t n) {
+        add(n, [&](int64_t i, auto lanes) { return lanes.get(x + i); });
+    }
 
-template <class T>
-inline double sum_of_squares(const T *x, int64_t n) {
-    SquareSum even, odd;
-    int64_t i = 0;
-    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-        even.add(load(x + i));
-        odd.add(load(x + i + kLanes));
+    void add(Vec value) { even_.add(value); }
+
+    double total() const { return total(even_) + total(odd_); }
+
+  private:
+    static double total(const SquareSum &sum) {
+        double lanes[kLanes];
+        sum.lanes(lanes);
+        for (int width = kLanes / 2; width > 0; width /= 2) {
+            for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+        }
+        return lanes[0];
     }
-    each_vector(n - i, [&](int64_t j, auto lanes) { even.add(lanes.get(x + i + j)); });
-    return total(even) + total(odd);
-}
+    SquareSum even_, odd_;
+};
 
 /* ---- memory that lives as long as a call ------------------------------------------------------------------------- */
 
@@ -191,7 +207,7 @@ inline void parallel(const co_exec *exec, int64_t bytes, int64_t count, int64_t 
 /* body(begin, end) for every tile of numel elements. */
 template <class Body>
 inline void parallel_tiles(const co_exec *exec, int64_t bytes, int64_t numel, const Body &body) {
-    parallel(exec, bytes, ceil_div(numel, kTile), kPieceTiles,
+    parallel(exec, bytes, ceil_div(numel, kTile), kPiece / kTile,
              [&](int64_t tile) { body(tile * kTile, least((tile + 1) * kTile, numel)); });
 }
 

@@ -6,7 +6,11 @@ namespace compressopt {
 namespace CO_VECTOR {
 namespace {
 
-constexpr int64_t kCachedBlock = 128 << 10; /* elements of a block whose second pass still finds it in the L2 cache */
+constexpr int kGroup = 4;                   /* vectors whose sums over messages are kept in registers */
+constexpr int64_t kAhead = 512;              /* bytes of a message */
+constexpr int64_t kStep = 256;               /* elements that are read, and quantized, in turn */
+constexpr int64_t kSumTile = 4096;           /* elements of a longer block that are summed by themselves */
+constexpr int64_t kCachedBlock = 64 << 10; /* elements of a block whose second pass still finds it in the L2 cache */
 
 /* ---- where things lie -------------------------------------------------------------------------------------------- */
 
@@ -38,49 +42,77 @@ struct Combination {
     bool missing() const { return segments.missing(); }
     int64_t bytes() const { return (z.x != nullptr ? 4 : 0) + (z.grads != nullptr ? 4 : 0); }
 
-    /* out <- z + error of elements [begin, end); error == NULL: z. out and error point at the element begin. */
-    void operator()(int64_t begin, int64_t end, const float *error, float *out) const {
+    /* out <- z of elements [begin, end), or z + out; out points to the element begin. */
+    void write(int64_t begin, int64_t end, float *out, bool add) const {
         if (z.grads == nullptr) {
-            run(z.x == nullptr ? nullptr : z.x + begin, nullptr, CO_FLOAT32, 1.0f, end - begin, error, out);
+            run(begin, nullptr, CO_FLOAT32, 1.0f, [&](const auto &value) { put(value, end - begin, out, add); });
             return;
         }
         segments.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
-            float factor = z.factors == nullptr ? 1.0f : z.factors[segment.index];
-            const void *g = segment.data == nullptr ? nullptr : element(segment.data, segment.dtype, offset);
-            run(z.x == nullptr ? nullptr : z.x + start, g, segment.dtype, factor, n,
-                error == nullptr ? nullptr : error + (start - begin), out + (start - begin));
+            float *here = out + (start - begin);
+            run(start, data(segment, offset), segment.dtype, factor(segment),
+                [&](const auto &value) { put(value, n, here, add); });
         });
     }
 
-    void run(const float *x, const void *g, int32_t dtype, float factor, int64_t n, const float *error,
-             float *out) const {
-        Vec alpha = set1(z.alpha), beta = set1(z.beta), f = set1(factor);
-        if (g == nullptr) {
-            finish(n, error, out, [&](int64_t i, auto lanes) {
-                return (x == nullptr ? set1(0.0f) : alpha * lanes.get(x + i)) * f;
+    /* out <- z + out, whose squares are added to the sum. */
+    void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
+        auto add = [&](const auto &value) {
+            sum.add(end - begin, [&](int64_t i, auto lanes) {
+                Vec u = value(i, lanes) + lanes.get(out + i);
+                lanes.put(out + i, u);
+                return u;
             });
+        };
+        if (z.grads == nullptr) {
+            run(begin, nullptr, CO_FLOAT32, 1.0f, add);
             return;
         }
-        with_dtype(dtype, [&](auto type) {
-            const auto *grad = static_cast<const typename decltype(type)::type *>(g);
-            if (x == nullptr) {
-                finish(n, error, out, [&](int64_t i, auto lanes) {
-                    return (set1(0.0f) + beta * lanes.get(grad + i)) * f; /* -0 becomes 0 */
-                });
-            } else {
-                finish(n, error, out, [&](int64_t i, auto lanes) {
-                    return (alpha * lanes.get(x + i) + beta * lanes.get(grad + i)) * f;
-                });
-            }
-        });
+        int64_t s = segments.starts.find(begin);
+        if (segments.starts.at[s + 1] < end) { /* in several tensors: lanes are counted from the block's beginning */
+            write(begin, end, out, true);
+            sum.add(out, end - begin);
+            return;
+        }
+        const co_segment &segment = segments.table[s];
+        run(begin, data(segment, begin - segments.starts.at[s]), segment.dtype, factor(segment), add);
+    }
+
+    float factor(const co_segment &segment) const { return z.factors == nullptr ? 1.0f : z.factors[segment.index]; }
+
+    static const void *data(const co_segment &segment, int64_t offset) {
+        return segment.data == nullptr ? nullptr : element(segment.data, segment.dtype, offset);
+    }
+
+    /* use(value), value(i, lanes) being z of the elements from begin + i on; g: the gradient at begin, or NULL. */
+    template <class Use>
+    void run(int64_t begin, const void *g, int32_t dtype, float factor, const Use &use) const {
+        Vec alpha = set1(z.alpha), beta = set1(z.beta), f = set1(factor), zero = set1(0.0f);
+        const float *x = z.x == nullptr ? nullptr : z.x + begin;
+        if (g == nullptr && x == nullptr) {
+            use([&](int64_t, auto) { return zero * f; });
+        } else if (g == nullptr) {
+            use([&](int64_t i, auto lanes) { return alpha * lanes.get(x + i) * f; });
+        } else {
+            with_dtype(dtype, [&](auto type) {
+                const auto *grad = static_cast<const typename decltype(type)::type *>(g);
+                if (x == nullptr) {
+                    use([&](int64_t i, auto lanes) { return (zero + beta * lanes.get(grad + i)) * f; });
+                } else {
+                    use([&](int64_t i, auto lanes) {
+                        return (alpha * lanes.get(x + i) + beta * lanes.get(grad + i)) * f;
+                    });
+                }
+            });
+        }
     }
 
     template <class Value>
-    static void finish(int64_t n, const float *error, float *out, const Value &value) {
-        if (error == nullptr) {
-            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes)); });
+    static void put(const Value &value, int64_t n, float *out, bool add) {
+        if (add) {
+            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes) + lanes.get(out + i)); });
         } else {
-            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes) + lanes.get(error + i)); });
+            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes)); });
         }
     }
 };
@@ -92,53 +124,51 @@ struct Mean {
     bool missing() const { return false; }
     int64_t bytes() const { return world_size / 8; }
 
-    /* out <- mean + error of elements [begin, end); begin is a multiple of 8. */
-    void operator()(int64_t begin, int64_t end, const float *error, float *out) const {
-        int64_t block = scale_block == 0 ? numel : scale_block;
-        while (begin < end) {
-            int64_t n = least((begin / block + 1) * block, end) - begin;
-            one_block(begin, n, begin / block, error, out);
-            begin += n;
-            error += n;
-            out += n;
-        }
-    }
-
-    void one_block(int64_t begin, int64_t n, int64_t block, const float *error, float *out) const {
-        int64_t stride = message_nbytes(numel, scale_block);
-        const uint8_t *scales = messages + 4 * block;
+    /* out <- mean + out of elements [begin, end) of one block, whose squares are added to the sum; begin is a multiple of
+     * 8. */
+    void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
+        int64_t stride = message_nbytes(numel, scale_block), n = end - begin;
+        const uint8_t *scales = messages + (scale_block == 0 ? 0 : 4 * (begin / scale_block));
         const uint8_t *signs = messages + signs_offset(numel, scale_block) + begin / 8;
         Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
         int64_t i = 0;
-        for (; i + 64 <= n; i += 64) {
-            Vec sum[4] = {};
-            for (int64_t j = 0; j < world_size; ++j) {
-                float s;
-                uint64_t bits;
-                memcpy(&s, scales + j * stride, 4);
-                memcpy(&bits, signs + j * stride + i / 8, 8);
-                Scale scale(s);
-                for (int k = 0; k < 4; ++k) {
-                    Vec part = scale.with_signs(static_cast<uint32_t>(bits >> 16 * k) & 0xffff);
-                    sum[k] = j == 0 ? part : sum[k] + part;
+        for (; i + kGroup * kLanes <= n; i += kGroup * kLanes) {
+            Vec mean[kGroup];
+            auto add = [&](int64_t j, bool first) {
+                Scale scale(load_scale(scales + j * stride));
+                const uint8_t *bits = signs + j * stride + i / 8;
+                prefetch(bits + kAhead); /* so many slow streams escape the hardware's own prefetching */
+#pragma GCC unroll 8
+                for (int k = 0; k < kGroup; ++k) {
+                    Vec part = scale.with_signs(bits + 2 * k);
+                    mean[k] = first ? part : mean[k] + part;
                 }
-            }
-            for (int k = 0; k < 4; ++k) {
-                int64_t at = i + kLanes * k;
-                store(out + at, sum[k] * inverse + load(error + at));
+            };
+            add(0, true);
+            for (int64_t j = 1; j < world_size; ++j) add(j, false);
+#pragma GCC unroll 8
+            for (int k = 0; k < kGroup; ++k) {
+                float *at = out + i + kLanes * k;
+                store(at, mean[k] * inverse + load(at));
             }
         }
         each_vector(n - i, [&](int64_t rest, auto lanes) {
             int64_t at = i + rest;
-            Vec sum = set1(0.0f);
+            Vec mean = set1(0.0f);
             for (int64_t j = 0; j < world_size; ++j) {
-                float s;
-                memcpy(&s, scales + j * stride, 4);
-                Vec part = Scale(s).with_signs(few_bits(signs + j * stride + at / 8, n - at));
-                sum = j == 0 ? part : sum + part;
+                const uint8_t *bits = signs + j * stride + at / 8;
+                Vec part = Scale(load_scale(scales + j * stride)).with_signs(few_bits(bits, n - at));
+                mean = j == 0 ? part : mean + part;
             }
-            lanes.put(out + at, sum * inverse + lanes.get(error + at));
+            lanes.put(out + at, mean * inverse + lanes.get(out + at));
         });
+        sum.add(out, n);
+    }
+
+    static float load_scale(const uint8_t *p) {
+        float scale;
+        memcpy(&scale, p, 4);
+        return scale;
     }
 
     /* The signs of at most sixteen of n elements, without reading a byte that holds none of them. */
@@ -153,33 +183,58 @@ inline float root_mean_square(double sum, int64_t n) {
     return static_cast<float>(__builtin_sqrt(sum / static_cast<double>(n)));
 }
 
-/* Signs of u, and error <- u - Q(u), of one block or a part of it whose length is a multiple of 8, or that is the last.
- * u may be error. */
-inline void quantize(const float *u, int64_t n, float s, uint8_t *signs, float *error) {
+/* Signs of some of u, and u <- u - Q(u). */
+template <class Lanes>
+inline uint32_t quantize(float *u, const Scale &scale, Lanes lanes) {
+    Vec x = lanes.get(u);
+    uint32_t bits = negative(x);
+    lanes.put(u, x - scale.with_signs(bits));
+    return bits;
+}
+
+/* The same of a block, or of a part of one whose length is a multiple of 8 or that is the last. */
+inline void quantize(float *u, int64_t n, float s, uint8_t *signs) {
     Scale scale(s);
     int64_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        uint64_t bits = 0;
-        for (int k = 0; k < 4; ++k) {
-            int64_t at = i + kLanes * k;
-            Vec x = load(u + at);
-            uint32_t part = negative(x);
-            bits |= static_cast<uint64_t>(part) << 16 * k;
-            store(error + at, x - scale.with_signs(part));
-        }
-        memcpy(signs + i / 8, &bits, 8);
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        uint32_t bits = quantize(u + i, scale, Full{});
+        bits |= quantize(u + i + kLanes, scale, Full{}) << kLanes;
+        memcpy(signs + i / 8, &bits, 4);
     }
     each_vector(n - i, [&](int64_t rest, auto lanes) {
         int64_t at = i + rest;
-        Vec x = lanes.get(u + at);
-        uint32_t part = negative(x);
-        lanes.put(error + at, x - scale.with_signs(part));
-        signs[at / 8] = static_cast<uint8_t>(part);
-        if (n - at > 8) signs[at / 8 + 1] = static_cast<uint8_t>(part >> 8);
+        uint32_t bits = quantize(u + at, scale, lanes);
+        signs[at / 8] = static_cast<uint8_t>(bits);
+        if (n - at > 8) signs[at / 8 + 1] = static_cast<uint8_t>(bits >> 8);
     });
 }
 
-/* Compression of source(begin, end, error, out) = what a rank wants to send + error. */
+/* A block whose scale is known, and u in the place of its errors. */
+class Block {
+  public:
+    Block() {}
+    Block(float *u, int64_t n, float scale, uint8_t *signs)
+        : u_(u), n_(n), scale_(scale), signs_(signs), steps_(ceil_div(n, kStep)) {}
+
+    /* A step, beginning in the middle: the same place in a block would share the caches' sets with what is read. */
+    void quantize_some() {
+        if (done_ == steps_) return;
+        int64_t at = (done_++ + steps_ / 2) % steps_ * kStep;
+        quantize(u_ + at, least(kStep, n_ - at), scale_, signs_ + at / 8);
+    }
+    void quantize_rest() {
+        while (done_ < steps_) quantize_some();
+    }
+
+  private:
+    float *u_ = nullptr;
+    int64_t n_ = 0;
+    float scale_ = 0;
+    uint8_t *signs_ = nullptr;
+    int64_t steps_ = 0, done_ = 0;
+};
+
+/* Compression of what source adds to the error. */
 template <class Source>
 struct Compressor {
     const Source &source;
@@ -203,83 +258,62 @@ struct Compressor {
 
     int32_t operator()() const {
         for (int64_t j = 0; j < chunks.count; ++j) write_padding(j);
-        if (scale_block != 0 && scale_block <= kTile) {
-            short_blocks();
-        } else if (scale_block != 0 && scale_block <= kCachedBlock) {
-            cached_blocks();
-        } else {
-            return long_blocks();
-        }
+        if (scale_block == 0 || scale_block > kCachedBlock) return long_blocks();
+        short_blocks();
         return CO_OK;
     }
 
-    /* One pass over memory: a tile of whole blocks stays in the L1 cache from its sums to its errors. */
+    /* One pass over memory: a block stays in a cache from its sum to its errors. A block is quantized little by little
+     * while the next one is read, so that memory never waits. */
     void short_blocks() const {
-        int64_t step = kTile / scale_block * scale_block, tiles = ceil_div(chunks.chunk, step);
-        parallel(exec, bytes(), chunks.count * tiles, kPieceTiles, [&](int64_t tile) {
-            int64_t j = tile / tiles, begin = tile % tiles * step, end = least(begin + step, chunks.size(j));
-            if (begin >= end) return;
-            int64_t first = j * chunks.chunk;
-            alignas(64) float u[kTile];
-            source(first + begin, first + end, error + first + begin, u);
-            for (int64_t at = begin; at < end; at += scale_block) {
-                int64_t n = least(scale_block, end - at);
-                float scale = root_mean_square(sum_of_squares(u + (at - begin), n), n);
-                write_scale(j, at / scale_block, scale);
-                quantize(u + (at - begin), n, scale, signs(j) + at / 8, error + first + at);
+        int64_t step = ceil_div(kPiece, scale_block) * scale_block, steps = ceil_div(chunks.chunk, step);
+        parallel(exec, bytes(), chunks.count * steps, 1, [&](int64_t piece) {
+            int64_t j = piece / steps, begin = piece % steps * step, end = least(begin + step, chunks.size(j));
+            Block last;
+            for (; begin < end; begin += scale_block) {
+                int64_t n = least(scale_block, end - begin), first = j * chunks.chunk + begin;
+                NormSum sum;
+                for (int64_t at = first; at < first + n; at += kStep) {
+                    source.add_to(at, least(at + kStep, first + n), error + at, sum);
+                    last.quantize_some();
+                }
+                last.quantize_rest();
+                float scale = root_mean_square(sum.total(), n);
+                write_scale(j, begin / scale_block, scale);
+                last = Block(error + first, n, scale, signs(j) + begin / 8);
             }
+            last.quantize_rest();
         });
-    }
-
-    /* The same, by way of the error buffer, for blocks that fit the L2 cache. */
-    void cached_blocks() const {
-        int64_t blocks = ceil_div(chunks.chunk, scale_block);
-        parallel(exec, bytes(), chunks.count * blocks, 1, [&](int64_t block) {
-            int64_t j = block / blocks, begin = block % blocks * scale_block;
-            int64_t n = least(scale_block, chunks.size(j) - begin);
-            if (n <= 0) return;
-            int64_t first = j * chunks.chunk + begin;
-            double sum = 0;
-            for (int64_t at = 0; at < n; at += kTile) sum += fill(first + at, first + least(at + kTile, n));
-            float scale = root_mean_square(sum, n);
-            write_scale(j, begin / scale_block, scale);
-            quantize(error + first, n, scale, signs(j) + begin / 8, error + first);
-        });
-    }
-
-    /* error <- u of [begin, end). Returns the sum of its squares. */
-    double fill(int64_t begin, int64_t end) const {
-        source(begin, end, error + begin, error + begin);
-        return sum_of_squares(error + begin, end - begin);
     }
 
     /* Two passes over memory: sums of tiles, scales, and then signs and errors. */
     int32_t long_blocks() const {
         int64_t block = scale_block == 0 ? chunks.chunk : least(scale_block, chunks.chunk);
-        int64_t blocks = ceil_div(chunks.chunk, block), per_block = ceil_div(block, kTile);
+        int64_t blocks = ceil_div(chunks.chunk, block), per_block = ceil_div(block, kSumTile);
         int64_t tiles = chunks.count * blocks * per_block;
         Array<double, 64> sums(tiles);
         if (sums.data == nullptr) return out_of_memory();
         /* body(tile, chunk, block, first and last element in the chunk) */
         auto each_tile = [&](auto body) {
-            parallel(exec, bytes(), tiles, kPieceTiles, [&](int64_t tile) {
+            parallel(exec, bytes(), tiles, kPiece / kSumTile, [&](int64_t tile) {
                 int64_t j = tile / (blocks * per_block), b = tile / per_block % blocks;
-                int64_t begin = b * block + tile % per_block * kTile;
-                int64_t end = least(least(begin + kTile, (b + 1) * block), chunks.size(j));
+                int64_t begin = b * block + tile % per_block * kSumTile;
+                int64_t end = least(least(begin + kSumTile, (b + 1) * block), chunks.size(j));
                 body(tile, j, b, begin, end);
             });
         };
         each_tile([&](int64_t tile, int64_t j, int64_t, int64_t begin, int64_t end) {
             int64_t first = j * chunks.chunk;
-            sums[tile] = begin < end ? fill(first + begin, first + end) : 0.0;
+            NormSum sum;
+            if (begin < end) source.add_to(first + begin, first + end, error + first + begin, sum);
+            sums[tile] = sum.total();
         });
         write_scales(sums.data, block, blocks, per_block);
         each_tile([&](int64_t, int64_t j, int64_t b, int64_t begin, int64_t end) {
             if (begin >= end) return;
             float scale;
             memcpy(&scale, message(j) + 4 * b, 4);
-            float *part = error + j * chunks.chunk + begin;
-            quantize(part, end - begin, scale, signs(j) + begin / 8, part);
+            quantize(error + j * chunks.chunk + begin, end - begin, scale, signs(j) + begin / 8);
         });
         return CO_OK;
     }
@@ -323,7 +357,7 @@ int32_t combine(const co_combination *z, float *out, int64_t numel, const co_exe
     Combination source(*z);
     if (source.missing()) return out_of_memory();
     parallel_tiles(exec, numel * (4 + source.bytes()), numel,
-                   [&](int64_t begin, int64_t end) { source(begin, end, nullptr, out + begin); });
+                   [&](int64_t begin, int64_t end) { source.write(begin, end, out + begin, false); });
     return CO_OK;
 }
 
@@ -333,17 +367,8 @@ int32_t combine(const co_combination *z, float *out, int64_t numel, const co_exe
 inline void decode(float s, const uint8_t *signs, int64_t n, float *out) {
     Scale scale(s);
     int64_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        uint64_t bits;
-        memcpy(&bits, signs + i / 8, 8);
-        for (int k = 0; k < 4; ++k) {
-            store(out + i + kLanes * k, scale.with_signs(static_cast<uint32_t>(bits >> 16 * k) & 0xffff));
-        }
-    }
-    each_vector(n - i, [&](int64_t rest, auto lanes) {
-        int64_t at = i + rest;
-        lanes.put(out + at, scale.with_signs(Mean::few_bits(signs + at / 8, n - at)));
-    });
+    for (; i + kLanes <= n; i += kLanes) store(out + i, scale.with_signs(signs + i / 8));
+    if (i < n) store(out + i, scale.with_signs(Mean::few_bits(signs + i / 8, n - i)), static_cast<int>(n - i));
 }
 
 /* y of compressopt.h. */

@@ -106,7 +106,7 @@ int32_t local_step(float *exp_avg, const float *exp_avg_sq, float *local_update,
     if (momentum.missing() || segments.missing()) return out_of_memory();
     Vec lr = set1(descent->lr);
     parallel_tiles(exec, numel * 28, numel, [&](int64_t begin, int64_t end) {
-        if (grads != nullptr) momentum(begin, end, nullptr, exp_avg + begin);
+        if (grads != nullptr) momentum.write(begin, end, exp_avg + begin, false);
         each_part(segments, begin, end, [&](const PartOfTile &part) {
             descend(part, *descent, exp_avg + part.begin, exp_avg_sq + part.begin, nullptr);
         });
@@ -174,7 +174,7 @@ inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, fl
     Vec beta1 = set1(o.beta1), rest1 = set1(o.one_minus_beta1), beta2 = set1(o.beta2), rest2 = set1(o.one_minus_beta2);
     Vec f = set1(factor), decay = set1(o.weight_decay), zero = set1(0.0f), most = zero;
     bool still = part.still(), decays = p != nullptr && o.weight_decay != 0;
-    SquareSum directions, updates;
+    NormSum directions, updates;
     each_vector(part.n, [&](int64_t i, auto lanes) {
         Vec now = still ? zero : lanes.get(y + i) / f;
         Vec gradient = (now - beta1 * lanes.get(m + i)) / rest1;
@@ -188,7 +188,7 @@ inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, fl
         updates.add(lanes.only(update));
         most = nan_or_greater(most, lanes.only(ratio));
     });
-    return {total(directions), total(updates), still ? 1.0 : static_cast<double>(greatest(most))};
+    return {directions.total(), updates.total(), still ? 1.0 : static_cast<double>(greatest(most))};
 }
 
 int32_t lamb_moments(const co_average *average, float *exp_avg, float *fresh, const float *exp_avg_sq,

@@ -87,6 +87,7 @@ inline uint32_t negative(Vec x) {
 struct Scale {
     __m256 plus;
     explicit Scale(float s) : plus(_mm256_set1_ps(s)) {}
+    Vec with_signs(const uint8_t *bits) const { return with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8)); }
     Vec with_signs(uint32_t bits) const {
         __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
         return {flip(all, _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128)),

@@ -77,6 +77,9 @@ struct Scale {
     Vec with_signs(uint32_t bits) const {
         return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), plus, minus)};
     }
+    Vec with_signs(const uint8_t *bits) const {
+        return {_mm512_mask_blend_ps(_load_mask16(reinterpret_cast<__mmask16 *>(const_cast<uint8_t *>(bits))), plus, minus)};
+    }
 };
 
 inline Vec nan_or_greater(Vec most, Vec a) {

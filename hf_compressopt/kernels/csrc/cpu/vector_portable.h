@@ -118,6 +118,7 @@ struct Scale {
     float plus;
     explicit Scale(float s) : plus(s) {}
     /* -s where the bit is set, else s */
+    Vec with_signs(const uint8_t *bits) const { return with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8)); }
     Vec with_signs(uint32_t bits) const {
         Vec r;
         for (int i = 0; i < 16; ++i) r.v[i] = float_of(bits_of(plus) ^ (bits >> i & 1) << 31);
