@@ -91,31 +91,35 @@ def expected_files(libraries: list[str]) -> set[str]:
     return {*(str(path.relative_to(REPO_ROOT)) for path in sources), *(f"{LIBRARIES}/{name}" for name in libraries)}
 
 
-def check(wheel: Path, libraries: list[str]) -> list[str]:
-    """What is wrong with a wheel that should hold the libraries named (none: a pure one)."""
-    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=wheel.parent) as unpacked:
+def problems_of_files(wheel: Path, libraries: list[str]) -> list[str]:
+    """What is wrong with the files and tags of a wheel that should hold the libraries named (none: a pure one)."""
+    with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)
-        expected = expected_files(libraries)
-        package = {name for name in names if not name.startswith(f"{info}/")}
-        found = [f"{name} is missing" for name in sorted(expected - package)]
-        found += [f"{name} does not belong there" for name in sorted(package - expected)]
-        metadata = {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"}
-        found += [f"{info}/{name} is missing" for name in sorted(metadata) if f"{info}/{name}" not in names]
         description = email.message_from_bytes(archive.read(f"{info}/WHEEL"))
-        tags = description.get_all("Tag", [])
-        python, abi, platforms = wheel.stem.split("-")[-3:]
-        if sorted(tags) != sorted(f"{python}-{abi}-{platform}" for platform in platforms.split(".")):
-            found.append(f"the file's name says {python}-{abi}-{platforms}, its WHEEL {tags}")
-        if (python, abi) != ("py3", "none") or (platforms == "any") == bool(libraries):
-            found.append(f"is tagged {python}-{abi}-{platforms}")
-        if description["Root-Is-Purelib"] != str(not libraries).lower():
-            found.append(f"Root-Is-Purelib is {description['Root-Is-Purelib']}")
-        for name in sorted(names & {f"{LIBRARIES}/{library}" for library in libraries}):
-            found += problems_of_library(Path(archive.extract(name, unpacked)))
+    expected = expected_files(libraries)
+    package = {name for name in names if not name.startswith(f"{info}/")}
+    found = [f"{name} is missing" for name in sorted(expected - package)]
+    found += [f"{name} does not belong there" for name in sorted(package - expected)]
+    metadata = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
+    found += [f"{name} is missing" for name in sorted(metadata - names)]
+    tags = description.get_all("Tag", [])
+    python, abi, platforms = wheel.stem.split("-")[-3:]
+    if sorted(tags) != sorted(f"{python}-{abi}-{platform}" for platform in platforms.split(".")):
+        found.append(f"the file's name says {python}-{abi}-{platforms}, its WHEEL {tags}")
+    if (python, abi) != ("py3", "none") or (platforms == "any") == bool(libraries):
+        found.append(f"is tagged {python}-{abi}-{platforms}")
+    if description["Root-Is-Purelib"] != str(not libraries).lower():
+        found.append(f"Root-Is-Purelib is {description['Root-Is-Purelib']}")
     if wheel.stat().st_size > MOST_MEGABYTES * 1e6:
         found.append(f"has {wheel.stat().st_size / 1e6:.1f} MB, more than {MOST_MEGABYTES}")
     return found
+
+
+def problems_of_libraries(wheel: Path) -> list[str]:
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as unpacked:
+        libraries = [name for name in archive.namelist() if name.startswith(LIBRARIES)]
+        return [problem for name in libraries for problem in problems_of_library(Path(archive.extract(name, unpacked)))]
 
 
 def describe(wheel: Path) -> None:
@@ -139,7 +143,7 @@ def main() -> int:
     parser.add_argument("--manylinux", action="store_true", help="the tag must be a manylinux one")
     arguments = parser.parse_args()
     libraries = ["libcompressopt_cpu.so", *([] if arguments.cpu_only else ["libcompressopt_cuda.so"])]
-    found = check(arguments.wheel, libraries)
+    found = problems_of_files(arguments.wheel, libraries) + problems_of_libraries(arguments.wheel)
     if arguments.manylinux and "manylinux" not in arguments.wheel.name:
         found.append("has no manylinux tag")
     for problem in found:
