@@ -33,7 +33,7 @@ kernels:
 	@if command -v cmake >/dev/null && command -v c++ >/dev/null; then \
 	    echo "== native libraries, into hf_compressopt/kernels/lib =="; \
 	    cmake -S . -B build/kernels $(CMAKE_ARGS) >/dev/null && \
-	    MAKEFLAGS=--no-print-directory cmake --build build/kernels --parallel; \
+	    MAKEFLAGS=--no-print-directory cmake --build build/kernels --parallel $$(getconf _NPROCESSORS_ONLN); \
 	else \
 	    echo "== no native libraries: they need cmake >= 3.25 and a C++ compiler (c++) =="; \
 	fi

@@ -17,7 +17,6 @@ from typing import Any
 import hf_compressopt
 
 _PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "datasets", "numpy", "mpi4py")
-_LIBRARIES = Path(__file__).parent / "kernels" / "lib"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -26,8 +25,9 @@ def collect() -> dict[str, Any]:
 
     Returns:
         ``package``, ``python``, ``packages`` (version or None by name), ``libraries`` (by "cpu" and "cuda": ``path``,
-        and ``interface`` and ``instruction_set`` or the ``problem``), ``gpu``, ``communicators``, ``kernels``
-        (the ``setting``, and what is in use for ``cpu`` and ``cuda`` tensors), and ``problems``, a list of sentences.
+        ``interface``, ``instruction_set``, None where it does not load, and the ``problem``, None where there is
+        none), ``gpu``, ``communicators``, ``kernels`` (the ``setting``, and what is in use for ``cpu`` and ``cuda``
+        tensors; None without torch), and ``problems``, sentences on what cannot work as it is set up.
     """
     problems: list[str] = []
     try:
@@ -40,7 +40,7 @@ def collect() -> dict[str, Any]:
         "package": {"version": hf_compressopt.__version__, "path": str(Path(hf_compressopt.__file__).parent)},
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "packages": {name: _version(name) for name in _PACKAGES},
-        "libraries": {name: _library(_LIBRARIES / f"libcompressopt_{name}.so") for name in ("cpu", "cuda")},
+        "libraries": {name: _library(name) for name in ("cpu", "cuda")} if has_torch else {},
         "gpu": {"driver": _driver(), **(_gpus() if has_torch else {"cuda": None, "devices": []})},
         "communicators": {"torch": _backends() if has_torch else [], "mpi": _mpi() if has_torch else None},
         "kernels": _kernels(problems) if has_torch else None,
@@ -87,30 +87,26 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _library(path: Path) -> dict[str, Any]:
-    """What a native library says of itself, by the functions of compressopt.h."""
-    if not path.exists():
-        return {"path": str(path), "problem": "not there"}
+def _library(device_type: str) -> dict[str, Any]:
+    import torch
+
+    from hf_compressopt.kernels import native
+
+    path = Path(native.__file__).parent / "lib" / f"libcompressopt_{device_type}.so"
+    problem = native.why_not(torch.device(device_type, 0))
+    found: dict[str, Any] = {"path": str(path), "problem": problem or None}
     try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        return {"path": str(path), "problem": str(error).removeprefix(f"{path}: ")}
-    library.co_instruction_set.restype = library.co_last_error.restype = ctypes.c_char_p
-    found = {
-        "path": str(path),
-        "interface": library.co_abi_version(),
-        "instruction_set": library.co_instruction_set().decode(),
-    }
-    if library.co_check_device(ctypes.c_int32(0)) != 0:
-        found["problem"] = library.co_last_error().decode()
-    return found
+        found["instruction_set"] = native.instruction_set(device_type)
+    except RuntimeError:
+        return {**found, "instruction_set": None, "interface": None}
+    return {**found, "interface": ctypes.CDLL(str(path)).co_abi_version()}
 
 
 def _library_text(library: dict[str, Any]) -> str:
-    if "interface" not in library:
-        return f"{library['problem']}: {library['path']}"
-    text = f"{library['instruction_set']}; interface {library['interface']}; {library['path']}"
-    return f"{text}\n  {'':<14}{library['problem']}" if "problem" in library else text
+    if library["interface"] is None:
+        return str(library["problem"])
+    lines = [f"{library['instruction_set']}; interface {library['interface']}; {library['path']}"]
+    return f"\n{'':<16}".join(filter(None, [*lines, library["problem"]]))
 
 
 def _driver() -> str | None:
@@ -170,13 +166,18 @@ def _mpi_text(mpi: dict[str, Any]) -> str:
 def _kernels(problems: list[str]) -> dict[str, Any]:
     import torch
 
-    from hf_compressopt import kernels
+    from hf_compressopt.kernels import native
 
-    found: dict[str, Any] = {"setting": os.environ.get("HF_COMPRESSOPT_KERNELS")}
-    for device in ("cpu", "cuda"):
+    found: dict[str, Any] = {"setting": os.environ.get(native.VARIABLE)}
+    for name in ("cpu", "cuda"):
+        if name == "cuda" and not torch.cuda.is_available():
+            found[name] = "no GPU"
+            continue
         try:
-            found[device] = kernels.implementation(torch.device(device))
-        except (ValueError, RuntimeError) as error:  # the setting asks for what is not there
-            found[device] = None
+            is_native = native.available(torch.device(name, 0))
+        except (ValueError, RuntimeError) as error:
             problems.append(str(error))
+            found[name] = "an error"
+        else:
+            found[name] = f"native, {native.instruction_set(name)}" if is_native else "reference"
     return found

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 import hf_compressopt
 from hf_compressopt import cli
-from tests.launching import run
+from tests.launching import environment, run
 
 PACKAGE = Path(hf_compressopt.__file__).parent
 CLI = [sys.executable, "-m", "hf_compressopt.cli"]
@@ -25,10 +26,13 @@ def test_env_tells_versions_libraries_communicators_and_what_is_in_use() -> None
     for name, library in facts["libraries"].items():
         path = PACKAGE / "kernels" / "lib" / f"libcompressopt_{name}.so"
         assert library["path"] == str(path)
-        assert ("interface" in library) == path.exists()
+        assert (library["interface"] is not None) == path.exists()
+        assert library["problem"] or path.exists()
     assert "gloo" in facts["communicators"]["torch"]
     assert len(facts["gpu"]["devices"]) == torch.cuda.device_count()
-    assert facts["kernels"]["cpu"] and facts["kernels"]["cuda"]
+    instruction_set = facts["libraries"]["cpu"]["instruction_set"]
+    assert facts["kernels"]["cpu"] == (f"native, {instruction_set}" if instruction_set else "reference")
+    assert (facts["kernels"]["cuda"] == "no GPU") == (not torch.cuda.is_available())
 
 
 def test_env_for_people_says_the_same() -> None:
@@ -55,14 +59,28 @@ def test_a_library_that_does_not_load_is_named_with_the_reason(tmp_path: Path) -
     broken = tmp_path / "libcompressopt_cpu.so"
     broken.write_bytes(b"no library" * 100)
     code = f"""
-import pathlib
-from hf_compressopt import cli, environment
-environment._LIBRARIES = pathlib.Path({str(tmp_path)!r})
-cli.main(["env"])
+import pathlib, sys
+from hf_compressopt import cli
+from hf_compressopt.kernels import native
+native._DIRECTORY = pathlib.Path({str(tmp_path)!r})
+sys.exit(cli.main(["env"]))
 """
     text = run([sys.executable, "-c", code]).stdout
-    assert f"  cpu           invalid ELF header: {broken}" in text
-    assert f"  cuda          not there: {tmp_path / 'libcompressopt_cuda.so'}" in text
+    assert f"  cpu           {broken} cannot be loaded: {broken}: invalid ELF header" in text
+    assert f"  cuda          {tmp_path / 'libcompressopt_cuda.so'} does not exist" in text
+    assert "  CPU tensors   reference" in text
+    with pytest.raises(AssertionError, match="PROBLEM: HF_COMPRESSOPT_KERNELS=native, but there are no native kernels"):
+        run([sys.executable, "-c", code], HF_COMPRESSOPT_KERNELS="native")
+
+
+@pytest.mark.parametrize(("setting", "code", "said"), [("reference", 0, "reference"), ("fast", 1, "an error")])
+def test_the_choice_of_kernels_is_told_and_an_unknown_one_is_an_error(setting: str, code: int, said: str) -> None:
+    command = [*CLI, "env", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(HF_COMPRESSOPT_KERNELS=setting))
+    facts = json.loads(done.stdout)
+    assert done.returncode == code
+    assert facts["kernels"]["setting"] == setting and facts["kernels"]["cpu"] == said
+    assert bool(facts["problems"]) == bool(code)
 
 
 def test_a_wrong_command_is_refused_with_the_ones_there_are(capsys: pytest.CaptureFixture[str]) -> None:
