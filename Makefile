@@ -8,7 +8,7 @@ TOOLS  := build/tools
 WHEEL_TESTS := test_cli test_compressed_all_reduce test_onebit_adam test_onebit_lamb test_zero_one_adam test_checkpoint \
                test_entry test_trainer
 
-.PHONY: help install kernels demo test test-gpu style wheel clean
+.PHONY: help install kernels demo test test-gpu style wheel test-wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
@@ -63,22 +63,24 @@ $(TOOLS)/.installed: constraints.txt
 
 wheel: $(TOOLS)/.installed
 	@echo "== sdist, and from it the wheel: an environment of its own, without torch =="
-	@rm -rf dist build/wheel build/installed
+	@rm -rf dist build/wheel
 	@$(TOOLS)/bin/python -m build --outdir build/wheel .
 	@echo "== manylinux tag, contents =="
 	@PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@mv build/wheel/*.tar.gz dist
 	@$(PYTHON) scripts/check_wheel.py --manylinux dist/*.whl
+	@$(MAKE) --no-print-directory test-wheel
+
+test-wheel:
 	@echo "== tests against the wheel, installed in an environment of its own =="
-	@$(PYTHON) -m venv build/installed
+	@rm -rf build/installed && $(PYTHON) -m venv build/installed
 	@build/installed/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@build/installed/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl \
 	    pytest pytest-timeout
 	@mkdir build/installed/tree && tar xzf dist/*.tar.gz --strip-components 1 -C build/installed/tree
 	@rm -r build/installed/tree/hf_compressopt
-	@build/installed/bin/hf-compressopt env
+	@env -u PYTHONPATH build/installed/bin/hf-compressopt env
 	@cd build/installed/tree && env -u PYTHONPATH ../bin/python -m pytest $(WHEEL_TESTS:%=tests/%.py)
-	@ls -l dist
 
 clean:
 	rm -rf $(VENV) demo build dist hf_compressopt/kernels/lib .pytest_cache .mypy_cache .ruff_cache
