@@ -44,10 +44,12 @@ def test_env_for_people_says_the_same() -> None:
 
 
 def test_env_works_where_packages_are_missing_or_broken(tmp_path: Path) -> None:
-    """Packages in this folder stand before the installed ones; the interpreter sees no others."""
+    """The interpreter sees this folder and the standard library alone."""
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch_cpu.so: file too short')")
-    path = [str(PACKAGE.parent), str(tmp_path)]
-    code = f"import sys; sys.path[:0] = {path!r}; from hf_compressopt.cli import main; sys.exit(main(['env']))"
+    (tmp_path / "hf_compressopt").symlink_to(PACKAGE)
+    code = (
+        f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; from hf_compressopt.cli import main; sys.exit(main(['env']))"
+    )
     with pytest.raises(AssertionError) as failed:
         run([sys.executable, "-I", "-S", "-c", code])
     text = str(failed.value)
