@@ -66,6 +66,34 @@ def test_trainer_refuses_what_is_no_option(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fully_sharded_model(dtype: torch.dtype) -> None:
+    """On DTensors, which torch's fused operator takes where they are float32."""
+    plain, fused = (run_ranks(2, fsdp_loop, name, dtype) for name in ("AdamW", "FusedAdam"))
+    for rank in range(2):
+        for p, q in zip(plain[rank], fused[rank], strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-6 if dtype == torch.float32 else 5e-3)
+
+
+def fsdp_loop(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from hf_compressopt import FusedAdam
+
+    cls: Any = {"AdamW": torch.optim.AdamW, "FusedAdam": FusedAdam}[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 7)).to(dtype)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        model(torch.randn(16, 10, generator=generator).to(dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
 @pytest.mark.parametrize("ours", [False, True], ids=["Accelerator", "CompressOptAccelerator"])
 def test_accelerate(ours: bool, tmp_path: Path) -> None:
     """Clipping, a scheduler, a saved and loaded state: AdamW's numbers with either accelerator."""

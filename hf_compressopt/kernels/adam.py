@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -151,7 +152,7 @@ class AdamPlan:
             seen.add(id(param))
             parts[kind, param.device].append(index)
         self._parts = [_Part(kind, device, indices, tensors) for (kind, device), indices in parts.items()]
-        self._reusable = all(part.kind is not _Kind.OTHER for part in self._parts)
+        self._reusable = all(part.kind in (_Kind.NATIVE, _Kind.TORCH) for part in self._parts)
         if self._reusable:
             self._params, self._steps = tensors.params, tensors.steps
             self._others = [list(column) for column in _others(tensors)]
@@ -185,6 +186,7 @@ class _Kind(Enum):
 
     NATIVE = auto()
     TORCH = auto()  # torch's fused operator, for most steps
+    SHARDED = auto()  # the same, on DTensors
     OTHER = auto()
 
 
@@ -201,7 +203,7 @@ class _Part:
         part = tensors.take(self._indices)
         if self._table is not None:
             self._table.run(part.grads, step, self.device)
-        elif self.kind is _Kind.TORCH and step.bias_correction and step.clip_factor is None:
+        elif self.kind is not _Kind.OTHER and step.bias_correction and step.clip_factor is None:
             torch_fused_(part, step)
         else:
             return reference_(part, step)
@@ -225,16 +227,23 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
                 f"there, got {tuple(tensor.shape)} on {tensor.device}"
             )
     tensors = [p, *others.values()]
-    if any(type(tensor) not in _PLAIN for tensor in [*tensors, t]) or not _aligned(tensors):
+    types, dtypes = {type(tensor) for tensor in tensors}, {tensor.dtype for tensor in tensors}
+    fits = t.dtype == torch.float32 and t.device == p.device and t.numel() == 1 and type(t) is Tensor
+    if not fits or not dtypes <= native.DTYPES.keys() or m.dtype != v.dtype or not _aligned(tensors):
         return _Kind.OTHER
-    dtypes = {tensor.dtype for tensor in tensors}
-    fits = t.dtype == torch.float32 and t.device == p.device and t.numel() == 1 and m.dtype == v.dtype
-    if not fits or not dtypes <= native.DTYPES.keys():
-        return _Kind.OTHER
-    if native.available(p.device) and (master is None or master.dtype == torch.float32):
+    if types <= _PLAIN and native.available(p.device) and (master is None or master.dtype == torch.float32):
         return _Kind.NATIVE
     suits_torch = p.device.type in _TORCH_FUSED_DEVICES and len(others) == 3 and dtypes == {torch.float32}
-    return _Kind.TORCH if suits_torch and native.chosen() != "reference" and p.is_contiguous() else _Kind.OTHER
+    if not suits_torch or native.chosen() == "reference" or not p.is_contiguous():
+        return _Kind.OTHER
+    if types <= _PLAIN:
+        return _Kind.TORCH
+    return _Kind.SHARDED if all(map(_is_dtensor, tensors)) else _Kind.OTHER
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")  # a DTensor has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _aligned(tensors: Sequence[Tensor]) -> bool:
