@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_compressopt import ZeroOneAdam, load_state, save_state
+from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
 from tests.harness import run_ranks
 from tests.oracles.cases import BYTES_PER_MB, SAFE_DISTANCE, Case, Problem, flat_params, flat_state, set_gradients
 from tests.oracles.simulation import chunk_bounds
@@ -564,3 +564,18 @@ def test_bad_option_is_named(name, value):
     with pytest.raises(ValueError) as caught:
         ZeroOneAdam([torch.nn.Parameter(torch.zeros(3))], **{name: value})
     assert all(word in str(caught.value) for word in (name, ">= 1", str(value))), str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [1000, 3000, 20_000])
+def test_default_schedules_send_at_most_half_of_onebit_adams_bytes(steps):
+    def bytes_per_element(optimizer):
+        optimizer.scale_schedule(steps, given=())
+        plans = [optimizer.plan_at(step) for step in range(1, steps + 1)]
+        return sum(4 * plan.reduce_grads + (1 / 8 + 4 / optimizer.scale_block) * plan.synchronize for plan in plans)
+
+    zero_one, onebit = (cls([torch.nn.Parameter(torch.zeros(3))]) for cls in (ZeroOneAdam, OnebitAdam))
+    assert bytes_per_element(zero_one) <= 0.5 * bytes_per_element(onebit)
+    assert "var_update_scaler=16" not in zero_one.scale_schedule(steps, given=())
+    assert "var_update_scaler=16" in ZeroOneAdam(zero_one.param_groups[0]["params"]).scale_schedule(
+        steps, ["var_update_scaler"]
+    )

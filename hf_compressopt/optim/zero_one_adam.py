@@ -108,16 +108,20 @@ class ZeroOneAdam(FreezingOptimizer):
         self._intervals = {name: options[name] for name in self._intervals}
 
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
-        """Freeze the variance within 10 % of the run, and double the local interval every 10 %, unless given.
+        """Freeze the variance within 10 % of the run, double both intervals every 10 %, unless given.
+
+        The variance stage of a run of some thousand steps is then all in full precision: 1-bit gradients under a
+        variance that is still learning cost such runs several per cent of their loss, by docs/convergence.md.
 
         Raises:
             RuntimeError: After the first step.
         """
         given = set(given)
         chosen = super().scale_schedule(max_steps, given)
-        if "local_step_scaler" not in given:
-            self._intervals["local_step_scaler"] = max(1, max_steps // 10)
-        return f"{chosen}; local_step_scaler={self._intervals['local_step_scaler']}"
+        tenth = max_steps // 10
+        scaled = {"var_update_scaler": max(self._intervals["var_update_scaler"], tenth), "local_step_scaler": tenth}
+        self._intervals |= {name: max(1, value) for name, value in scaled.items() if name not in given}
+        return ", ".join([chosen, *(f"{name}={self._intervals[name]}" for name in scaled)])
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
