@@ -115,6 +115,10 @@ class NormSum {
     }
 
     void add(Vec value) { even_.add(value); }
+    void add(Vec even, Vec odd) {
+        even_.add(even);
+        odd_.add(odd);
+    }
 
     double total() const { return total(even_) + total(odd_); }
 

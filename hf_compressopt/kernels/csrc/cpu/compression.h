@@ -131,6 +131,7 @@ struct Mean {
         const uint8_t *scales = messages + (scale_block == 0 ? 0 : 4 * (begin / scale_block));
         const uint8_t *signs = messages + signs_offset(numel, scale_block) + begin / 8;
         Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
+        NormSum norm = sum; /* in registers */
         int64_t i = 0;
         for (; i + kGroup * kLanes <= n; i += kGroup * kLanes) {
             Vec mean[kGroup];
@@ -149,10 +150,12 @@ struct Mean {
 #pragma GCC unroll 8
             for (int k = 0; k < kGroup; ++k) {
                 float *at = out + i + kLanes * k;
-                store(at, mean[k] * inverse + load(at));
+                mean[k] = mean[k] * inverse + load(at);
+                store(at, mean[k]);
             }
+            for (int k = 0; k < kGroup; k += 2) norm.add(mean[k], mean[k + 1]);
         }
-        each_vector(n - i, [&](int64_t rest, auto lanes) {
+        norm.add(n - i, [&](int64_t rest, auto lanes) {
             int64_t at = i + rest;
             Vec mean = set1(0.0f);
             for (int64_t j = 0; j < world_size; ++j) {
@@ -160,9 +163,11 @@ struct Mean {
                 Vec part = Scale(load_scale(scales + j * stride)).with_signs(few_bits(bits, n - at));
                 mean = j == 0 ? part : mean + part;
             }
-            lanes.put(out + at, mean * inverse + lanes.get(out + at));
+            mean = mean * inverse + lanes.get(out + at);
+            lanes.put(out + at, mean);
+            return mean;
         });
-        sum.add(out, n);
+        sum = norm;
     }
 
     static float load_scale(const uint8_t *p) {
