@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels import native, reference
+from hf_compressopt.kernels import native, ops, reference
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
@@ -40,8 +40,7 @@ def implementation(device: torch.device) -> str:
 
 
 def _for(tensor: Tensor) -> Any:
-    """The module whose functions work on a tensor of this device."""
-    return native if native.available(tensor.device) else reference
+    return ops.implementation_for(tensor.device)
 
 
 def compress_(z: Combination, error: Tensor, messages: Tensor, *, world_size: int, scale_block: int | None) -> None:
@@ -56,7 +55,10 @@ def compress_(z: Combination, error: Tensor, messages: Tensor, *, world_size: in
         world_size: Number of chunks.
         scale_block: Elements per scale, a positive multiple of 8, or None.
     """
-    _for(error).compress_(z, error, messages, world_size, scale_block)
+    if ops.needed(error):
+        torch.ops.compressopt.compress(reference.values_of(z), error, messages, world_size, scale_block)
+    else:
+        _for(error).compress_(z, error, messages, world_size, scale_block)
 
 
 def average_compress_(
@@ -73,7 +75,10 @@ def average_compress_(
         world_size: Number of messages.
         scale_block: As in :func:`compress_`.
     """
-    _for(error).average_compress_(messages, error, out, world_size, scale_block)
+    if ops.needed(error):
+        torch.ops.compressopt.average_compress(messages, error, out, world_size, scale_block)
+    else:
+        _for(error).average_compress_(messages, error, out, world_size, scale_block)
 
 
 def decompress_(y: Average, out: Tensor) -> None:
@@ -83,7 +88,12 @@ def decompress_(y: Average, out: Tensor) -> None:
         y: n elements, read.
         out: [n] float32, written.
     """
-    _for(out).decompress_(y, out)
+    if ops.needed(out) and y.messages is not None:
+        torch.ops.compressopt.decompress(y.messages, out, y.world_size, y.scale_block, y.stride)
+    elif ops.needed(out):
+        reference.decompress_(y, out)
+    else:
+        _for(out).decompress_(y, out)
 
 
 def combine_(z: Combination, out: Tensor) -> None:

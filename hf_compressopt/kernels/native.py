@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
@@ -226,10 +227,7 @@ def _pointer(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype
 
 
 def _address(name: str, tensor: Tensor) -> int:
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError as error:
-        raise TypeError(f"{name} is a {type(tensor).__name__} without memory: native kernels need real data") from error
+    address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
     if address == 0 and tensor.numel() > 0:
         raise TypeError(f"{name} is a {type(tensor).__name__} without memory: native kernels need real data")
     return address
@@ -321,7 +319,7 @@ class _Operands:
 
 
 def _block(scale_block: int | None) -> int:
-    if scale_block is not None and scale_block <= 0:
+    if scale_block is not None and (scale_block <= 0 or scale_block % 8 != 0):
         raise ValueError(f"scale_block must be a positive multiple of 8 or None, got {scale_block}")
     return scale_block or 0
 
@@ -346,20 +344,20 @@ def _written(flats: Iterable[Tensor], segments: Sequence[Segment] = ()) -> None:
 
 def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
     """See :func:`hf_compressopt.kernels.compress_`."""
-    use, n = _Operands(error.device, z.numel), z.numel
+    use, n, block = _Operands(error.device, z.numel), z.numel, _block(scale_block)
     out = _pointer("messages", messages, use.device, torch.uint8, sum(chunk_message_nbytes(n, world_size, scale_block)))
-    arguments = use.combination(z), use.floats("error", error), out, n, _block(scale_block), world_size
+    arguments = use.combination(z), use.floats("error", error), out, n, block, world_size
     call("co_compress", use.device, *arguments)
     _written([error, messages])
 
 
 def average_compress_(messages: Tensor, error: Tensor, out: Tensor, world_size: int, scale_block: int | None) -> None:
     """See :func:`hf_compressopt.kernels.average_compress_`."""
-    use, n = _Operands(error.device, error.numel()), error.numel()
+    use, n, block = _Operands(error.device, error.numel()), error.numel(), _block(scale_block)
     nbytes = message_nbytes(n, scale_block)
     received = _pointer("messages", messages, use.device, torch.uint8, world_size * nbytes)
     sent = _pointer("out", out, use.device, torch.uint8, nbytes)
-    arguments = received, use.floats("error", error), sent, n, _block(scale_block), world_size
+    arguments = received, use.floats("error", error), sent, n, block, world_size
     call("co_average_compress", use.device, *arguments)
     _written([error, out])
 

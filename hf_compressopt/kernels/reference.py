@@ -134,7 +134,7 @@ def _scaled(signs: Tensor, scales: Tensor, scale_block: int | None) -> Tensor:
 
 def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
     """See :func:`hf_compressopt.kernels.compress_`."""
-    error.add_(_values_of(z))
+    error.add_(values_of(z))
     scale = None if scale_block is not None or z.numel == 0 else rms(error)
     compress_chunks_(error, messages, _chunks(z.numel, world_size, scale_block), scale_block, scale)
 
@@ -174,7 +174,7 @@ def combine_(z: Combination, out: Tensor) -> None:
             part.mul_(z.factors[segment.index])
 
 
-def _values_of(operand: Combination | Average) -> Tensor:
+def values_of(operand: Combination | Average) -> Tensor:
     """The values, [n] float32: not to be changed, since they may be the operand's own."""
     if isinstance(operand, Combination):
         if operand.x is not None and operand.alpha == 1 and operand.grads is None and operand.factors is None:
@@ -213,7 +213,7 @@ def apply_adam_(
     corrections: Tensor | None,
 ) -> None:
     """See :func:`hf_compressopt.kernels.apply_adam_`."""
-    values = _values_of(y)
+    values = values_of(y)
     if beta == 1:
         exp_avg.copy_(values)
     else:
@@ -261,7 +261,7 @@ def sync_parameters_(
     descent: Descent,
 ) -> None:
     """See :func:`hf_compressopt.kernels.sync_parameters_`."""
-    values = _values_of(y)
+    values = values_of(y)
     torch.div(values, exp_avg.new_tensor(lr_sum), out=exp_avg)  # by a tensor: by a number, CUDA multiplies
     for segment, (m, own, value, v) in _pieces(params, exp_avg, anchor, values, exp_avg_sq):
         if segment.still:
@@ -284,7 +284,7 @@ def lamb_moments_(
     options: LambOptions,
 ) -> None:
     """See :func:`hf_compressopt.kernels.lamb_moments_`."""
-    values = _values_of(y)
+    values = values_of(y)
     for segment, (value, m, fresh, v) in _pieces(params, values, exp_avg, exp_avg_sq_fresh, exp_avg_sq):
         new = torch.zeros_like(value) if segment.still else value / factors[segment.index]
         gradient = (new - m * options.beta1).div_(m.new_tensor(1 - options.beta1))
