@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_compressopt.kernels import native, reference
 from hf_compressopt.kernels.operands import Average, Combination
 
-_LIBRARY: Any = torch.library.Library("compressopt", "DEF")
+_LIBRARY: Any = torch.library.Library("compressopt", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("compress(Tensor x, Tensor(a!) error, Tensor(b!) messages, int world_size, int? scale_block) -> ()")
 _LIBRARY.define(
     "average_compress(Tensor messages, Tensor(a!) error, Tensor(b!) out, int world_size, int? scale_block) -> ()"

@@ -1,0 +1,286 @@
+"""How fast the native CPU kernels are, beside the memory's own speed, the reference and torch.
+
+    python scripts/benchmark_kernels.py                      # kernels and FusedAdam, torch's number of threads
+    python scripts/benchmark_kernels.py --threads 1 --numel 25000000 100000000
+    python scripts/benchmark_kernels.py --only step          # a compressed step on 2 gloo ranks, 1 thread each
+
+All variants of a table take turns in one run; times are medians. The roofline is an in-place `a += b`; "of roofline" is
+the ratio of the bytes per second that a kernel reads and writes to those of the roofline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt import FusedAdam, OnebitAdam, kernels
+from hf_compressopt.kernels import Average, Combination, Descent, Segment, message_nbytes, num_blocks
+
+CPU = torch.device("cpu")
+BLOCK = 4096
+SERVERS = 8
+DESCENT = Descent(1e-3, 1 - 1e-5, 1e-8, False)
+
+Variants = dict[str, Callable[[], object]]
+
+
+def medians(variants: Variants, rounds: int, before: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Seconds of each variant: they take turns, after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds + 1):
+        for name, variant in variants.items():
+            before()
+            start = time.perf_counter()
+            variant()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def table(title: str, rows: list[list[str]]) -> None:
+    print(f"\n{title}\n")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        if number == 0:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+
+
+@contextmanager
+def kernels_from(choice: str) -> Iterator[None]:
+    before = os.environ.get("HF_COMPRESSOPT_KERNELS")
+    os.environ["HF_COMPRESSOPT_KERNELS"] = choice
+    try:
+        yield
+    finally:
+        os.environ.pop("HF_COMPRESSOPT_KERNELS")
+        if before is not None:
+            os.environ["HF_COMPRESSOPT_KERNELS"] = before
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+class Buffers:
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.x, self.error, self.out = torch.randn(numel), torch.randn(numel) * 0.1, torch.empty(numel)
+        self.param, self.variance = torch.randn(numel), torch.rand(numel) + 0.1
+        self.message = torch.zeros(message_nbytes(numel, BLOCK), dtype=torch.uint8)
+        self.whole = torch.zeros(message_nbytes(numel, None), dtype=torch.uint8)
+        self.messages = self.message.new_zeros(SERVERS, self.message.numel())
+        for message in self.messages:
+            message.random_()
+            message[: 4 * num_blocks(numel, BLOCK)].view(torch.float32).fill_(0.01)
+
+    def variants(self) -> dict[str, tuple[Callable[[], object], float]]:
+        """By name: what to call, and bytes that it must read and write per element."""
+        n, segments = self.numel, [Segment(self.param, 0, self.numel, 0)]
+        y = Average(n, None, self.messages[0], 1, BLOCK, self.message.numel())
+        grads = [Segment(self.variance, 0, n, 0)]
+        momentum = Combination(n, CPU, self.x, 0.9, grads, 0.1)
+        sent = 1 / 8 + 4 / BLOCK
+
+        def compress(z: Combination, message: Tensor, block: int | None) -> None:
+            kernels.compress_(z, self.error, message, world_size=1, scale_block=block)
+
+        def average_compress() -> None:
+            received = self.messages.view(-1)
+            kernels.average_compress_(received, self.error, self.message, world_size=SERVERS, scale_block=BLOCK)
+
+        return {
+            "compress": (lambda: compress(Combination.of(self.x), self.message, BLOCK), 12 + sent),
+            "momentum + compress": (lambda: compress(momentum, self.message, BLOCK), 16 + sent),
+            "compress, one scale": (lambda: compress(Combination.of(self.x), self.whole, None), 20 + sent),
+            "decompress": (lambda: kernels.decompress_(y, self.out), 4 + sent),
+            f"decompress + average of {SERVERS}, compress": (average_compress, 8 + (SERVERS + 1) * sent),
+            "decompress + apply": (
+                lambda: kernels.apply_adam_(y, self.out, self.variance, segments, DESCENT),
+                16 + sent,
+            ),
+        }
+
+    def roofline(self) -> None:
+        self.error.add_(self.out)
+
+    def torch_and_packbits(self) -> None:
+        """Compression as one writes it with torch and numpy."""
+        self.error.add_(self.x)
+        blocks = self.error[: self.numel // BLOCK * BLOCK].view(-1, BLOCK)
+        scales = torch.linalg.vector_norm(blocks, dim=1).div_(BLOCK**0.5)
+        negative = blocks < 0
+        packed = np.packbits(negative.numpy().reshape(-1), bitorder="little")
+        self.message[: packed.size] = torch.from_numpy(packed)
+        blocks.sub_(torch.where(negative, -scales.unsqueeze(1), scales.unsqueeze(1)))
+
+
+def benchmark_kernels(numel: int, rounds: int, slow_rounds: int) -> None:
+    buffers = Buffers(numel)
+    variants = buffers.variants()
+    buffers.out.zero_()
+    with kernels_from("native"):
+        calls: Variants = {"roofline": buffers.roofline, **{name: call for name, (call, _) in variants.items()}}
+        native = medians(calls, rounds)
+    with kernels_from("reference"):
+        slow: Variants = {name: call for name, (call, _) in variants.items()}
+        slow["torch + packbits"] = buffers.torch_and_packbits
+        others = medians(slow, slow_rounds)
+    speed = 12 * numel / native["roofline"]
+    rows = [["kernel", "ms", "GB/s", "of roofline", "reference / native", "torch + packbits / native"]]
+    rows.append(["a += b", f"{native['roofline'] * 1e3:.2f}", f"{speed / 1e9:.1f}", "1", "", ""])
+    for name, (_, nbytes) in variants.items():
+        seconds = native[name]
+        rate = nbytes * numel / seconds
+        packbits = f"{others['torch + packbits'] / seconds:.1f}" if name == "compress" else ""
+        numbers = f"{seconds * 1e3:.2f}", f"{rate / 1e9:.1f}", f"{rate / speed:.2f}", f"{others[name] / seconds:.1f}"
+        rows.append([name, *numbers, packbits])
+    table(f"{numel} elements, {torch.get_num_threads()} threads, {kernels.implementation(CPU)}", rows)
+
+
+# -- FusedAdam --------------------------------------------------------------------------------------------------------
+
+
+def parameters(numels: list[int]) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.randn(numel)) for numel in numels]
+    for param in params:
+        param.grad = torch.randn_like(param) * 0.01
+    return params
+
+
+def benchmark_adam(title: str, numels: list[int], rounds: int) -> None:
+    options: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01}
+    ours = FusedAdam(parameters(numels), **options)
+    theirs = torch.optim.AdamW(parameters(numels), fused=True, **options)
+    foreach = torch.optim.AdamW(parameters(numels), foreach=True, **options)
+    result = medians({"ours": ours.step, "fused": theirs.step, "foreach": foreach.step}, rounds)
+    rows = [["optimizer", "us", "times FusedAdam"]]
+    for name, key in (("FusedAdam", "ours"), ("torch AdamW, fused", "fused"), ("torch AdamW, foreach", "foreach")):
+        rows.append([name, f"{result[key] * 1e6:.0f}", f"{result[key] / result['ours']:.2f}"])
+    table(f"{title}, {torch.get_num_threads()} threads", rows)
+
+
+def benchmark_whole_step(numels: list[int], rounds: int) -> None:
+    """Unscale, clip, Adam and a bfloat16 copy."""
+    scale, max_norm = torch.ones(()), 1.0  # gradients stay unscaled, and must not vanish from step to step
+    found_inf = torch.zeros(())
+    options: dict[str, Any] = {"lr": 1e-6, "weight_decay": 0.01}
+    ours = FusedAdam(parameters(numels), max_grad_norm=max_norm, **options)
+    ours.copies = {p: p.detach().bfloat16() for p in ours.param_groups[0]["params"]}
+
+    def fused_adam() -> None:
+        ours.grad_scale, ours.found_inf = scale, found_inf
+        ours.step()
+
+    def torch_form(fold: bool) -> Callable[[], None]:
+        params = parameters(numels)
+        copies = [p.detach().bfloat16() for p in params]
+        optimizer: Any = torch.optim.AdamW(params, fused=True, **options)
+
+        def step() -> None:
+            grads = [p.grad for p in params]
+            if fold:  # unscaled and clipped inside the fused operator
+                norm = torch.nn.utils.get_total_norm(grads) / scale
+                optimizer.grad_scale = scale / torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                optimizer.found_inf = (~norm.isfinite()).float()
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, scale.reciprocal())
+                torch.nn.utils.clip_grad_norm_(params, max_norm)
+            optimizer.step()
+            torch._foreach_copy_(copies, [p.detach() for p in params])
+
+        return step
+
+    variants = {"ours": fused_adam, "passes": torch_form(False), "folded": torch_form(True)}
+    result = medians(variants, rounds)
+    rows = [["step", "ms", "times FusedAdam"]]
+    names = {"ours": "FusedAdam", "passes": "torch: unscale, clip, fused, copy", "folded": "torch: norm, fused, copy"}
+    for key, name in names.items():
+        rows.append([name, f"{result[key] * 1e3:.2f}", f"{result[key] / result['ours']:.2f}"])
+    title = f"unscale + clip + Adam + bfloat16 copy, {sum(numels)} elements in {len(numels)} tensors"
+    table(f"{title}, {torch.get_num_threads()} threads", rows)
+
+
+# -- a step on several ranks ------------------------------------------------------------------------------------------
+
+
+def benchmark_step(rank: int, world_size: int, numel: int, rounds: int, store: str) -> None:
+    """A compressed step of OnebitAdam against all_reduce + torch's fused AdamW."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    numels = [numel // 100] * 100
+    torch.manual_seed(0)
+    params = parameters(numels)
+    optimizer = OnebitAdam(params, lr=1e-6, weight_decay=0.01, freeze_step=2)
+    for _ in range(3):
+        optimizer.step()  # the same gradients on all ranks, as if they were averaged
+    torch.manual_seed(0)
+    baseline_params = parameters(numels)
+    flat = torch.cat([p.grad for p in baseline_params])  # the best case: all gradients in one buffer
+    for param, grad in zip(baseline_params, flat.split(numels), strict=True):
+        param.grad = grad
+    baseline = torch.optim.AdamW(baseline_params, lr=1e-6, weight_decay=0.01, fused=True)
+
+    def all_reduce_and_adam() -> None:
+        flat.mul_(1 / world_size)
+        dist.all_reduce(flat)
+        baseline.step()
+
+    def reference_step() -> None:
+        with kernels_from("reference"):
+            optimizer.step()
+
+    variants = {"OnebitAdam": optimizer.step, "reference": reference_step, "all_reduce": all_reduce_and_adam}
+    result = medians(variants, rounds, before=dist.barrier)
+    if rank == 0:
+        rows = [["step", "ms", "of all_reduce + AdamW"]]
+        names = {
+            "OnebitAdam": f"OnebitAdam, compressed, {kernels.implementation(CPU)}",
+            "reference": "OnebitAdam, compressed, reference kernels",
+            "all_reduce": "all_reduce + torch AdamW, fused",
+        }
+        for key, name in names.items():
+            rows.append([name, f"{result[key] * 1e3:.1f}", f"{result[key] / result['all_reduce']:.2f}"])
+        table(f"{sum(numels)} parameters, {world_size} gloo ranks over loopback, 1 thread each", rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=["kernels", "adam", "step"], default=["kernels", "adam"])
+    parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
+    parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--slow-rounds", type=int, default=3, help="of the reference")
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        if "kernels" in args.only:
+            for numel in args.numel:
+                benchmark_kernels(numel, args.rounds, args.slow_rounds)
+        if "adam" in args.only:
+            benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds)
+            benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds)
+            benchmark_whole_step([250_000] * 100, args.rounds)
+    if "step" in args.only:
+        with tempfile.TemporaryDirectory() as directory:
+            store = os.path.join(directory, "store")
+            torch.multiprocessing.spawn(
+                benchmark_step, (args.ranks, args.numel[0], args.rounds, store), nprocs=args.ranks
+            )
+
+
+if __name__ == "__main__":
+    main()
