@@ -107,7 +107,8 @@ struct AdamStep {
 
     /* Elements [begin, end) of a tensor. float32 is updated where it lies, the rest by way of the L1 cache. */
     void operator()(const co_adam_tensor &t, const AdamNumbers &numbers, int64_t begin, int64_t end) const {
-        bool wide_param = t.master != nullptr || t.param_dtype == CO_FLOAT32, wide_moments = t.moment_dtype == CO_FLOAT32;
+        bool wide_param = t.master != nullptr || t.param_dtype == CO_FLOAT32;
+        bool wide_moments = t.moment_dtype == CO_FLOAT32;
         bool plain = wide_param && wide_moments && t.master == nullptr && t.copy == nullptr;
         int64_t tile = plain ? end - begin : kAdamTile;
         alignas(64) float narrow[3][kAdamTile];

@@ -27,7 +27,8 @@ inline int64_t message_nbytes(int64_t numel, int64_t scale_block) {
 /* A bucket of numel elements as world_size chunks. */
 struct Chunks {
     int64_t numel, chunk, count;
-    Chunks(int64_t n, int64_t world_size) : numel(n), chunk(ceil_div(n, 8 * world_size) * 8), count(ceil_div(n, chunk)) {}
+    Chunks(int64_t n, int64_t world_size)
+        : numel(n), chunk(ceil_div(n, 8 * world_size) * 8), count(ceil_div(n, chunk)) {}
     int64_t size(int64_t j) const { return least(chunk, numel - j * chunk); }
 };
 
@@ -124,8 +125,8 @@ struct Mean {
     bool missing() const { return false; }
     int64_t bytes() const { return world_size / 8; }
 
-    /* out <- mean + out of elements [begin, end) of one block, whose squares are added to the sum; begin is a multiple of
-     * 8. */
+    /* out <- mean + out of elements [begin, end) of one block, whose squares are added to the sum; begin is a multiple
+     * of 8. */
     void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
         int64_t stride = message_nbytes(numel, scale_block), n = end - begin;
         const uint8_t *scales = messages + (scale_block == 0 ? 0 : 4 * (begin / scale_block));
@@ -140,9 +141,11 @@ struct Mean {
                 const uint8_t *bits = signs + j * stride + i / 8;
                 prefetch(bits + kAhead); /* so many slow streams escape the hardware's own prefetching */
 #pragma GCC unroll 8
-                for (int k = 0; k < kGroup; ++k) {
-                    Vec part = scale.with_signs(bits + 2 * k);
-                    mean[k] = first ? part : mean[k] + part;
+                for (int k = 0; k < kGroup; k += 2) {
+                    Vec part[2];
+                    scale.with_signs(bits + 2 * k, part);
+                    mean[k] = first ? part[0] : mean[k] + part[0];
+                    mean[k + 1] = first ? part[1] : mean[k + 1] + part[1];
                 }
             };
             add(0, true);
@@ -372,8 +375,16 @@ int32_t combine(const co_combination *z, float *out, int64_t numel, const co_exe
 inline void decode(float s, const uint8_t *signs, int64_t n, float *out) {
     Scale scale(s);
     int64_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) store(out + i, scale.with_signs(signs + i / 8));
-    if (i < n) store(out + i, scale.with_signs(Mean::few_bits(signs + i / 8, n - i)), static_cast<int>(n - i));
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        Vec pair[2];
+        scale.with_signs(signs + i / 8, pair);
+        store(out + i, pair[0]);
+        store(out + i + kLanes, pair[1]);
+    }
+    each_vector(n - i, [&](int64_t rest, auto lanes) {
+        int64_t at = i + rest;
+        lanes.put(out + at, scale.with_signs(Mean::few_bits(signs + at / 8, n - at)));
+    });
 }
 
 /* y of compressopt.h. */

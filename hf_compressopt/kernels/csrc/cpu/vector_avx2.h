@@ -87,11 +87,14 @@ inline uint32_t negative(Vec x) {
 struct Scale {
     __m256 plus;
     explicit Scale(float s) : plus(_mm256_set1_ps(s)) {}
-    Vec with_signs(const uint8_t *bits) const { return with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8)); }
     Vec with_signs(uint32_t bits) const {
         __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
         return {flip(all, _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128)),
                 flip(all, _mm256_setr_epi32(256, 512, 1024, 2048, 4096, 8192, 16384, 32768))};
+    }
+    void with_signs(const uint8_t *bits, Vec *out) const {
+        out[0] = with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8));
+        out[1] = with_signs(static_cast<uint32_t>(bits[2] | bits[3] << 8));
     }
     __m256 flip(__m256i all, __m256i places) const {
         __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, places), places));

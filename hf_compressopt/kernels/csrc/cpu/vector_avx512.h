@@ -77,8 +77,14 @@ struct Scale {
     Vec with_signs(uint32_t bits) const {
         return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), plus, minus)};
     }
-    Vec with_signs(const uint8_t *bits) const {
-        return {_mm512_mask_blend_ps(_load_mask16(reinterpret_cast<__mmask16 *>(const_cast<uint8_t *>(bits))), plus, minus)};
+    void with_signs(const uint8_t *bits, Vec *out) const { /* by shifts: loads of mask registers are slow */
+        __m512i all = _mm512_castps_si512(_mm512_broadcastss_ps(_mm_load_ss(reinterpret_cast<const float *>(bits))));
+        const __m512i lo = _mm512_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16);
+        const __m512i hi = _mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        const __m512i top = _mm512_set1_epi32(INT32_MIN);
+        __m512i s = _mm512_castps_si512(plus);
+        out[0] = {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_sllv_epi32(all, lo), top, s, 0x6a))};
+        out[1] = {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_sllv_epi32(all, hi), top, s, 0x6a))};
     }
 };
 

@@ -103,7 +103,8 @@ template <class T>
 inline void store(T *p, const Vec &x, int n = 16) {
     for (int i = 0; i < n; ++i) narrow(x.v[i], p + i);
 }
-inline void stream(float *p, const Vec &x) { store(p, x); } /* past the caches, where that can be; p: 64 bytes aligned */
+/* Past the caches, where that can be; p: aligned to 64 bytes. */
+inline void stream(float *p, const Vec &x) { store(p, x); }
 inline void stream_done() {}
 inline void prefetch(const void *p) { __builtin_prefetch(p); }
 
@@ -118,11 +119,15 @@ struct Scale {
     float plus;
     explicit Scale(float s) : plus(s) {}
     /* -s where the bit is set, else s */
-    Vec with_signs(const uint8_t *bits) const { return with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8)); }
     Vec with_signs(uint32_t bits) const {
         Vec r;
         for (int i = 0; i < 16; ++i) r.v[i] = float_of(bits_of(plus) ^ (bits >> i & 1) << 31);
         return r;
+    }
+    /* The same for 32 bits, and two vectors. */
+    void with_signs(const uint8_t *bits, Vec *out) const {
+        out[0] = with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8));
+        out[1] = with_signs(static_cast<uint32_t>(bits[2] | bits[3] << 8));
     }
 };
 
