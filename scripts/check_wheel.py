@@ -29,7 +29,7 @@ SYSTEM_LIBRARIES = {
     *("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "ld-linux-x86-64.so.2"),
     *("libstdc++.so.6", "libgcc_s.so.1"),
 }
-MOST_MEGABYTES = 5  # of the wheel, which had 1.4 with its first kernels
+MOST_MEGABYTES = 5  # of the wheel; the first kernels made 1.5
 
 
 @dataclass(frozen=True)
