@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_compressopt import OnebitAdam
+from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.harness import run_ranks
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, set_gradients
 
@@ -24,11 +24,11 @@ GROUPS = [
 CASE = Case("contract", GROUPS, {"lr": 0.01, "weight_decay": 0.05, "scale_block": 8}, FREEZE_STEP, STEPS)
 
 
-def make_one(shapes=((6,), (3, 4)), **kwargs):
+def make_one(shapes=((6,), (3, 4)), kind=OnebitAdam, **kwargs):
     """One rank alone: its parameters and the optimizer."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    return params, OnebitAdam(params, **{"lr": 0.01, "freeze_step": FREEZE_STEP, **kwargs})
+    return params, kind(params, **{"lr": 0.01, kind.freeze_option: FREEZE_STEP, **kwargs})
 
 
 def draw(params, t):
@@ -469,6 +469,18 @@ def test_load_does_not_touch_its_input(at):
     train(fresh_params, fresh, at + 1)
     assert repr(sorted(state)) == keys
     assert_same(tensors_in(state), tensors)
+
+
+@pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam, OnebitLamb])
+def test_loading_the_state_of_before_the_first_step_changes_nothing(kind):
+    """Accelerate does so in prepare(): there is no variance yet, and still each parameter moves in the first step."""
+    params, optimizer = make_one(kind=kind)
+    optimizer.load_state_dict(optimizer.state_dict())
+    before = [p.detach().clone() for p in params]
+    for p, old in zip(train(params, optimizer, last=1), before, strict=True):
+        assert not (p == old).any()
+    others, plain = make_one(kind=kind)
+    assert_same(train(params, optimizer, first=2), train(others, plain))
 
 
 def test_load_copies_into_the_buffers():

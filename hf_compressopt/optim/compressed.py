@@ -301,6 +301,15 @@ class CompressedOptimizer(ScheduledOptimizer):
         if self.communicator.rank == 0:
             self._report_switch(plan)
 
+    def _state_loaded(self) -> None:
+        """As the base class, and which parameters keep still: in the warmup stage none, whatever their variance."""
+        super()._state_loaded()
+        for state in self._states:
+            if self.plan.stage.number:
+                state.find_still()
+            else:
+                state.still = [False] * len(state.params)
+
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         """For each parameter, how often its first and its second moment have been updated."""
         return state.steps.tolist(), state.steps.tolist()

@@ -140,8 +140,6 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _state_loaded(self) -> None:
         """Find anew what is derived from the state."""
-        for state in self._states:
-            state.find_still()
         self._ranks_checked = False
 
     def _follow_parameters(self) -> None:
