@@ -13,6 +13,9 @@ from torch.optim.adamw import adamw
 from hf_compressopt.kernels import Descent
 from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 
+_DEVICE_RUN = 1 << 23  # elements that are turned to float64 at once on an accelerator
+_RUN = 65536  # the same on a CPU
+
 
 @dataclass(frozen=True)
 class AdamOptions:
@@ -164,6 +167,14 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
 
 
+def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> None:
+    """Update Adam's moments of one tensor in place, and count the step; arguments as of :func:`adam_moments_`."""
+    grad = grad.float()
+    step += 1
+    exp_avg.lerp_(grad, 1 - options.beta1)
+    exp_avg_sq.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
+
+
 def adam_moments_(
     grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions
 ) -> tuple[Tensor, Tensor]:
@@ -179,19 +190,41 @@ def adam_moments_(
     Returns:
         m^ and v^, which are the moments themselves where there is no bias correction.
     """
-    grad = grad.float()
-    step += 1
-    exp_avg.lerp_(grad, 1 - options.beta1)
-    exp_avg_sq.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
+    advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
+    return corrected_moments(exp_avg, exp_avg_sq, step, options)
+
+
+def corrected_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> tuple[Tensor, Tensor]:
+    """m^ and v^ after ``step`` steps: new tensors, or the moments themselves where there is no bias correction."""
     if not options.bias_correction:
         return exp_avg, exp_avg_sq
     count = float(step)
     return exp_avg / (1 - options.beta1**count), exp_avg_sq / (1 - options.beta2**count)
 
 
-def trust_ratio(param: Tensor, update: Tensor, low: float, high: float) -> Tensor:
-    """LAMB's factor of one tensor: ||p|| / ||update|| within [low, high], 1 where a norm is 0. Returns [] float32."""
-    weight_norm, update_norm = torch.linalg.vector_norm(param.float()), torch.linalg.vector_norm(update)
+def exact_square_sum(tensor: Tensor) -> Tensor:
+    """Sum of the squares of all elements. Returns [] float64.
+
+    Squares of float32 values are exact in float64, and sums of them have so many digits to spare that, rounded to
+    float32, they do not show in what order they were taken: parts of a tensor may be summed on different ranks.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    for run in tensor.detach().reshape(-1).split(_RUN if tensor.device.type == "cpu" else _DEVICE_RUN):
+        wide = run.double()
+        total += torch.dot(wide, wide)
+    return total
+
+
+def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:
+    """LAMB's factor of one tensor: ||p|| / ||update|| within [low, high], 1 where a norm is 0. Returns [] float32.
+
+    Args:
+        weight_square: [] float64, ||p||^2.
+        update_square: [] float64, ||update||^2.
+        low: Lower bound.
+        high: Upper bound.
+    """
+    weight_norm, update_norm = weight_square.sqrt().float(), update_square.sqrt().float()
     ratio = (weight_norm / update_norm).clamp(low, high)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
 

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from hf_compressopt.optim.functional import (
     AdamOptions,
-    adam_moments_,
     adam_options,
+    advance_moments_,
     apply_update_,
+    corrected_moments,
     denominator,
+    exact_square_sum,
     trust_ratio,
 )
 from hf_compressopt.optim.options import check_at_least, check_last_group
@@ -99,24 +101,50 @@ class Lamb(torch.optim.Optimizer):
         for group in self.param_groups:
             options = adam_options(group)
             for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-                state["trust_ratio"] = lamb_step_(
-                    param,
-                    param.grad,
-                    state["exp_avg"],
-                    state["exp_avg_sq"],
-                    state["step"],
-                    options,
-                    self.min_coeff,
-                    self.max_coeff,
-                )
+                if param.grad is not None:
+                    moments, step = self._moments(param)
+                    ratio = lamb_step_(param, param.grad, *moments, step, options, self.min_coeff, self.max_coeff)
+                    self.state[param]["trust_ratio"] = ratio
         return loss
+
+    def _moments(self, param: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        return (state["exp_avg"], state["exp_avg_sq"]), state["step"]
+
+    @torch.no_grad()
+    def measure(self) -> list[tuple[Tensor, Tensor]]:
+        """The first half of a step, for parameters that are parts of larger tensors: all but the update itself.
+
+        Returns:
+            Each parameter that has a gradient, and [2] float64: the squares of the norms of it and of its update,
+            to be summed over the parts of a tensor.
+        """
+        measured = []
+        for group in self.param_groups:
+            options = adam_options(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    moments, step = self._moments(param)
+                    advance_moments_(param.grad, *moments, step, options)
+                    update = lamb_update(param, *moments, step, options)
+                    measured.append((param, torch.stack([exact_square_sum(param), exact_square_sum(update)])))
+        return measured
+
+    @torch.no_grad()
+    def apply(self, ratios: dict[Tensor, Tensor]) -> None:
+        """The second half of a step: the update, with these trust ratios ([] float32 each)."""
+        for group in self.param_groups:
+            options = adam_options(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    moments, step = self._moments(param)
+                    update = lamb_update(param, *moments, step, options)
+                    apply_update_(param, update, ratios[param] * options.lr)
+                    self.state[param]["trust_ratio"] = ratios[param]
 
     def get_lamb_coeffs(self) -> list[float]:
         """The last trust ratio of every tensor that has taken a step."""
@@ -161,13 +189,20 @@ def lamb_step_(
     Returns:
         [] float32, the trust ratio.
     """
-    m_hat, v_hat = adam_moments_(grad, exp_avg, exp_avg_sq, step, options)
+    advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
+    update = lamb_update(param, exp_avg, exp_avg_sq, step, options)
+    coeff = trust_ratio(exact_square_sum(param), exact_square_sum(update), min_coeff, max_coeff)
+    apply_update_(param, update, coeff * options.lr)
+    return coeff
+
+
+def lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> Tensor:
+    """LAMB's update of a tensor or of a part of one, before the trust ratio. Returns float32, shaped like param."""
+    m_hat, v_hat = corrected_moments(exp_avg, exp_avg_sq, step, options)
     update = m_hat / denominator(v_hat, options.eps, options.eps_inside_sqrt)
     if options.weight_decay != 0:
         update.add_(param, alpha=options.weight_decay)
-    coeff = trust_ratio(param, update, min_coeff, max_coeff)
-    apply_update_(param, update, coeff * options.lr)
-    return coeff
+    return update
 
 
 def check_coefficients(min_coeff: float, max_coeff: float) -> None:
