@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_compressopt.optim.onebit_adam import OnebitAdam
     from hf_compressopt.optim.onebit_lamb import OnebitLamb
     from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
+    from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _HOME = {
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
     "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
     "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
+    "ZeroOptimizer": "hf_compressopt.zero.optimizer",
     "attach": "hf_compressopt.integrations.accelerate",
     "load_state": "hf_compressopt.checkpoint.io",
     "register": "hf_compressopt.integrations.transformers",
@@ -46,6 +48,7 @@ __all__ = [
     "OnebitAdam",
     "OnebitLamb",
     "ZeroOneAdam",
+    "ZeroOptimizer",
     "attach",
     "load_state",
     "register",

@@ -1,4 +1,4 @@
-"""Imports run down only: integrations -> checkpoint.io, amp -> optim -> grad_sync -> collectives -> kernels -> flat."""
+"""Imports run down only: integrations -> checkpoint.io, amp -> zero -> optim -> grad_sync -> collectives -> kernels."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ ROWS = [
     ["auto", "run", "environment"],
     ["integrations"],
     ["checkpoint.io", "amp"],
-    ["optim", "zero"],
+    ["zero"],
+    ["optim"],
     ["grad_sync"],
     ["collectives"],
     ["kernels"],

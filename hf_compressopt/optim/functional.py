@@ -209,7 +209,7 @@ def exact_square_sum(tensor: Tensor) -> Tensor:
     float32, they do not show in what order they were taken: parts of a tensor may be summed on different ranks.
     """
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for run in tensor.detach().reshape(-1).split(_RUN if tensor.device.type == "cpu" else _DEVICE_RUN):
+    for run in torch.split(tensor.detach().reshape(-1), _RUN if tensor.device.type == "cpu" else _DEVICE_RUN):
         wide = run.double()
         total += torch.dot(wide, wide)
     return total

@@ -1,0 +1,195 @@
+"""Checks of ZeroOptimizer's options: every error names the value, what is legal, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.options import check_at_least, check_count
+from hf_compressopt.zero.messages import Precision
+
+_MB, _FLOAT_BYTES = 1 << 20, 4
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
+_WHOLE_TENSORS = {
+    "Muon": "it needs whole matrices: use it without ZeRO, or AdamW here",
+    "Adafactor": "it needs whole rows and columns: use it without ZeRO, or AdamW here",
+    "LBFGS": "it needs the whole gradient as one vector: use it without ZeRO",
+    "SparseAdam": "it takes sparse gradients, which are not partitioned: use AdamW with sparse=False embeddings",
+    "ZeroRedundancyOptimizer": "it partitions by itself: give the class that it wraps",
+    "ZeroOptimizer": "it partitions by itself: give the class that it wraps",
+    "Shampoo": "it needs whole matrices: use it without ZeRO, or AdamW here",
+    "SOAP": "it needs whole matrices: use it without ZeRO, or AdamW here",
+    "LAMB": _NORM_OF_A_TENSOR,
+    "Lamb": _NORM_OF_A_TENSOR,
+    "FusedLAMB": _NORM_OF_A_TENSOR,
+    "LARS": _NORM_OF_A_TENSOR,
+}
+
+
+def check_optimizer_class(optimizer_class: Any) -> None:
+    """Check that an optimizer can be partitioned.
+
+    Raises:
+        TypeError: If it is no optimizer class.
+        ValueError: If it is known to need whole tensors, or to send by itself.
+    """
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, got "
+            f"{optimizer_class!r}; its options follow as keyword arguments"
+        )
+    if issubclass(optimizer_class, CompressedOptimizer):
+        raise ValueError(
+            f"{optimizer_class.__name__} cannot be partitioned: its error feedback needs whole buckets on every rank; "
+            f"use {optimizer_class.__name__} without zero_stage, or ZeroOptimizer with torch.optim.AdamW or Lamb"
+        )
+    if issubclass(optimizer_class, Lamb):
+        return
+    for cls in optimizer_class.__mro__:
+        if (reason := _WHOLE_TENSORS.get(cls.__name__)) is not None:
+            raise ValueError(f"{optimizer_class.__name__} cannot be partitioned: {reason}")
+
+
+def check_stage(stage: Any) -> None:
+    """Check the stage.
+
+    Raises:
+        ValueError: If it is not 1 or 2.
+    """
+    if isinstance(stage, bool) or stage not in (1, 2):
+        raise ValueError(f"stage must be 1 or 2, got {stage!r}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Check options that are True or False.
+
+    Raises:
+        TypeError: For one that is neither.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def bucket_sizes(
+    bucket_cap_mb: float | None, reduce_bucket_size: int | None, allgather_bucket_size: int | None
+) -> tuple[int, int]:
+    """Elements that are reduced, and gathered, together.
+
+    Raises:
+        ValueError: If one is less than 1, or both spellings of the first are given.
+        TypeError: If one is no number.
+    """
+    if bucket_cap_mb is not None and reduce_bucket_size is not None:
+        raise ValueError(
+            f"bucket_cap_mb={bucket_cap_mb} (MiB of float32 values) and reduce_bucket_size={reduce_bucket_size} "
+            "(values) are two spellings of one option: give one"
+        )
+    if reduce_bucket_size is not None:
+        check_count("reduce_bucket_size", reduce_bucket_size)
+        reduce = reduce_bucket_size
+    else:
+        cap = 25.0 if bucket_cap_mb is None else bucket_cap_mb
+        check_at_least("bucket_cap_mb", cap, 0)
+        reduce = int(cap * _MB / _FLOAT_BYTES)
+        if reduce < 1:
+            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {cap}")
+    if allgather_bucket_size is not None:
+        check_count("allgather_bucket_size", allgather_bucket_size)
+    return reduce, allgather_bucket_size or reduce
+
+
+def make_precision(
+    communication_data_type: torch.dtype | str | None,
+    gradient_accumulation_dtype: torch.dtype | str | None,
+    postscale_gradients: bool,
+    gradient_predivide_factor: float,
+) -> Precision:
+    """How gradients are scaled and rounded.
+
+    Raises:
+        ValueError: For a dtype that is none, or a factor that is not positive or has no effect.
+    """
+    check_flags(postscale_gradients=postscale_gradients)
+    check_at_least("gradient_predivide_factor", gradient_predivide_factor, 0)
+    sent = as_dtype("communication_data_type", communication_data_type)
+    kept = as_dtype("gradient_accumulation_dtype", gradient_accumulation_dtype)
+    if not postscale_gradients:
+        if gradient_predivide_factor != 1.0:
+            raise ValueError(
+                f"gradient_predivide_factor={gradient_predivide_factor} needs postscale_gradients=True: without it all "
+                "of the division comes first"
+            )
+        return Precision(sent, kept)
+    if gradient_predivide_factor == 0:
+        raise ValueError("gradient_predivide_factor must be > 0, got 0")
+    before = None if gradient_predivide_factor == 1.0 else 1.0 / gradient_predivide_factor
+    return Precision(sent, kept, before, float(gradient_predivide_factor))
+
+
+def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype from itself or a name such as "bf16", "fp32", "bfloat16".
+
+    Raises:
+        ValueError: For anything else.
+    """
+    short = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    found = value
+    if isinstance(value, str):
+        found = short.get(value, getattr(torch, value, None))
+    if value is not None and found not in _DTYPES:
+        raise ValueError(f"{name} must be one of 'fp32', 'bf16', 'fp16', a torch dtype, or None, got {value!r}")
+    return found if isinstance(found, torch.dtype) else None
+
+
+def check_parameters(params: list[Tensor], number: int) -> None:
+    """Check the parameters of a param group.
+
+    Raises:
+        TypeError: For a dtype or layout that is not supported.
+    """
+    for param in params:
+        if param.dtype not in _DTYPES:
+            raise TypeError(f"parameters must be one of {_DTYPES}, got {param.dtype} in param group {number}")
+        if param.layout != torch.strided:
+            raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where masters, states and gradient shards live: on the parameters' device, or in page-locked host memory."""
+
+    enabled: bool
+
+    @classmethod
+    def make(cls, option: Any) -> Offload:
+        """Read ``offload_optimizer``: False, None, True or "cpu".
+
+        Raises:
+            ValueError: For anything else, or where there is no accelerator whose memory could be saved.
+        """
+        if option not in (False, None, True, "cpu", "none"):
+            raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {option!r}")
+        enabled = option in (True, "cpu")
+        if enabled:
+            require_accelerator("offload_optimizer")
+        return cls(enabled)
+
+
+def require_accelerator(what: str) -> None:
+    """Check that there is a device with memory of its own.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not torch.accelerator.is_available():
+        raise ValueError(
+            f"{what} moves optimizer state from an accelerator's memory to the host's, and there is no accelerator "
+            "here: leave it out"
+        )
