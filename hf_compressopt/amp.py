@@ -1,7 +1,8 @@
 """The GradScaler that agrees across ranks.
 
 In the compressed stage gradients are local: an overflow on one rank is seen by that rank alone. torch's scaler would
-skip the step there and take it elsewhere, and the ranks would wait for each other for good.
+skip the step there and take it elsewhere, and the ranks would wait for each other for good. A partitioned optimizer
+keeps its gradients to itself, where torch's scaler would find none.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's GradScaler, whose found_inf is alike on all ranks where an optimizer's gradients are local.
+    """torch's GradScaler, whose found_inf is alike on all ranks where gradients are local or partitioned.
 
     For any other optimizer it is torch's. Arguments are those of :class:`torch.amp.GradScaler`.
     """
@@ -23,8 +25,10 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         inner = innermost(optimizer)
+        if isinstance(inner, ZeroOptimizer):
+            return {found_inf.device: torch.full_like(found_inf, float(inner.unscale_(float(inv_scale))))}
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
             overflow = torch.stack([value.to(found_inf.device) for value in found.values()] or [found_inf]).max()
             agreed = inner.agree_on_overflow(bool(overflow))
@@ -35,7 +39,9 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         inner = innermost(optimizer)
-        if isinstance(inner, CompressedOptimizer) and any(map(bool, optimizer_state["found_inf_per_device"].values())):
+        if isinstance(inner, (CompressedOptimizer, ZeroOptimizer)) and any(
+            map(bool, optimizer_state["found_inf_per_device"].values())
+        ):
             inner.skip_step()
         result: float | None = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         return result
@@ -43,6 +49,6 @@ class GradScaler(torch.amp.GradScaler):
 
 def innermost(optimizer: Any) -> Any:
     """The optimizer within wrappers such as Accelerate's AcceleratedOptimizer."""
-    while not isinstance(optimizer, CompressedOptimizer) and hasattr(optimizer, "optimizer"):
+    while not isinstance(optimizer, (CompressedOptimizer, ZeroOptimizer)) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -120,7 +120,10 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
 def averaged(grads: list[Tensor | None], params: list[Tensor]) -> list[Tensor | None]:
     """Average in rank order, with a sum in float32 of what each rank scaled in its own dtype."""
     world_size = dist.get_world_size()
-    mine = [torch.zeros(p.numel()) if g is None else (g * (1.0 / world_size)).flatten() for g, p in zip(grads, params)]
+    mine = [
+        torch.zeros(p.numel()) if g is None else (g * (1.0 / world_size)).flatten()
+        for g, p in zip(grads, params, strict=True)
+    ]
     flat = torch.cat([*(part.float() for part in mine), torch.tensor([float(g is not None) for g in grads])])
     parts = [torch.empty_like(flat) for _ in range(world_size)]
     dist.all_gather(parts, flat)

@@ -27,9 +27,11 @@ from hf_compressopt.checkpoint.index import (
 )
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
-from hf_compressopt.optim.flat_optimizer import MASK_PREFIX, OPTIMIZER_PREFIX, FlatOptimizer
+from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.zero.state import ZeroState
 
 DEFAULT_PREFIX = "compressopt"
+Checkpointable = FlatOptimizer | ZeroState
 _Result = TypeVar("_Result")
 
 
@@ -39,7 +41,7 @@ def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_P
 
 
 def save_state(
-    optimizer: FlatOptimizer,
+    optimizer: Checkpointable,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -84,7 +86,7 @@ def save_state(
 
 
 def load_state(
-    optimizer: FlatOptimizer,
+    optimizer: Checkpointable,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -111,7 +113,8 @@ def load_state(
         index = CheckpointIndex.read(path)
         grouped = optimizer.parameter_names(names)
         _check_fits(optimizer, index, grouped, path)
-        wanted = optimizer.checkpoint_tensors(grouped, step=index.header["step"], saved=_room_for_saved(index))
+        described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
+        wanted = optimizer.wanted_tensors(grouped, index.header, described)
         return index, _read_tensors(folder, index, wanted, path)
 
     index, tensors = _together(optimizer.communicator, read, others=CheckpointError)
@@ -190,7 +193,7 @@ def _write_shard(file: Path, tensors: Sequence[StateTensor], save_id: str) -> di
 
 
 def _make_index(
-    optimizer: FlatOptimizer, names: Sequence[Sequence[str]], save_id: str, shards: Sequence[dict[str, Any]]
+    optimizer: Checkpointable, names: Sequence[Sequence[str]], save_id: str, shards: Sequence[dict[str, Any]]
 ) -> CheckpointIndex:
     pieces: dict[str, list[Piece]] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -211,7 +214,7 @@ def _make_index(
     )
 
 
-def _describe_parameters(optimizer: FlatOptimizer, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
+def _describe_parameters(optimizer: Checkpointable, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
     """Name, shape and dtype of the parameters of each param group, where all ranks hold the same."""
     return [
         [
@@ -255,7 +258,7 @@ def _remove_older(folder: Path, prefix: str, save_id: str, rank: int, world_size
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _check_fits(optimizer: FlatOptimizer, index: CheckpointIndex, names: Sequence[Sequence[str]], path: Path) -> None:
+def _check_fits(optimizer: Checkpointable, index: CheckpointIndex, names: Sequence[Sequence[str]], path: Path) -> None:
     try:
         saved_ranks = index.header["world_size"]
         if saved_ranks != optimizer.communicator.world_size:
@@ -280,15 +283,6 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
     pairs = ((a, b) for ours, theirs in zip(saved, mine, strict=True) for a, b in zip(ours, theirs, strict=True))
     first = next((a, b) for a, b in pairs if a != b)
     return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
-
-
-def _room_for_saved(index: CheckpointIndex) -> dict[str, Tensor]:
-    """Room for what a checkpoint brings whether or not the optimizer has it: masks, and optimizer-wide tensors."""
-    return {
-        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        for name, entry in index.tensors.items()
-        if name.startswith((MASK_PREFIX, OPTIMIZER_PREFIX))
-    }
 
 
 def _read_tensors(

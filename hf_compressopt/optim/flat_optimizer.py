@@ -28,7 +28,8 @@ from hf_compressopt.optim.options import (
 STATE_KEY = "compressopt"
 #: Starts of the names of tensors that a checkpoint brings, whether or not the optimizer has them.
 MASK_PREFIX, OPTIMIZER_PREFIX = "exp_avg_mask/", "optimizer/"
-_STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
+#: What a stub says of itself where the state of an optimizer would be.
+STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -213,7 +214,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             for group in packed["param_groups"]:
                 group.pop("exp_avg_mask", None)
             # one group too many: torch's own optimizers refuse it, where they would take an empty state for a fresh one
-            packed["param_groups"].append({"params": [], STATE_KEY: _STUB_NOTE})
+            packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
             packed[STATE_KEY] = {"stub": True, "step": self._step}
             return packed
         packed[STATE_KEY] = {
@@ -378,6 +379,26 @@ class FlatOptimizer(torch.optim.Optimizer):
         owned = {self._mask_name(n) for n, state in enumerate(self._states) if state.own_rank is not None}
         brought = saved.items()
         return tensors + [StateTensor(key, tuple(value.shape), 0, value, key not in owned) for key, value in brought]
+
+    def wanted_tensors(
+        self,
+        names: Sequence[Sequence[str]],
+        header: dict[str, Any],
+        described: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    ) -> list[StateTensor]:
+        """What is to be read from a checkpoint with this header, and room for the masks and tensors that it brings.
+
+        Args:
+            names: Names of the trainable parameters, per group.
+            header: The checkpoint's header.
+            described: dtype and shape of each tensor of the checkpoint.
+        """
+        room = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, (dtype, shape) in described.items()
+            if name.startswith((MASK_PREFIX, OPTIMIZER_PREFIX))
+        }
+        return self.checkpoint_tensors(names, step=header["step"], saved=room)
 
     def _own_tensors(self, step: int) -> Sequence[str]:
         """State tensors that are each rank's own after this step, beside the errors; "param" for the parameters."""

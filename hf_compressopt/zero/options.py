@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.options import check_at_least, check_count
-from hf_compressopt.zero.messages import Precision
+from hf_compressopt.zero.messages import FLOAT_BYTES, Precision
 
-_MB, _FLOAT_BYTES = 1 << 20, 4
+_MB = 1 << 20
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
 _WHOLE_TENSORS = {
@@ -97,7 +96,7 @@ def bucket_sizes(
     else:
         cap = 25.0 if bucket_cap_mb is None else bucket_cap_mb
         check_at_least("bucket_cap_mb", cap, 0)
-        reduce = int(cap * _MB / _FLOAT_BYTES)
+        reduce = int(cap * _MB / FLOAT_BYTES)
         if reduce < 1:
             raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {cap}")
     if allgather_bucket_size is not None:
@@ -161,25 +160,18 @@ def check_parameters(params: list[Tensor], number: int) -> None:
             raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
 
 
-@dataclass(frozen=True)
-class Offload:
-    """Where masters, states and gradient shards live: on the parameters' device, or in page-locked host memory."""
+def wants_offload(option: Any) -> bool:
+    """Read ``offload_optimizer``: False, None, True or "cpu".
 
-    enabled: bool
-
-    @classmethod
-    def make(cls, option: Any) -> Offload:
-        """Read ``offload_optimizer``: False, None, True or "cpu".
-
-        Raises:
-            ValueError: For anything else, or where there is no accelerator whose memory could be saved.
-        """
-        if option not in (False, None, True, "cpu", "none"):
-            raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {option!r}")
-        enabled = option in (True, "cpu")
-        if enabled:
-            require_accelerator("offload_optimizer")
-        return cls(enabled)
+    Raises:
+        ValueError: For anything else, or where there is no accelerator whose memory could be saved.
+    """
+    if option not in (False, None, True, "cpu", "none"):
+        raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {option!r}")
+    if option in (True, "cpu"):
+        require_accelerator("offload_optimizer")
+        return True
+    return False
 
 
 def require_accelerator(what: str) -> None:

@@ -1,0 +1,144 @@
+"""ZeroOptimizer's state dicts and checkpoints."""
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_compressopt import ZeroOptimizer, load_state, save_state
+from hf_compressopt.checkpoint.index import CheckpointError
+from tests.harness import run_ranks, run_ranks_expecting_error
+from tests.zero_runs import OPTIMIZERS, Case, Net, bits, different, param_groups, run_steps, train_plain, train_zero
+
+CASES = [
+    Case("adamw", {"reduce_bucket_size": 500}, groups=True),
+    Case("lion", {"stage": 1}),
+    Case("lamb", {"reduce_bucket_size": 700, "round_robin_gradients": True}),
+    Case("sgd", {"reduce_bucket_size": 700}, dtype=torch.bfloat16),
+    Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
+    Case("adamw", {"state_dtype": "bf16"}),
+]
+
+
+def fresh(case: Case, model: Net | None = None) -> tuple[Net, ZeroOptimizer]:
+    model = model or Net(case.dtype)
+    cls, options = OPTIMIZERS[case.optimizer]
+    return model, ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
+
+
+def resume(rank: int, world_size: int, case: Case, folder: str | None) -> list[str]:
+    """Differences between six steps in one go and six steps with a save and a load after the third."""
+    model, optimizer = fresh(case)
+    run_steps(rank, case, model, optimizer, range(3))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    if folder is not None:
+        save_state(optimizer, folder)
+        saved: Any = None
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    run_steps(rank, case, model, optimizer, range(3, 6))
+    again, other = fresh(case)
+    again.load_state_dict(weights)
+    other.load_state_dict(other.state_dict())  # what Accelerate does before the first step
+    if folder is not None:
+        load_state(other, folder)
+    else:
+        other.load_state_dict(saved)
+    assert other.steps == 3 and other.loss_scale.value == (128.0 if case.options.get("loss_scale") else 1.0)
+    run_steps(rank, case, again, other, range(3, 6))
+    assert other.steps == 6 and other.traffic.total_bytes == optimizer.traffic.total_bytes
+    return list(different(bits(model), bits(again)))
+
+
+def resume_all(rank: int, world_size: int, folder: str | None) -> list[list[str]]:
+    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(CASES)]
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.invariant(24)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(world_size: int, in_shards: bool, tmp_path: Path) -> None:
+    for found in run_ranks(world_size, resume_all, str(tmp_path) if in_shards else None):
+        assert found == [[]] * len(CASES)
+
+
+def cross_over(rank: int, world_size: int) -> list[str]:
+    """Three steps of the plain optimizer, its state loaded into ours, three more steps of each."""
+    case = Case("adamw", {"reduce_bucket_size": 500}, steps=3, groups=True)
+    plain_model, plain = train_plain(rank, case)
+    model, optimizer = fresh(case)
+    model.load_state_dict(plain_model.state_dict())
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    keys = iter(range(10**6))
+    wanted = [id(p) in frozen for group in optimizer.param_groups for p in group["params"]]
+    numbers = {next(keys): n for n, is_frozen in enumerate(wanted) if not is_frozen}
+    saved = plain.state_dict()
+    state = {"state": {numbers[k]: row for k, row in saved["state"].items()}, "param_groups": []}
+    counter = 0
+    for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        size = len(mine["params"])
+        state["param_groups"].append({**group, "params": list(range(counter, counter + size))})
+        counter += size
+    optimizer.load_state_dict(state)
+    run_steps(rank, case, model, optimizer, range(3, 6))
+    whole_model, _ = train_plain(rank, Case("adamw", steps=6, groups=True))
+    return list(different(bits(whole_model), bits(model)))
+
+
+@pytest.mark.invariant(2)
+def test_the_plain_optimizers_state_crosses_over() -> None:
+    assert run_ranks(2, cross_over) == [[], []]
+
+
+def load_what_does_not_fit(rank: int, world_size: int, folder: str) -> None:
+    case = Case("adamw", {"reduce_bucket_size": 500})
+    _, optimizer = train_zero(rank, case)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    other = fresh(Case("sgd"))[1]
+    with pytest.raises(ValueError, match=r"class 'ZeroOptimizer\(SGD\)'"):
+        optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="rank"):
+        state = optimizer.state_dict()
+        optimizer.load_state_dict({**state, "compressopt": {**state["compressopt"], "rank": 1 - rank}})
+    with pytest.raises(ValueError, match="world_size"):
+        optimizer.load_state_dict({**state, "compressopt": {**state["compressopt"], "world_size": 5}})
+    with optimizer.state_in_shards():
+        stub = optimizer.state_dict()
+        assert not stub["state"]
+        optimizer.load_state_dict(stub)
+    with pytest.raises(ValueError, match="stub"):
+        optimizer.load_state_dict(stub)
+    with pytest.raises(ValueError, match="parameter groups"):
+        torch.optim.AdamW(Net().parameters()).load_state_dict(stub)
+    save_state(optimizer, folder)
+    with pytest.raises(CheckpointError, match="class"):
+        load_state(other, folder)
+    for key, row in optimizer.state_dict()["state"].items():
+        for now, then in zip(row["pieces"], before[key]["pieces"], strict=True):
+            assert all(torch.equal(now["state"][n], then["state"][n]) for n in then["state"])
+
+
+@pytest.mark.invariant(27)
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run_ranks(2, load_what_does_not_fit, str(tmp_path))
+
+
+def load_with_three(rank: int, world_size: int, folder: str) -> None:
+    load_state(fresh(Case("adamw"))[1], folder)
+
+
+def save_with_two(rank: int, world_size: int, folder: str) -> None:
+    save_state(train_zero(rank, Case("adamw"))[1], folder)
+
+
+def test_another_number_of_ranks_is_refused_on_all(tmp_path: Path) -> None:
+    run_ranks(2, save_with_two, str(tmp_path))
+    errors = run_ranks_expecting_error(3, load_with_three, str(tmp_path))
+    assert all("2 rank(s)" in error for error in errors.values())
