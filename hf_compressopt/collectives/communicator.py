@@ -70,6 +70,19 @@ class Communicator(ABC):
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order."""
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give every rank rank 0's ``tensor``, in place. All ranks call; blocking; not counted."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        sent = flat.repeat(self.world_size) if self.rank == 0 else flat[:0]
+        sizes = [flat.numel() if self.rank == 0 else 0] * self.world_size
+        received = torch.empty_like(flat)
+        from_root = [flat.numel()] + [0] * (self.world_size - 1)
+        with self.traffic.paused(), torch.no_grad():
+            self.all_to_all(received, sent, output_splits=from_root, input_splits=sizes).wait()
+            tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; blocking; not counted."""
         if self.world_size == 1:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,15 +24,18 @@ from hf_compressopt.integrations.log import show_log
 from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.fused_adam import FusedAdam
+from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
 
 _LOGGED = ("stage", "bytes_sent", "bytes_sent_step", "compression_ratio", "seconds_communication")
+OUR_OPTIMIZERS = (CompressedOptimizer, ZeroOptimizer)
+OurOptimizer = CompressedOptimizer | ZeroOptimizer
 _UNSUPPORTED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 
 
 class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's wrapper, which also reports the steps that the compressed optimizer skips by itself."""
+    """Accelerate's wrapper, which also reports the steps that our optimizers skip by themselves."""
 
     @property
     def step_was_skipped(self) -> bool:
@@ -55,6 +58,7 @@ class _Attachment:
     plugin: CompressOptPlugin | None
     announce: bool
     models: list[_Model] = field(default_factory=list)
+    partitioned: set[int] = field(default_factory=set)  # parameters (by id) that need no DDP
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
 
 
@@ -79,12 +83,25 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's; a model whose optimizer is partitioned gets no DDP."""
+        for optimizer in map(innermost, args):
+            if isinstance(optimizer, ZeroOptimizer):
+                self._compressopt.partitioned |= {id(p) for p in optimizer.trainable_parameters}
+        return super().prepare(*args, **kwargs)
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """As Accelerate's; a model that was prepared for evaluation only is prepared anew for training."""
         if not evaluation_mode and self.num_processes > 1:
             _undo_evaluation_mode(model, self._models)
+        if not evaluation_mode and self._is_partitioned(model):
+            alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+            communicator = TorchCommunicator(device=self.device)
+            for tensor in (*alone.parameters(), *alone.buffers()):  # as DDP does
+                communicator.broadcast(tensor)
+            return alone
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         wrapped = _without_compile(prepared)
         if isinstance(wrapped, DistributedDataParallel):
@@ -104,15 +121,17 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if self._compressopt.plugin is not None:
             optimizer = self._compressopt.plugin.convert(optimizer)
         inner = innermost(optimizer)
-        if isinstance(inner, CompressedOptimizer):
+        if isinstance(inner, OUR_OPTIMIZERS):
             if self.distributed_type.name in _UNSUPPORTED:
                 raise ValueError(
                     f"{type(inner).__name__} works with DistributedDataParallel, not with {self.distributed_type.name}"
                 )
+            if isinstance(inner, ZeroOptimizer):
+                self._take_over_gradients(inner)
             if self.scaler is not None and not isinstance(self.scaler, GradScaler):
                 self.scaler.__class__ = GradScaler
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(inner, (CompressedOptimizer, FusedAdam)):
+        if isinstance(inner, (*OUR_OPTIMIZERS, FusedAdam)):
             prepared.__class__ = CompressOptAcceleratedOptimizer
         if isinstance(inner, CompressedOptimizer):
             if self._compressopt.announce and self.is_main_process:
@@ -129,8 +148,45 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def compressed_optimizers(self) -> list[CompressedOptimizer]:
         """The compressed optimizers among those that were prepared."""
+        return [optimizer for optimizer in self.our_optimizers() if isinstance(optimizer, CompressedOptimizer)]
+
+    def our_optimizers(self) -> list[OurOptimizer]:
+        """The compressed and the partitioned optimizers among those that were prepared."""
         found = (innermost(optimizer) for optimizer in self._optimizers)
-        return [optimizer for optimizer in found if isinstance(optimizer, CompressedOptimizer)]
+        return [optimizer for optimizer in found if isinstance(optimizer, OUR_OPTIMIZERS)]
+
+    def _is_partitioned(self, model: nn.Module) -> bool:
+        plugin = self._compressopt.plugin
+        if plugin is not None and plugin.zero_stage:
+            return True
+        return _shares(model.parameters(), self._compressopt.partitioned)
+
+    def _take_over_gradients(self, optimizer: ZeroOptimizer) -> None:
+        """Check that no DDP averages the optimizer's gradients, and that no earlier one takes them away."""
+        params = {id(p) for p in optimizer.trainable_parameters}
+        for model in self._compressopt.models:
+            ddp = model.ddp()
+            if ddp is not None and _shares(ddp.parameters(), params):
+                raise ValueError(
+                    "the model was prepared before its ZeroOptimizer was known, and is a DistributedDataParallel now, "
+                    "which would average the gradients a second time: give both to one prepare(model, optimizer)"
+                )
+        for other in self.our_optimizers():
+            if isinstance(other, ZeroOptimizer) and other is not optimizer:
+                if _shares(other.trainable_parameters, params):
+                    other.detach()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As Accelerate's; with ZeRO stage 1 gradients stay whole inside, in stage 2 they are sent and freed."""
+        params = {id(p) for p in model.parameters()}
+        with ExitStack() as stack:
+            stack.enter_context(super().no_sync(model))
+            for optimizer in self.our_optimizers():
+                if isinstance(optimizer, ZeroOptimizer) and optimizer.stage == 1:
+                    if _shares(optimizer.trainable_parameters, params):
+                        stack.enter_context(optimizer.no_sync())
+            yield
 
     def _bind(self) -> None:
         """Give every DDP model whose parameters a compressed optimizer owns the hook that follows its plan."""
@@ -203,29 +259,40 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(p) for p in parameters}
-        owners = [o for o in self.compressed_optimizers() if _shares(o.trainable_parameters, wanted)]
+        owners = [o for o in self.our_optimizers() if _shares(o.trainable_parameters, wanted)]
         if not owners:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         if norm_type != 2:
             raise ValueError(f"norm_type must be 2 with {type(owners[0]).__name__}, got {norm_type}")
         self._unscale(owners)
-        local = [owner for owner in owners if owner.local_gradients]
+        if isinstance(owners[0], ZeroOptimizer):
+            if len(owners) > 1:
+                raise ValueError("clip the parameters of one ZeroOptimizer at a time: each has a norm of its own")
+            return owners[0].clip_grad_norm_(max_norm, parameters)
+        local = [owner for owner in owners if isinstance(owner, CompressedOptimizer) and owner.local_gradients]
         if not local:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         return local[0].clip_grad_norm_(max_norm, parameters)
 
-    def _unscale(self, owners: Sequence[CompressedOptimizer]) -> None:
+    def _unscale(self, owners: Sequence[OurOptimizer]) -> None:
         """Unscale before clipping, also where a scaler was set by hand and mixed_precision is not "fp16"."""
         if self.scaler is not None and not (self.native_amp and self.mixed_precision == "fp16"):
             for owner in owners:
                 self.scaler.unscale_(owner)
-        elif any(owner.local_gradients for owner in owners):
+        elif any(isinstance(owner, ZeroOptimizer) or owner.local_gradients for owner in owners):
             self.unscale_gradients()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As Accelerate's; times the loss scale that a ZeroOptimizer takes out again."""
+        scales = {o.loss_scale.value for o in self.our_optimizers() if isinstance(o, ZeroOptimizer)}
+        if len(scales) > 1:
+            raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
+        super().backward(loss * scales.pop() if scales - {1.0} else loss, **kwargs)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """As Accelerate's, with the optimizers' metrics as ``compressopt/...``."""
         metrics: dict[str, float] = {}
-        for number, optimizer in enumerate(self.compressed_optimizers()):
+        for number, optimizer in enumerate(self.our_optimizers()):
             metrics.update(prefixed_metrics(optimizer, _prefix(number)))
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
 
@@ -234,7 +301,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; compressed optimizers' states go to safetensors shards beside the rest; all ranks call."""
         with ExitStack() as stack:
-            for optimizer in self.compressed_optimizers():
+            for optimizer in self.our_optimizers():
                 stack.enter_context(optimizer.state_in_shards())
             return super().save_state(*args, **kwargs)
 
@@ -248,17 +315,18 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             return super().load_state(*args, **kwargs)
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
-        for number, optimizer in enumerate(self.compressed_optimizers()):
+        for number, optimizer in enumerate(self.our_optimizers()):
             save_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
-        for number, optimizer in enumerate(self.compressed_optimizers()):
+        for number, optimizer in enumerate(self.our_optimizers()):
             found = optimizer.communicator.all_gather_object(has_checkpoint(directory, prefix=_prefix(number)))
             if any(found):  # else the state dict in the folder must be a whole one
                 load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
                 self._compressopt.loading.enter_context(optimizer.state_in_shards())
-                # Accelerate loads the model next, the same on all ranks
-                self._compressopt.loading.callback(optimizer.own_parameters_restorer())
+                if isinstance(optimizer, CompressedOptimizer):
+                    # Accelerate loads the model next, the same on all ranks
+                    self._compressopt.loading.callback(optimizer.own_parameters_restorer())
 
 
 def attach(
@@ -296,13 +364,13 @@ def attach(
     return cast("CompressOptAccelerator", accelerator)
 
 
-def prefixed_metrics(optimizer: CompressedOptimizer, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
+def prefixed_metrics(optimizer: OurOptimizer, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
     """Those of the optimizer's metrics that a log line carries, under the names that it carries."""
     metrics = optimizer.metrics()
-    return {f"{prefix}/{name}": metrics[name] for name in _LOGGED}
+    return {f"{prefix}/{name}": metrics[name] for name in _LOGGED if name in metrics}
 
 
-def parameter_names(optimizer: CompressedOptimizer, models: Sequence[nn.Module]) -> list[str]:
+def parameter_names(optimizer: OurOptimizer, models: Sequence[nn.Module]) -> list[str]:
     """Names of the optimizer's trainable parameters in the models that hold them, else the optimizer's own."""
     names: dict[int, str] = {}
     for number, model in enumerate(models):

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from hf_compressopt.integrations.options import COMPRESSED, parse_value
+from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
 from hf_compressopt.optim.compressed import CompressedOptimizer
 
 _Value = TypeVar("_Value")
@@ -33,37 +34,50 @@ class CompressOptPlugin:
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals.
 
     Attributes:
-        optimizer: "onebit_adam", "zero_one_adam" or "onebit_lamb"; "none" leaves every optimizer as it is.
+        optimizer: "onebit_adam" (where zero_stage is 0), "zero_one_adam" or "onebit_lamb"; "none" leaves every
+            optimizer as it is.
         freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step).
         scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
         bucket_cap_mb: MiB of float32 values that are sent together.
         communicator: "auto", or the name of a torch.distributed backend.
+        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it; not with the optimizers
+            above, so that ``optimizer`` is "none" then. 0 is off.
 
     Raises:
         ValueError: For a name that is not there, or an environment variable of a wrong type.
     """
 
-    optimizer: str = field(default_factory=_from_env("OPTIMIZER", "onebit_adam", str))
+    optimizer: str = field(default_factory=_from_env("OPTIMIZER", "", str))
     freeze_step: int = field(default_factory=_from_env("FREEZE_STEP", 100_000, int))
     scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
     variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
     bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
     communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
+    zero_stage: int = field(default_factory=_from_env("ZERO_STAGE", 0, int))
 
     def __post_init__(self) -> None:
         """Check the optimizer's name; the other options are checked where the optimizer is made."""
+        if self.zero_stage not in (0, 1, 2):
+            raise ValueError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage!r}")
+        self.optimizer = self.optimizer or ("none" if self.zero_stage else "onebit_adam")
         if self.optimizer not in (*COMPRESSED, "none"):
             raise ValueError(f"optimizer must be one of {[*COMPRESSED, 'none']}, got {self.optimizer!r}")
+        if self.zero_stage and self.optimizer != "none":
+            refuse_zero_stage(self.optimizer, self.zero_stage)
 
     def convert(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The compressed optimizer in the place of a fresh Adam or AdamW; any other is returned as it is.
+        """The compressed optimizer in the place of a fresh Adam or AdamW, with zero_stage the partitioned one of any.
 
         The param groups are the same objects, so that a scheduler made for the old optimizer drives the new one.
 
         Raises:
             ValueError: If the optimizer has taken steps, or Adam has a weight decay (its L2 is not decoupled).
         """
+        if self.zero_stage:
+            return partitioned(
+                optimizer, self.zero_stage, bucket_cap_mb=self.bucket_cap_mb, communicator=self.communicator
+            )
         if self.optimizer == "none" or not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             return optimizer
         if optimizer.state:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -14,10 +15,13 @@ from transformers import Trainer, TrainerCallback, trainer, training_args
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.io import has_checkpoint, load_state, save_state
-from hf_compressopt.integrations.accelerate import attach, parameter_names, prefixed_metrics
+from hf_compressopt.integrations.accelerate import OUR_OPTIMIZERS, attach, parameter_names, prefixed_metrics
 from hf_compressopt.integrations.log import show_log
-from hf_compressopt.integrations.options import OPTIMIZERS, parse_options
+from hf_compressopt.integrations.options import COMPRESSED, OPTIMIZERS, parse_options
+from hf_compressopt.integrations.zero import ZERO_NAMES, refuse_zero_stage, zero_options
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.options import check_optimizer_class
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +36,7 @@ def register() -> None:
     """
     if hasattr(Trainer.create_optimizer, _MARK):
         return
-    for name in OPTIMIZERS:
+    for name in (*OPTIMIZERS, *ZERO_NAMES):
         _add_optimizer_name(name)
     _wrap_static(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
     _wrap(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
@@ -54,7 +58,7 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Add the metrics to the line, and to Trainer's copy of it in the history."""
         inner = innermost(optimizer)
-        if isinstance(inner, CompressedOptimizer) and logs is not None and "loss" in logs:
+        if isinstance(inner, OUR_OPTIMIZERS) and logs is not None and "loss" in logs:
             metrics = prefixed_metrics(inner)
             logs.update(metrics)
             state.log_history[-1].update(metrics)
@@ -76,11 +80,24 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model: Any = None) -> Any:
-    cls = OPTIMIZERS.get(_optim_name(args))
-    if cls is None:
-        return original(args, model)
-    kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return cls, {**kwargs, **parse_options(cls, args.optim_args)}
+    name = _optim_name(args)
+    cls = OPTIMIZERS.get(name)
+    zero, rest = zero_options(args.optim_args, ZERO_NAMES.get(name))
+    if zero and name in COMPRESSED:
+        refuse_zero_stage(name, zero["stage"])
+    if cls is not None:
+        kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        inner, kwargs = cls, {**kwargs, **parse_options(cls, rest)}
+    else:
+        wrapped = copy.copy(args)
+        wrapped.optim_args = rest or None
+        if name in ZERO_NAMES:
+            wrapped.optim = training_args.OptimizerNames.ADAMW_TORCH
+        inner, kwargs = original(wrapped, model)
+    if not zero:
+        return inner, kwargs
+    check_optimizer_class(inner)
+    return ZeroOptimizer, {**kwargs, **zero, "optimizer_class": inner}
 
 
 def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
@@ -93,8 +110,11 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     made_here = self.optimizer is None
     result = original(self, *args, **kwargs)
     inner = innermost(self.optimizer)
-    if isinstance(inner, CompressedOptimizer):
+    if isinstance(inner, OUR_OPTIMIZERS):
         attach(self.accelerator, announce=False)
+    if isinstance(inner, ZeroOptimizer) and made_here and inner.communicator.rank == 0:
+        logger.info("attached to Trainer: %s", inner.describe())
+    if isinstance(inner, CompressedOptimizer):
         if made_here:
             inner.defer_schedule(_given_options(self))
         inner_model = getattr(self.model_wrapped, "_orig_mod", self.model_wrapped)
@@ -121,7 +141,7 @@ def _announce(optimizer: CompressedOptimizer, schedule: str) -> None:
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner = innermost(self.optimizer)
-    if not isinstance(inner, CompressedOptimizer):
+    if not isinstance(inner, OUR_OPTIMIZERS):
         return original(self, output_dir)
     save_state(inner, output_dir, names=parameter_names(inner, [self.model]))
     with inner.state_in_shards():
@@ -130,7 +150,7 @@ def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, o
 
 def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, checkpoint: str | None) -> Any:
     inner = innermost(self.optimizer)
-    if checkpoint is None or not isinstance(inner, CompressedOptimizer):
+    if checkpoint is None or not isinstance(inner, OUR_OPTIMIZERS):
         return original(self, checkpoint)
     saved = inner.communicator.all_gather_object(has_checkpoint(checkpoint))
     if not any(saved):

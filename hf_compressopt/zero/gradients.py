@@ -57,6 +57,13 @@ class ZeroGradients(PartitionedOptimizer):
         with self._reducer.no_sync():
             yield
 
+    def detach(self) -> None:
+        """Leave the parameters alone from now on: gradients stay where autograd puts them, and step() is over.
+
+        For an optimizer that gives way to another one of the same parameters.
+        """
+        self._reducer.detach()
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale."""
         return loss * self.loss_scale.value

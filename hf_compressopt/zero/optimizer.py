@@ -213,6 +213,7 @@ class ZeroOptimizer(ZeroState):
 
     def _end_step(self) -> None:
         self.loss_scale.update(self.step_was_skipped)
+        self._keep_versions()
         self._reducer.clear()
         self._norm, self._factor = None, 1.0
         self.traffic.end_step()

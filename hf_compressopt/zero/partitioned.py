@@ -183,9 +183,19 @@ class PartitionedOptimizer(torch.optim.Optimizer):
                 yield bucket, piece
 
     def _follow_parameters(self) -> None:
-        """Look at the parameters' memory anew, if a model was moved after its optimizer was made."""
+        """Look at the parameters anew, if a model was moved or loaded after its optimizer was made."""
+        for bucket, piece in self.pieces():
+            if piece.follow(self._params[piece.param]):
+                bucket.move_state(piece)
+        for gradients in self._reducer.slices:
+            gradients.device = self._params[next(iter(gradients.cut.places))].device
+        if self._params:
+            self.communicator.device = self._params[0].device
+
+    def _keep_versions(self) -> None:
+        """Remember that the parameters are what the master copies round to."""
         for _, piece in self.pieces():
-            piece.follow(self._params[piece.param])
+            piece.version = self._params[piece.param]._version
 
     def _is_of(self, group: int, communicator: Communicator) -> bool:
         return self._communicator_of(group) is communicator

@@ -28,6 +28,7 @@ class Piece:
         tensor: [span.numel], what the wrapped optimizer takes for a parameter: the memory of the parameter itself, or
             a master copy of another dtype or in another place.
         direct: Whether it is the memory of the parameter itself.
+        version: Of a master copy: the parameter's version that it goes with.
     """
 
     span: Span
@@ -35,6 +36,7 @@ class Piece:
     group: int
     tensor: Tensor
     direct: bool
+    version: int = -1
 
     @property
     def param(self) -> int:
@@ -46,12 +48,26 @@ class Piece:
         if not self.direct:
             write_span(param, self.span.start, self.span.stop, self.tensor)
 
-    def follow(self, param: Tensor) -> None:
-        """Look at the parameter's memory anew, if it was moved."""
+    def follow(self, param: Tensor) -> bool:
+        """Look at the parameter anew: at its memory, if it was moved, and at values that others have put there.
+
+        A master copy keeps its digits where the parameter still is what it rounds to.
+
+        Returns:
+            Whether the piece is on another device now.
+        """
+        if not self.direct and param._version == self.version:
+            return False
+        part = param.detach().reshape(-1)[self.span.start : self.span.stop]
         if self.direct:
-            view = param.detach().view(-1)[self.span.start : self.span.stop]
-            if view.data_ptr() != self.tensor.data_ptr() or view.device != self.tensor.device:
-                self.tensor.data = view
+            moved = part.device != self.tensor.device
+            if moved or part.data_ptr() != self.tensor.data_ptr():
+                self.tensor.data = part
+            return moved
+        mine = self.tensor.to(part)
+        self.tensor.copy_(torch.where(mine == part, self.tensor.to(part.device), part.to(self.tensor.dtype)))
+        self.version = param._version
+        return False
 
 
 def make_piece(
@@ -149,6 +165,12 @@ class UpdateBucket:
             return {}
         state: dict[str, Any] = self.inner.state.get(piece.tensor, {})
         return state
+
+    def move_state(self, piece: Piece) -> None:
+        """Move the state of a piece to where the piece is."""
+        state = self.state_of(piece)
+        for name in element_state(state, piece):
+            state[name] = state[name].to(piece.tensor.device)
 
 
 class WideState:
