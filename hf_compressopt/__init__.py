@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_compressopt.optim.onebit_adam import OnebitAdam
     from hf_compressopt.optim.onebit_lamb import OnebitLamb
     from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
+    from hf_compressopt.zero.memory import estimate_zero_memory
     from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _HOME = {
     "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
     "ZeroOptimizer": "hf_compressopt.zero.optimizer",
     "attach": "hf_compressopt.integrations.accelerate",
+    "estimate_zero_memory": "hf_compressopt.zero.memory",
     "load_state": "hf_compressopt.checkpoint.io",
     "register": "hf_compressopt.integrations.transformers",
     "save_state": "hf_compressopt.checkpoint.io",
@@ -50,6 +52,7 @@ __all__ = [
     "ZeroOneAdam",
     "ZeroOptimizer",
     "attach",
+    "estimate_zero_memory",
     "load_state",
     "register",
     "save_state",

@@ -33,23 +33,27 @@ class Precision:
 
 
 class Window:
-    """Messages under way, completed in order, and never more than ``limit`` bytes of them."""
+    """Messages under way, completed in order, and never more than ``limit`` bytes of them.
+
+    Attributes:
+        nbytes: Bytes under way.
+    """
 
     def __init__(self, limit: int) -> None:
         """Start with nothing under way."""
         self.limit = limit
-        self._bytes = 0
+        self.nbytes = 0
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
 
     def room_for(self, nbytes: int) -> None:
         """Complete the oldest messages until ``nbytes`` more fit, or none is left."""
-        while self._queue and self._bytes + nbytes > self.limit:
+        while self._queue and self.nbytes + nbytes > self.limit:
             self._complete()
 
     def add(self, nbytes: int, complete: Callable[[], None]) -> None:
         """Take note of a message under way, and of what there is to do when it has arrived."""
         self._queue.append((nbytes, complete))
-        self._bytes += nbytes
+        self.nbytes += nbytes
 
     def drain(self) -> None:
         """Complete all messages."""
@@ -59,11 +63,11 @@ class Window:
     def forget(self) -> None:
         """Let go of messages that will never arrive."""
         self._queue.clear()
-        self._bytes = 0
+        self.nbytes = 0
 
     def _complete(self) -> None:
         nbytes, complete = self._queue.popleft()
-        self._bytes -= nbytes
+        self.nbytes -= nbytes
         complete()
 
 
@@ -171,3 +175,8 @@ def write_span(param: Tensor, start: int, stop: int, values: Tensor) -> None:
         flat = param.detach().reshape(-1)  # a copy
         flat[start:stop] = values
         param.copy_(flat.view(param.shape))
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy in page-locked host memory."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

@@ -18,6 +18,7 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.optim.functional import trust_ratio
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.options import check_at_least, resolve_communicator
+from hf_compressopt.zero.access import ZeroAccess
 from hf_compressopt.zero.loss_scale import LossScale
 from hf_compressopt.zero.messages import FLOAT_BYTES, Window, gather_parameters
 from hf_compressopt.zero.options import (
@@ -31,12 +32,11 @@ from hf_compressopt.zero.options import (
 )
 from hf_compressopt.zero.partitioned import Layout
 from hf_compressopt.zero.shards import UpdateBucket
-from hf_compressopt.zero.state import ZeroState
 
 logger = logging.getLogger(__name__)
 
 
-class ZeroOptimizer(ZeroState):
+class ZeroOptimizer(ZeroAccess):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are shared out among the ranks.
 
     Gradients leave while backward runs; :meth:`step` updates this rank's part of every parameter and gathers the
@@ -188,6 +188,8 @@ class ZeroOptimizer(ZeroState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._states_are_away:
+            self.reload_states()
         self._follow_parameters()
         if not math.isfinite(float(self.finish_gradients())):
             self.skip_step()

@@ -143,7 +143,9 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             length = slice_numel(self._layout.bucket_numel, communicator.world_size)
             for cut in partition(sizes, length, communicator.world_size, rotate=self._layout.rotate):
                 last_in_backward = min(cut.places)
-                cuts.append((last_in_backward, SliceGradients(cut, communicator, sent, kept, device)))
+                cuts.append(
+                    (last_in_backward, SliceGradients(cut, communicator, sent, kept, device, self._layout.offload))
+                )
         return [gradients for _, gradients in sorted(cuts, key=lambda entry: -entry[0])]
 
     def _update_bucket(self, slices: list[int]) -> UpdateBucket:

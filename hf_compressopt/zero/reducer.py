@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.zero.messages import Precision, Window, pack, reduce_scatter
+from hf_compressopt.zero.messages import Precision, Window, in_host_memory, pack, reduce_scatter
 from hf_compressopt.zero.partition import Slice
 
 _NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd function of the user's calls backward
@@ -37,6 +37,7 @@ class SliceGradients:
         sent_dtype: dtype on the wire.
         kept_dtype: dtype of the average.
         device: Where the gradients are.
+        offload: Whether averages go to host memory.
         average: [part_numel] of kept_dtype, this rank's part summed over the passes; None before the first.
         buffer: [cut.numel] of sent_dtype, what is to be sent.
         filled: Parameters whose gradients are in the buffer.
@@ -49,6 +50,7 @@ class SliceGradients:
     sent_dtype: torch.dtype
     kept_dtype: torch.dtype
     device: torch.device
+    offload: bool = False
     average: Tensor | None = None
     buffer: Tensor | None = None
     filled: set[int] = field(default_factory=set)
@@ -119,6 +121,11 @@ class GradientReducer:
         self._outer_task: int | None = None
         self._nested_task: int | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    @property
+    def bytes_under_way(self) -> int:
+        """Bytes of the messages under way, both ways."""
+        return self._window.nbytes
 
     def add(self, params: Sequence[Tensor], names: Sequence[str], slices: Sequence[SliceGradients]) -> None:
         """Take on parameters, whose numbers follow those that there are, and their slices, in the order of backward."""
@@ -255,7 +262,7 @@ class GradientReducer:
         def arrived(_keep: Tensor = buffer) -> None:
             if handle is not None:
                 handle.wait()
-            part = average()
+            part = in_host_memory(average()) if gradients.offload else average()
             gradients.average = part if gradients.average is None else gradients.average.add_(part)
 
         self._window.add(2 * gradients.nbytes, arrived)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.optim.lamb import Lamb
-from hf_compressopt.zero.messages import write_span
+from hf_compressopt.zero.messages import in_host_memory, write_span
 from hf_compressopt.zero.partition import Span
 
 #: Keys of a param group that are not the wrapped optimizer's.
@@ -79,11 +79,6 @@ def make_piece(
         return Piece(span, slice_number, group, param.detach().view(-1)[span.start : span.stop], True)
     master = param.detach().reshape(-1)[span.start : span.stop].to(wide, copy=True)
     return Piece(span, slice_number, group, in_host_memory(master) if offload else master, False)
-
-
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy in page-locked host memory."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class UpdateBucket:

@@ -32,6 +32,7 @@ class ZeroState(ZeroGradients):
     def __init__(self, *args: Any, **options: Any) -> None:
         """See the base class."""
         self._in_shards = False
+        self._states_are_away = False
         self._staged: list[tuple[UpdateBucket, Piece, str, Tensor]] = []  # read from a checkpoint, not yet in use
         super().__init__(*args, **options)
 

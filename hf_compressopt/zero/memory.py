@@ -1,0 +1,178 @@
+"""What ZeRO costs in memory: estimates from sizes alone, and reports of what is there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_compressopt.zero.messages import FLOAT_BYTES
+
+if TYPE_CHECKING:
+    from hf_compressopt.zero.optimizer import ZeroOptimizer
+
+_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on each rank.
+
+    Attributes:
+        parameters: The parameters, frozen ones too.
+        gradients: Gradients, at their most.
+        states: The optimizer's state and master copies.
+        buckets: Gradients on their way.
+        host: Of these, what lies in host memory: all of gradients and states under offload_optimizer, else nothing.
+    """
+
+    parameters: int
+    gradients: int
+    states: int
+    buckets: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.states + self.buckets
+
+
+def estimate_zero_memory(
+    model: nn.Module | int,
+    world_size: int,
+    stage: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    states_per_parameter: int = 2,
+    bucket_cap_mb: float = 25.0,
+    offload_optimizer: bool = False,
+) -> MemoryEstimate:
+    """Estimate the bytes that parameters, gradients and optimizer state take on each rank.
+
+    With N ranks and psi trainable float32 parameters under Adam that is, per parameter, 16 bytes without ZeRO,
+    8 + 8/N in stage 1 and 4 + 12/N in stage 2; in 16 bits with float32 masters 16, 4 + 12/N and 2 + 14/N; and two
+    buckets. Stage 1 needs its 8 (4) bytes only while whole gradients are held, as accumulation does.
+
+    Args:
+        model: The model, or its number of (trainable) parameters.
+        world_size: Number of ranks.
+        stage: 0 (no ZeRO: every rank has all), 1 or 2.
+        dtype: dtype of the parameters, where a number is given.
+        states_per_parameter: State values that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
+        bucket_cap_mb: As of ZeroOptimizer.
+        offload_optimizer: As of ZeroOptimizer.
+
+    Raises:
+        ValueError: For a stage or number that is not legal.
+    """
+    if stage not in (0, 1, 2) or world_size < 1:
+        raise ValueError(f"stage must be 0, 1 or 2 and world_size >= 1, got {stage} and {world_size}")
+    parameters = gradients = states = 0
+    for numel, kind, trainable in _sizes(model, dtype):
+        parameters += numel * kind.itemsize
+        if trainable:
+            gradients += numel * kind.itemsize
+            master = FLOAT_BYTES if kind.itemsize < FLOAT_BYTES else 0
+            states += numel * (states_per_parameter * max(kind.itemsize, FLOAT_BYTES) + master)
+    buckets = min(2 * int(bucket_cap_mb * _MB), 2 * gradients) if world_size > 1 else 0
+    if stage >= 1:
+        states = -(-states // world_size)
+    if stage == 2:
+        gradients = -(-gradients // world_size)
+    host = states + -(-gradients // (world_size if stage == 1 else 1)) if offload_optimizer and stage else 0
+    return MemoryEstimate(parameters, gradients, states, buckets, host)
+
+
+def _sizes(model: nn.Module | int, dtype: torch.dtype) -> Iterable[tuple[int, torch.dtype, bool]]:
+    if isinstance(model, nn.Module):
+        return [(p.numel(), p.dtype, p.requires_grad) for p in model.parameters()]
+    if isinstance(model, bool) or not isinstance(model, int) or model < 0:
+        raise ValueError(f"model must be a module or a number of parameters >= 0, got {model!r}")
+    return [(model, dtype, True)]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes that are alive on one rank.
+
+    Attributes:
+        parameters: The optimizer's parameters, frozen ones too.
+        whole_gradients: Gradients in p.grad.
+        buckets: Gradients that wait in slices, and are under way.
+        gradient_shards: Averages of this rank's part.
+        states: The wrapped optimizer's state.
+        masters: Master copies.
+        resident: Resident memory of the process.
+        device_allocated: What torch has allocated on the accelerator; 0 where there is none.
+    """
+
+    parameters: int
+    whole_gradients: int
+    buckets: int
+    gradient_shards: int
+    states: int
+    masters: int
+    resident: int
+    device_allocated: int
+
+
+def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
+    """What this rank holds now. Makes no collective call."""
+    params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+    reducer = optimizer._reducer
+    states, masters = 0, 0
+    for bucket, piece in optimizer.pieces():
+        states += sum(_nbytes(value) for value in bucket.state_of(piece).values() if isinstance(value, Tensor))
+        masters += 0 if piece.direct else _nbytes(piece.tensor)
+    return MemoryReport(
+        parameters=sum(map(_nbytes, params)),
+        whole_gradients=sum(_nbytes(p.grad) for p in params if p.grad is not None),
+        buckets=reducer.bytes_under_way + sum(_nbytes(g.buffer) for g in reducer.slices if g.buffer is not None),
+        gradient_shards=sum(_nbytes(g.average) for g in reducer.slices if g.average is not None),
+        states=states,
+        masters=masters,
+        resident=resident_bytes(),
+        device_allocated=_device_calls().memory_allocated() if torch.accelerator.is_available() else 0,
+    )
+
+
+def memory_reports(optimizer: ZeroOptimizer) -> list[MemoryReport]:
+    """The reports of all ranks. All ranks call."""
+    return [
+        MemoryReport(**entry) for entry in optimizer.communicator.all_gather_object(asdict(memory_report(optimizer)))
+    ]
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def release_memory() -> None:
+    """Give back what is not in use: Python's garbage, torch's cache on the accelerator, the C library's free lists."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        _device_calls().empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _device_calls() -> Any:
+    """torch.cuda, or its like for the accelerator that there is."""
+    return torch.get_device_module()
