@@ -2,6 +2,7 @@
 
 import os
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -265,6 +266,22 @@ def test_a_pass_that_raised_on_all_ranks_leaves_no_trace() -> None:
     run_ranks(2, broken_pass_then_good_ones)
 
 
+def _note(calls: list[str], what: str, *_: Any) -> None:
+    calls.append(what)
+
+
+def _closure(model: nn.Module, optimizer: Any, rank: int, calls: list[str], partitioned: bool) -> Tensor:
+    optimizer.zero_grad()
+    loss = stack_loss(model, rank, len(calls))
+    if partitioned:
+        loss.backward()
+    else:
+        known = [p for group in optimizer.param_groups for p in group["params"]]
+        for p, grad in zip(known, averaged(list(torch.autograd.grad(loss, known)), known), strict=True):
+            p.grad = grad
+    return loss
+
+
 def groups_and_more(rank: int, world_size: int) -> None:
     """add_param_group, a tensor lr, a scheduler, a closure and hooks, beside the plain optimizer."""
     results = []
@@ -278,20 +295,9 @@ def groups_and_more(rank: int, world_size: int) -> None:
             optimizer = torch.optim.AdamW(first, lr=lr)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         calls: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-
-        def closure(model: nn.Module = model, optimizer: Any = optimizer, partitioned: bool = partitioned) -> Tensor:
-            optimizer.zero_grad()
-            loss = stack_loss(model, rank, len(calls))
-            if partitioned:
-                loss.backward()
-            else:
-                known = [p for group in optimizer.param_groups for p in group["params"]]
-                for p, grad in zip(known, averaged(list(torch.autograd.grad(loss, known)), known), strict=True):
-                    p.grad = grad
-            return loss
-
+        optimizer.register_step_pre_hook(partial(_note, calls, "pre"))
+        optimizer.register_step_post_hook(partial(_note, calls, "post"))
+        closure = partial(_closure, model, optimizer, rank, calls, partitioned)
         for step in range(4):
             if step == 2:
                 for layer in model.layers[1:]:
