@@ -1,0 +1,327 @@
+"""Memory, traffic and step time of ZeroOptimizer beside DDP, torch's ZeroRedundancyOptimizer and FSDP2.
+
+    python scripts/benchmark_zero.py --out docs/benchmarks_zero.json
+
+Every variant trains the same GPT-2-like model on the same tokens. Each is built, run and torn down in turn, and that
+several times over, so that a slow spell of the machine meets all of them. What is measured, on each rank:
+
+- live bytes: every tensor storage that is alive, counted by a dispatch mode as they come and go (one untimed pass), at
+  the end of backward and after the step; of these parameters, gradients, optimizer state and master copies by holder;
+  the rest is buckets and whatever else a variant keeps.
+- RSS at the same moments, from /proc.
+- bytes sent: what the loopback interface carried per step and rank (headers included): keep the machine idle.
+- step time: forward, backward, step, gradients thrown away; the median over all rounds.
+
+The formulas beside it, bytes per parameter with N ranks: float32 stage 1 8 + 8/N, stage 2 4 + 12/N; bfloat16 with
+float32 masters 4 + 12/N and 2 + 14/N; each plus two buckets. Bytes sent: 2 psi (N-1)/N parameters.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_compressopt import ZeroOptimizer, estimate_zero_memory
+from hf_compressopt.zero.memory import release_memory, resident_bytes
+
+MB = 2**20
+BUCKET_MB = 25.0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensor storages that are born inside and still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._meet(getattr(leaf, "_local_tensor", leaf))
+        return result
+
+    def _meet(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            weakref.finalize(storage, self._forget, key)
+            self._known[key] = 0
+        self.total += size - self._known[key]
+        self._known[key] = size
+        self.peak = max(self.peak, self.total)
+
+    def _forget(self, key: int) -> None:
+        self.total -= self._known.pop(key)
+
+
+@dataclass
+class Training:
+    """A model, and what one step of it is made of."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def parts(self) -> dict[str, int]:
+        params = [local(p) for p in self.model.parameters()]
+        grads = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+        states = [local(v) for row in self.optimizer.state.values() for v in row.values() if isinstance(v, Tensor)]
+        if isinstance(self.optimizer, ZeroOptimizer):
+            grads += [g.average for g in self.optimizer._reducer.slices if g.average is not None]
+            for bucket, piece in self.optimizer.pieces():
+                states += [v for v in bucket.state_of(piece).values() if isinstance(v, Tensor)]
+                states += [] if piece.direct else [piece.tensor]
+        elif hasattr(self.optimizer, "optim"):  # ZeroRedundancyOptimizer
+            states = [v for row in self.optimizer.optim.state.values() for v in row.values() if isinstance(v, Tensor)]
+        return {"parameters": nbytes(params), "gradients": nbytes(grads), "states": nbytes(states)}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def nbytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def make_model(options: dict[str, Any]) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=options["layers"],
+        n_embd=options["width"],
+        n_head=max(options["width"] // 64, 1),
+        vocab_size=options["vocabulary"],
+        n_positions=options["length"],
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).to(getattr(torch, options["dtype"]))
+
+
+def ddp(options: dict[str, Any]) -> Training:
+    model = DistributedDataParallel(make_model(options), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+
+def zero_redundancy(options: dict[str, Any]) -> Training:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(make_model(options), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+    return Training(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4))
+
+
+def fsdp2(options: dict[str, Any]) -> Training:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model(options)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+
+def ours(options: dict[str, Any], stage: int) -> Training:
+    model = make_model(options)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=stage, bucket_cap_mb=BUCKET_MB, lr=1e-4)
+    return Training(model, optimizer)
+
+
+VARIANTS: dict[str, Callable[[dict[str, Any]], Training]] = {
+    "DDP + AdamW": ddp,
+    "ZeroRedundancyOptimizer": zero_redundancy,
+    "FSDP2, no reshard": fsdp2,
+    "ZeroOptimizer, stage 1": partial(ours, stage=1),
+    "ZeroOptimizer, stage 2": partial(ours, stage=2),
+}
+
+
+def backward(training: Training, options: dict[str, Any]) -> None:
+    tokens = torch.randint(0, options["vocabulary"], (options["batch"], options["length"]))
+    training.model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def finish(training: Training) -> None:
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    raise RuntimeError("/proc/net/dev knows no loopback interface")
+
+
+def measure_memory(make: Callable[[dict[str, Any]], Training], options: dict[str, Any]) -> dict[str, Any]:
+    """Live bytes in the third step. In stage 1 (and DDP) two micro-batches accumulate, as in accumulation."""
+    release_memory()
+    before = resident_bytes()
+    with LiveBytes() as live:
+        training = make(options)
+        for _ in range(2):
+            backward(training, options)
+            finish(training)
+        gc.collect()
+        zero = training.optimizer if isinstance(training.optimizer, ZeroOptimizer) else None
+        if zero is not None and zero.stage == 1:
+            with zero.no_sync():
+                backward(training, options)
+            held = live.total
+        else:
+            backward(training, options)
+            held = live.total
+        found = {"after_backward": held, "rss_after_backward": resident_bytes() - before, **training.parts()}
+        if zero is not None and zero.stage == 1:
+            backward(training, options)
+        finish(training)
+        gc.collect()
+        found |= {"after_step": live.total, "peak": live.peak, "rss_after_step": resident_bytes() - before}
+        found["numel"] = sum(p.numel() for p in training.model.parameters())
+        del training
+    return found
+
+
+def measure_time(make: Callable[[dict[str, Any]], Training], options: dict[str, Any]) -> tuple[list[float], float]:
+    """Seconds of each step, and bytes on the loopback interface per step and rank."""
+    training = make(options)
+    for _ in range(options["warmup"]):
+        backward(training, options)
+        finish(training)
+    dist.barrier()
+    before = loopback_bytes()
+    seconds = []
+    for _ in range(options["steps"]):
+        dist.barrier()
+        start = time.perf_counter()
+        backward(training, options)
+        finish(training)
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    sent = (loopback_bytes() - before) / options["steps"] / dist.get_world_size()
+    dist.barrier()
+    return seconds, sent
+
+
+def work(rank: int, world_size: int, options: dict[str, Any], folder: str) -> None:
+    torch.set_num_threads(options["threads"])
+    store = dist.FileStore(f"{folder}/store{world_size}", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    names = [name for name in VARIANTS if options["only"] is None or options["only"] in name]
+    result: dict[str, Any] = {name: {"seconds": [], "sent": []} for name in names}
+    for name in names:
+        result[name]["memory"] = measure_memory(VARIANTS[name], options)
+        release_memory()
+    for number in range(options["rounds"]):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            torch.manual_seed(rank)
+            seconds, sent = measure_time(VARIANTS[name], options)
+            result[name]["seconds"] += seconds
+            result[name]["sent"].append(sent)
+            release_memory()
+            if rank == 0:
+                print(f"{world_size} ranks, round {number + 1}: {name}: {statistics.median(seconds):.3f} s", flush=True)
+    Path(folder, f"{world_size}-{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.3)  # gloo's threads come to rest
+
+
+def formula(name: str, numel: int, world_size: int, dtype: str) -> int | None:
+    kind = getattr(torch, dtype)
+    stage = {"ZeroOptimizer, stage 1": 1, "ZeroOptimizer, stage 2": 2}.get(name)
+    if stage is None:
+        return None
+    return estimate_zero_memory(numel, world_size, stage, dtype=kind, bucket_cap_mb=0).total
+
+
+def table(ranks: list[dict[str, Any]], world_size: int, dtype: str) -> list[str]:
+    lines = [
+        f"{world_size} ranks, {dtype}, buckets of {BUCKET_MB:g} MiB (MiB; the largest of all ranks; median step)",
+        "",
+        "| | parameters | gradients | states | other | live after backward | formula (+ 2 buckets) | live after step | "
+        "RSS after backward | sent per step | sent / (2 psi (N-1)/N) | step, s | / DDP |",
+        "|---|" + "---|" * 12,
+    ]
+    base = statistics.median(ranks[0]["DDP + AdamW"]["seconds"]) if "DDP + AdamW" in ranks[0] else float("nan")
+    for name in ranks[0]:
+        memory = {key: max(r[name]["memory"][key] for r in ranks) for key in ranks[0][name]["memory"]}
+        numel = ranks[0]["DDP + AdamW"]["memory"]["numel"] if "DDP + AdamW" in ranks[0] else memory["numel"]
+        held = memory["parameters"] + memory["gradients"] + memory["states"]
+        expected = formula(name, numel, world_size, dtype)
+        volume = 2 * numel * getattr(torch, dtype).itemsize * (world_size - 1) / world_size
+        sent = statistics.median(ranks[0][name]["sent"])
+        seconds = statistics.median(statistics.median(r[name]["seconds"]) for r in ranks)
+        cells = [
+            *(f"{memory[key] / MB:.0f}" for key in ("parameters", "gradients", "states")),
+            f"{(memory['after_backward'] - held) / MB:.0f}",
+            f"{memory['after_backward'] / MB:.0f}",
+            "" if expected is None else f"{expected / MB:.0f} (+ {2 * BUCKET_MB:.0f})",
+            f"{memory['after_step'] / MB:.0f}",
+            f"{memory['rss_after_backward'] / MB:.0f}",
+            f"{sent / MB:.1f}",
+            f"{sent / volume:.3f}",
+            f"{seconds:.3f}",
+            f"{seconds / base:.3f}",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=20000)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--only", help="only variants with this in their name")
+    parser.add_argument("--out", type=Path, help="write everything that was measured to this JSON file")
+    options = vars(parser.parse_args())
+    out = options.pop("out")
+    everything: dict[str, Any] = {"options": options, "torch": torch.__version__, "cores": os.cpu_count()}
+    for world_size in options["ranks"]:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(work, args=(world_size, options, folder), nprocs=world_size)
+            ranks = [json.loads(Path(folder, f"{world_size}-{rank}.json").read_text()) for rank in range(world_size)]
+        everything[str(world_size)] = ranks
+        print("\n" + "\n".join(table(ranks, world_size, options["dtype"])), flush=True)
+    if out is not None:
+        out.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()
