@@ -149,7 +149,7 @@ def gather_parameters(
     example = params[next(iter(cut.places))]
     nbytes = cut.numel * example.element_size()
     window.room_for(nbytes)
-    part = torch.zeros(cut.part_numel, dtype=example.dtype, device=example.device)
+    part = torch.empty(cut.part_numel, dtype=example.dtype, device=example.device)  # padding is of no use to anybody
     for span in cut.parts[rank]:
         part[span.offset : span.offset + span.numel] = params[span.param].detach().reshape(-1)[span.start : span.stop]
     gathered = part.new_empty(cut.numel)

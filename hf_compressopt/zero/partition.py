@@ -53,6 +53,14 @@ class Slice:
                 found.setdefault(span.param, []).append((owner * self.part_numel + span.offset, span))
         return found
 
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding of the whole slice: ranges [start, stop)."""
+        filled = sorted((begin, begin + span.numel) for rows in self.places.values() for begin, span in rows)
+        ends = [0, *(stop for _, stop in filled)]
+        begins = [*(start for start, _ in filled), self.numel]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
     @property
     def numel(self) -> int:
         """Elements of the whole message, padding included."""

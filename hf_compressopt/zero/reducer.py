@@ -65,8 +65,18 @@ class SliceGradients:
     def room(self) -> Tensor:
         """The buffer, allocated when the first gradient comes."""
         if self.buffer is None:
-            self.buffer = torch.zeros(self.cut.numel, dtype=self.sent_dtype, device=self.device)
+            self.buffer = torch.empty(self.cut.numel, dtype=self.sent_dtype, device=self.device)
         return self.buffer
+
+    def close(self) -> Tensor:
+        """The buffer as it is sent: zero where there is padding, or no gradient has come."""
+        buffer, self.buffer, self.sent = self.room(), None, True
+        for start, stop in self.cut.gaps:
+            buffer[start:stop] = 0
+        for number, rows in self.cut.places.items():
+            for begin, span in rows if number not in self.filled else ():
+                buffer[begin : begin + span.numel] = 0
+        return buffer
 
     @property
     def nbytes(self) -> int:
@@ -254,7 +264,7 @@ class GradientReducer:
         for number in gradients.cut.places:
             if number not in gradients.filled:
                 self._fill(number)
-        buffer, gradients.buffer, gradients.sent = gradients.room(), None, True
+        buffer = gradients.close()
         handle, average = reduce_scatter(
             buffer, gradients.cut, gradients.communicator, self._precision, gradients.kept_dtype
         )
