@@ -1,5 +1,6 @@
 """How ZeroOptimizer takes gradients: graphs of all kinds, faults, overlap, memory, groups."""
 
+import copy
 import os
 import time
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
@@ -316,6 +318,50 @@ def groups_and_more(rank: int, world_size: int) -> None:
 @pytest.mark.invariant(19)
 def test_groups_added_later_closures_schedulers_and_hooks() -> None:
     run_ranks(2, groups_and_more)
+
+
+def copied(rank: int, world_size: int) -> None:
+    """A copy trains its own parameters, from where the original was, gradients included."""
+    case = Case(options={"reduce_bucket_size": 300}, groups=True)
+    model, optimizer = train_zero(rank, case)
+    loss_of(model, rank, 3).backward()
+    twin, other = copy.deepcopy((model, optimizer))
+    assert "ZeroOptimizer" in repr(other) and other.steps == 3
+    other.step()
+    assert list(different(bits(model), bits(twin)))
+    optimizer.step()
+    for one, its in ((model, optimizer), (twin, other)):
+        run_steps(rank, case, one, its, range(4, 6))
+    assert not list(different(bits(model), bits(twin)))
+
+
+@pytest.mark.invariant(20)
+def test_deepcopy() -> None:
+    run_ranks(2, copied)
+
+
+def uneven(rank: int, world_size: int) -> None:
+    """Rank r has 2 + r batches; who has no more contributes zeros."""
+    model = Stack()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=64)
+    with Join([optimizer]):
+        for step in range(2 + rank):
+            stack_loss(model, rank, step).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+    assert optimizer.steps == 1 + world_size
+    twin = Stack()
+    other = ZeroOptimizer(twin.parameters(), torch.optim.AdamW, lr=1e-2)
+    for step in range(1 + world_size):
+        (stack_loss(twin, rank, step) * float(step < 2 + rank)).backward()
+        other.clip_grad_norm_(0.5)
+        other.step()
+    torch.testing.assert_close(bits(model), bits(twin), rtol=0, atol=0)
+
+
+@pytest.mark.invariant(6)
+def test_ranks_that_run_out_of_inputs() -> None:
+    run_ranks(3, uneven)
 
 
 def mixed_dtypes(rank: int, world_size: int) -> None:

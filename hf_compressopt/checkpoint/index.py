@@ -22,6 +22,11 @@ Tensors are ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an
 ``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
 ``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another); ``server_error/group<g>``
 (likewise). ``rank<r>/`` before a parameter's name marks what is rank r's own.
+
+Of a partitioned optimizer the tensors are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
+the pieces that its owners hold; ``master/<parameter>``, a float32 copy of a 16-bit parameter;
+``scalar:<name>/<parameter>`` and ``number:<name>/<parameter>``, what has one value per parameter, a tensor or a number
+in the wrapped optimizer. ``from<r>.`` before a parameter's name says that rank r is the first that holds a copy of it.
 """
 
 from __future__ import annotations

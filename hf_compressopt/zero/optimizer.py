@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, overload
 
 import torch
@@ -18,7 +19,7 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.optim.functional import trust_ratio
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.options import check_at_least, resolve_communicator
-from hf_compressopt.zero.access import ZeroAccess
+from hf_compressopt.zero.join import JoinableZero
 from hf_compressopt.zero.loss_scale import LossScale
 from hf_compressopt.zero.messages import FLOAT_BYTES, Window, gather_parameters
 from hf_compressopt.zero.options import (
@@ -35,8 +36,10 @@ from hf_compressopt.zero.shards import UpdateBucket
 
 logger = logging.getLogger(__name__)
 
+_NOT_OPTIONS = ("self", "params", "optimizer_class", "defaults", "__class__")
 
-class ZeroOptimizer(ZeroAccess):
+
+class ZeroOptimizer(JoinableZero):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are shared out among the ranks.
 
     Gradients leave while backward runs; :meth:`step` updates this rank's part of every parameter and gathers the
@@ -119,6 +122,7 @@ class ZeroOptimizer(ZeroAccess):
         **defaults: Any,
     ) -> None:
         """See the class."""
+        given = {key: value for key, value in locals().items() if key not in _NOT_OPTIONS}
         check_optimizer_class(optimizer_class)
         check_stage(stage)
         check_flags(
@@ -160,6 +164,28 @@ class ZeroOptimizer(ZeroAccess):
             clip_grad=clip_grad,
             model_parallel_group=model_parallel_group,
         )
+        self._order_known = False
+        self._made_with = {**given, **defaults}
+        self._first_groups = len(self.param_groups)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
+        """A copy around copies of the parameters, which shares the process groups."""
+        groups = [
+            {key: value if key == "process_group" else deepcopy(value, memo) for key, value in group.items()}
+            for group in self.param_groups
+        ]
+        options = dict(self._made_with)
+        if isinstance(options["communicator"], Communicator):
+            options["communicator"] = deepcopy(options["communicator"], memo)
+        copied = type(self)(groups[: self._first_groups], self.optimizer_class, **options)
+        memo[id(self)] = copied
+        for group in groups[self._first_groups :]:
+            copied.add_param_group(group)
+        copied.load_state_dict(deepcopy(self.state_dict()))
+        for mine, theirs in zip(self._reducer.slices, copied._reducer.slices, strict=True):
+            theirs.average = None if mine.average is None else mine.average.clone()
+        copied._reducer.present = list(self._reducer.present)
+        return copied
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -219,9 +245,10 @@ class ZeroOptimizer(ZeroAccess):
         self._reducer.clear()
         self._norm, self._factor = None, 1.0
         self.traffic.end_step()
-        if self.steps == 1 and not self.step_was_skipped and self.communicator.world_size > 1:
+        if not self._order_known and self.communicator.world_size > 1:
             # from here on slices leave in the order in which rank 0 completed them
             self._reducer.use_order(self.communicator.all_gather_object(self._reducer.arrival)[0])
+        self._order_known = True
 
     def _update(self, update: Callable[[UpdateBucket], None]) -> None:
         """Update bucket by bucket; the parameters of one are on their way while the next is updated."""

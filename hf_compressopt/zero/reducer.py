@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -130,6 +131,7 @@ class GradientReducer:
         self._open = False
         self._outer_task: int | None = None
         self._nested_task: int | None = None
+        self._announce: weakref.WeakMethod[Callable[[], Any]] | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     @property
@@ -190,6 +192,17 @@ class GradientReducer:
         finally:
             self.enabled = before
 
+    def announce_passes(self, announce: Callable[[], Any]) -> None:
+        """Have a method called before each pass, without keeping its object alive."""
+        self._announce = weakref.WeakMethod(announce)
+
+    @torch.no_grad()
+    def empty_pass(self) -> None:
+        """Take part in a pass of the others without gradients of this rank's own."""
+        self.check_layout()
+        self._open = True
+        self.flush()
+
     def use_order(self, order: Sequence[int]) -> None:
         """Send slices in this order from the next pass on; those that it leaves out come last. Alike on all ranks."""
         rest = [number for number in self._order if number not in set(order)]
@@ -208,6 +221,8 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         if task in (self._outer_task, self._nested_task):
             return
+        if not self._open and (announce := self._announce and self._announce()) is not None:
+            announce()
         self.check_layout()
         if _inside_another_backward():
             self._nested_task = task
