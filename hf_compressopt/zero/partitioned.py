@@ -189,10 +189,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for bucket, piece in self.pieces():
             if piece.follow(self._params[piece.param]):
                 bucket.move_state(piece)
-        for gradients in self._reducer.slices:
-            gradients.device = self._params[next(iter(gradients.cut.places))].device
-        if self._params:
-            self.communicator.device = self._params[0].device
+        self._reducer.follow_parameters()
 
     def _keep_versions(self) -> None:
         """Remember that the parameters are what the master copies round to."""

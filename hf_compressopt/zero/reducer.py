@@ -196,6 +196,13 @@ class GradientReducer:
         """Have a method called before each pass, without keeping its object alive."""
         self._announce = weakref.WeakMethod(announce)
 
+    def follow_parameters(self) -> None:
+        """Go where the parameters are, if a model was moved after its optimizer was made."""
+        for gradients in self.slices:
+            gradients.device = self._params[next(iter(gradients.cut.places))].device
+        if self._params:
+            self._communicator.device = self._params[0].device
+
     @torch.no_grad()
     def empty_pass(self) -> None:
         """Take part in a pass of the others without gradients of this rank's own."""
@@ -221,8 +228,10 @@ class GradientReducer:
         task = torch._C._current_graph_task_id()
         if task in (self._outer_task, self._nested_task):
             return
-        if not self._open and (announce := self._announce and self._announce()) is not None:
-            announce()
+        if not self._open:
+            self.follow_parameters()
+            if (announce := self._announce and self._announce()) is not None:
+                announce()
         self.check_layout()
         if _inside_another_backward():
             self._nested_task = task
