@@ -105,6 +105,17 @@ def model_first(rank: int, world_size: int) -> None:
     accelerator.prepare(ZeroOptimizer(model.parameters(), torch.optim.AdamW))
 
 
+def two_optimizers(rank: int, world_size: int, order: list[int]) -> None:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, ZeroOptimizer
+
+    accelerator = CompressOptAccelerator(cpu=True)
+    model = network()
+    zero = ZeroOptimizer(model[0].parameters(), torch.optim.AdamW)
+    objects = [model, zero, torch.optim.AdamW(model[2].parameters())]
+    accelerator.prepare(*[objects[index] for index in order])
+
+
 def lbfgs(rank: int, world_size: int) -> None:
     use_accelerate(rank, world_size)
     from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
@@ -121,5 +132,8 @@ def test_what_cannot_be_had_is_refused() -> None:
         CompressOptPlugin(optimizer="zero_one_adam", zero_stage=2)
     with pytest.raises(ValueError, match="zero_stage must be 0, 1 or 2, got 3"):
         CompressOptPlugin(zero_stage=3)
+    for order in ([0, 1, 2], [2, 1, 0]):
+        errors = run_ranks_expecting_error(2, two_optimizers, order)
+        assert all("nobody would average" in error for error in errors.values())
     for fn, message in ((model_first, "give both to one prepare"), (lbfgs, "LBFGS cannot be partitioned")):
         assert all(message in error for error in run_ranks_expecting_error(2, fn).values())

@@ -113,8 +113,7 @@ def load_state(
         index = CheckpointIndex.read(path)
         grouped = optimizer.parameter_names(names)
         _check_fits(optimizer, index, grouped, path)
-        described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
-        wanted = optimizer.wanted_tensors(grouped, index.header, described)
+        wanted = optimizer.wanted_tensors(grouped, index.header, _describe_tensors(index, path))
         return index, _read_tensors(folder, index, wanted, path)
 
     index, tensors = _together(optimizer.communicator, read, others=CheckpointError)
@@ -283,6 +282,16 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
     pairs = ((a, b) for ours, theirs in zip(saved, mine, strict=True) for a, b in zip(ours, theirs, strict=True))
     first = next((a, b) for a, b in pairs if a != b)
     return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
+
+
+def _describe_tensors(index: CheckpointIndex, path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    described = {}
+    for name, entry in index.tensors.items():
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{path} gives {name!r} the dtype {entry.dtype!r}, which torch does not have")
+        described[name] = (dtype, entry.shape)
+    return described
 
 
 def _read_tensors(

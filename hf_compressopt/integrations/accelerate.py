@@ -58,7 +58,8 @@ class _Attachment:
     plugin: CompressOptPlugin | None
     announce: bool
     models: list[_Model] = field(default_factory=list)
-    partitioned: set[int] = field(default_factory=set)  # parameters (by id) that need no DDP
+    partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
+    without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
 
 
@@ -98,6 +99,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             _undo_evaluation_mode(model, self._models)
         if not evaluation_mode and self._is_partitioned(model):
             alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+            self._compressopt.without_ddp |= {id(p) for p in model.parameters()}
+            self._check_nobody_needs_ddp(map(innermost, self._optimizers))
             communicator = TorchCommunicator(device=self.device)
             for tensor in (*alone.parameters(), *alone.buffers()):  # as DDP does
                 communicator.broadcast(tensor)
@@ -130,6 +133,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
                 self._take_over_gradients(inner)
             if self.scaler is not None and not isinstance(self.scaler, GradScaler):
                 self.scaler.__class__ = GradScaler
+        self._check_nobody_needs_ddp([inner])
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if isinstance(inner, (*OUR_OPTIMIZERS, FusedAdam)):
             prepared.__class__ = CompressOptAcceleratedOptimizer
@@ -145,6 +149,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             if model.sync is not None:
                 model.sync.optimizers = ()
         self._compressopt.partitioned.clear()
+        self._compressopt.without_ddp.clear()
         return super().free_memory(*objects)
 
     def compressed_optimizers(self) -> list[CompressedOptimizer]:
@@ -161,6 +166,16 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if plugin is not None and plugin.zero_stage:
             return True
         return _shares(model.parameters(), self._compressopt.partitioned)
+
+    def _check_nobody_needs_ddp(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, ZeroOptimizer) or self.num_processes == 1:
+                continue
+            if _shares(_all_params(optimizer), self._compressopt.without_ddp):
+                raise ValueError(
+                    f"the model has parameters in a ZeroOptimizer and in {type(optimizer).__name__}, and nobody would "
+                    "average the gradients of the latter: give all to ZeroOptimizer, or a ZeroOptimizer to each"
+                )
 
     def _take_over_gradients(self, optimizer: ZeroOptimizer) -> None:
         """Check that no DDP averages the optimizer's gradients, and that no earlier one takes them away."""
