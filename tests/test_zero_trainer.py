@@ -86,12 +86,12 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
             assert result["metrics"]["skipped_steps"] == 1
 
 
-def test_zero_stage_in_optim_args_wraps_any_element_wise_optimizer(tmp_path: Path) -> None:
-    pairs = [("sgd", ""), ("adagrad", ""), ("rmsprop", ""), ("adamw_torch_fused", "")]
-    here = {"output_dir": str(tmp_path), "max_steps": 3, "learning_rate": 1e-3}
+def test_zero_stage_in_optim_args_wraps_element_wise_optimizers_and_lamb(tmp_path: Path) -> None:
+    names = ["sgd", "adagrad", "rmsprop", "adamw_torch_fused", "fused_adam", "lamb"]
+    here = {"output_dir": str(tmp_path), "max_steps": 3, "learning_rate": 1e-3, "adam_epsilon": 1e-5}
     runs = [
         Run({**here, "optim": name, **extra})
-        for name, _ in pairs
+        for name in names
         for extra in ({}, {"optim_args": "zero_stage=2, bucket_cap_mb=0.1"})
     ]
     results = run_ranks(2, run_all, runs, timeout=240)[0]

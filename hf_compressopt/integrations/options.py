@@ -15,7 +15,6 @@ from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.onebit_lamb import OnebitLamb
 from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
-from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 #: What ``CompressOptPlugin(optimizer=NAME)`` stands for.
 COMPRESSED: dict[str, type[FreezingOptimizer]] = {
