@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_env(commands)
+    _add_estimate(commands)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 
@@ -47,6 +48,63 @@ def _env(arguments: argparse.Namespace) -> int:
     facts = environment.collect()
     print(json.dumps(facts, indent=2) if arguments.json else environment.render(facts))
     return 1 if facts["problems"] else 0
+
+
+def _add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "estimate",
+        help="memory that parameters, gradients and optimizer state take on each rank, with ZeRO and without",
+        description="Activations and what the framework itself needs come on top.",
+    )
+    parser.add_argument("--params", type=_count, required=True, help="number of trainable parameters: 124e6, 7e9")
+    parser.add_argument("--nodes", type=_count, default=1, help="machines (%(default)s)")
+    parser.add_argument("--gpus-per-node", type=_count, default=1, help="ranks on each of them (%(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="theirs")
+    parser.add_argument(
+        "--states-per-parameter",
+        type=int,
+        default=2,
+        help="2 for Adam (the default), 1 for SGD with momentum",
+    )
+    parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="as of ZeroOptimizer (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="in bytes, as JSON, for programs")
+    parser.set_defaults(run=_estimate)
+
+
+def _count(text: str) -> int:
+    """A whole number >= 1, also in the form 7e9."""
+    value = float(text)
+    if not 1 <= value < 1e18 or value != int(value):
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text}")
+    return int(value)
+
+
+def _estimate(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from hf_compressopt import estimate_zero_memory
+
+    ranks = arguments.nodes * arguments.gpus_per_node
+    rows = {}
+    for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2")):
+        memory = estimate_zero_memory(
+            arguments.params,
+            ranks,
+            stage,
+            dtype=getattr(torch, arguments.dtype),
+            states_per_parameter=arguments.states_per_parameter,
+            bucket_cap_mb=arguments.bucket_cap_mb,
+        )
+        parts = {name: getattr(memory, name) for name in ("parameters", "gradients", "states", "buckets", "total")}
+        rows[name] = parts
+    if arguments.json:
+        print(json.dumps({"ranks": ranks, "bytes_per_rank": rows}, indent=2))
+        return 0
+    print(f"{arguments.params:,} {arguments.dtype} parameters, {ranks} rank(s); GB (1e9 bytes) on each rank")
+    print(f"{'':8}" + "".join(f"{part:>12}" for part in rows["no ZeRO"]))
+    for name, parts in rows.items():
+        print(f"{name:8}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()))
+    return 0
 
 
 if __name__ == "__main__":

@@ -96,3 +96,22 @@ def test_a_wrong_command_is_refused_with_the_ones_there_are(capsys: pytest.Captu
 def test_the_command_is_cheap_to_start() -> None:
     code = "import sys, hf_compressopt.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
+
+
+def test_estimate_is_the_formula_per_rank() -> None:
+    """bfloat16 with float32 masters: 16, 4 + 12/N and 2 + 14/N bytes per parameter, and two buckets."""
+    words = ["estimate", "--params", "7e9", "--nodes", "4", "--gpus-per-node", "8", "--dtype", "bfloat16"]
+    facts = json.loads(run([*CLI, *words, "--json"]).stdout)
+    assert facts["ranks"] == 32
+    without_buckets = {name: row["total"] - row["buckets"] for name, row in facts["bytes_per_rank"].items()}
+    assert without_buckets == {"no ZeRO": 112e9, "ZeRO-1": 7e9 * (4 + 12 / 32), "ZeRO-2": 7e9 * (2 + 14 / 32)}
+    assert all(row["buckets"] == 50 * 2**20 for row in facts["bytes_per_rank"].values())
+    lines = run([*CLI, *words]).stdout.splitlines()
+    assert lines[0] == "7,000,000,000 bfloat16 parameters, 32 rank(s); GB (1e9 bytes) on each rank"
+    assert lines[-1].split()[0] == "ZeRO-2" and lines[-1].split()[-1] == "17.115"
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "many"])
+def test_estimate_refuses_what_is_no_number_of_parameters(value: str) -> None:
+    with pytest.raises(AssertionError, match="--params"):
+        run([*CLI, "estimate", "--params", value])
