@@ -224,19 +224,20 @@ def lamb_apply_(
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of the squares of all elements.
+    """Sum of the squares of all elements; not finite where one is not.
 
-    Not finite where an element is not, and perhaps where one is so large (some 1e19) that its square is beyond float32:
-    nothing downstream can use it.
+    Squares of float32 values are exact in float64, and sums of them have so many digits to spare that, rounded to
+    float32, they do not show in what order they were taken: parts of a tensor may be summed on different ranks.
 
     Args:
-        tensors: Any shapes; float32, bfloat16 or float16; on ``device``.
+        tensors: Any shapes; float32, bfloat16, float16 or float64; on ``device``.
         device: Where the sum is wanted.
 
     Returns:
         [] float64.
     """
-    total: Tensor = (native if native.available(device) else reference).sum_of_squares(tensors, device)
+    wider = any(tensor.dtype == torch.float64 for tensor in tensors)
+    total: Tensor = (native if native.available(device) and not wider else reference).sum_of_squares(tensors, device)
     return total
 
 

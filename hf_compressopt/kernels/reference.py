@@ -19,7 +19,7 @@ _GATHER_BITS = 0x0102040810204080
 _TOP_BYTE_SHIFT = 56
 # Norms are taken in float32 over runs of this length, and in float64 over the runs: longer ones lose digits.
 _RUN = 256
-_LONG_RUN = 65536  # the same for the norm of gradients
+_LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that are turned to float64 at once, on a CPU and elsewhere
 
 
 @dataclass(frozen=True)
@@ -355,16 +355,10 @@ def _pieces(segments: Sequence[Segment], *flats: Tensor) -> Iterator[tuple[Segme
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """See :func:`hf_compressopt.kernels.sum_of_squares`.
-
-    Squares are summed in float32 over short runs and in float64 over the runs.
-    """
+    """See :func:`hf_compressopt.kernels.sum_of_squares`."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
-        flat = tensor.reshape(-1)
-        whole = flat.numel() // _LONG_RUN * _LONG_RUN
-        runs = [torch.linalg.vector_norm(flat[whole:], dtype=torch.float32).view(1)]
-        if whole:
-            runs.append(torch.linalg.vector_norm(flat[:whole].view(-1, _LONG_RUN), dim=1, dtype=torch.float32))
-        total += torch.cat(runs).double().square().sum()
+        for run in torch.split(tensor.detach().reshape(-1), _LONG_RUN if device.type == "cpu" else _DEVICE_RUN):
+            wide = run.double()
+            total += torch.dot(wide, wide)
     return total

@@ -13,9 +13,6 @@ from torch.optim.adamw import adamw
 from hf_compressopt.kernels import Descent
 from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 
-_DEVICE_RUN = 1 << 23  # elements that are turned to float64 at once on an accelerator
-_RUN = 65536  # the same on a CPU
-
 
 @dataclass(frozen=True)
 class AdamOptions:
@@ -200,19 +197,6 @@ def corrected_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options
         return exp_avg, exp_avg_sq
     count = float(step)
     return exp_avg / (1 - options.beta1**count), exp_avg_sq / (1 - options.beta2**count)
-
-
-def exact_square_sum(tensor: Tensor) -> Tensor:
-    """Sum of the squares of all elements. Returns [] float64.
-
-    Squares of float32 values are exact in float64, and sums of them have so many digits to spare that, rounded to
-    float32, they do not show in what order they were taken: parts of a tensor may be summed on different ranks.
-    """
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for run in torch.split(tensor.detach().reshape(-1), _RUN if tensor.device.type == "cpu" else _DEVICE_RUN):
-        wide = run.double()
-        total += torch.dot(wide, wide)
-    return total
 
 
 def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:

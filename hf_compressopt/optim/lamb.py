@@ -15,6 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.optim.functional import (
     AdamOptions,
     adam_options,
@@ -22,7 +23,6 @@ from hf_compressopt.optim.functional import (
     apply_update_,
     corrected_moments,
     denominator,
-    exact_square_sum,
     trust_ratio,
 )
 from hf_compressopt.optim.options import check_at_least, check_last_group
@@ -131,7 +131,7 @@ class Lamb(torch.optim.Optimizer):
                     moments, step = self._moments(param)
                     advance_moments_(param.grad, *moments, step, options)
                     update = lamb_update(param, *moments, step, options)
-                    measured.append((param, torch.stack([exact_square_sum(param), exact_square_sum(update)])))
+                    measured.append((param, torch.stack([_square(param), _square(update)])))
         return measured
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ def lamb_step_(
     """
     advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
     update = lamb_update(param, exp_avg, exp_avg_sq, step, options)
-    coeff = trust_ratio(exact_square_sum(param), exact_square_sum(update), min_coeff, max_coeff)
+    coeff = trust_ratio(_square(param), _square(update), min_coeff, max_coeff)
     apply_update_(param, update, coeff * options.lr)
     return coeff
 
@@ -203,6 +203,10 @@ def lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor
     if options.weight_decay != 0:
         update.add_(param, alpha=options.weight_decay)
     return update
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return sum_of_squares([tensor], tensor.device)
 
 
 def check_coefficients(min_coeff: float, max_coeff: float) -> None:

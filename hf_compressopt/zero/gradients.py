@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.optim.functional import bit_sum, clip_factor, exact_square_sum
+from hf_compressopt.kernels import sum_of_squares
+from hf_compressopt.optim.functional import bit_sum, clip_factor
 from hf_compressopt.zero.loss_scale import LossScale
 from hf_compressopt.zero.partitioned import PartitionedOptimizer
 
@@ -149,12 +150,15 @@ class ZeroGradients(PartitionedOptimizer):
     def _squares(self) -> Tensor:
         """Squares of this rank's averages: of parameters that are replicated over a model-parallel group, and not."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.communicator.device)
+        parts: dict[tuple[int, torch.device], list[Tensor]] = {}
         for _, piece in self.pieces():
             average = self._reducer.slices[piece.slice].average
             if average is not None:
                 kind = int(bool(self.param_groups[piece.group].get("model_parallel")))
                 part = average[piece.span.offset : piece.span.offset + piece.span.numel]
-                squares[kind] += exact_square_sum(part).to(squares.device)
+                parts.setdefault((kind, part.device), []).append(part)
+        for (kind, device), tensors in parts.items():
+            squares[kind] += sum_of_squares(tensors, device).to(squares.device)
         return squares
 
     def _sum_over_model(self, squares: Tensor) -> Tensor:
