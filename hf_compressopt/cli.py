@@ -82,7 +82,7 @@ def _count(text: str) -> int:
 def _estimate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from hf_compressopt import estimate_zero_memory
+    from hf_compressopt.zero.memory import estimate_zero_memory
 
     ranks = arguments.nodes * arguments.gpus_per_node
     rows = {}
