@@ -99,8 +99,8 @@ class FreezingOptimizer(CompressedOptimizer):
         """1-norm of the bias-corrected second moments, averaged over the ranks so that all know the same number."""
         norm = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
         for group, state in zip(self.param_groups, self._states, strict=True):
-            count = max(self._bias_counts(state)[1], default=0.0)
-            if state.compressed and count > 0:
+            count = max(self._bias_counts(state)[1], default=0.0) if state.compressed else 0.0
+            if count > 0:
                 correction = 1 - group["betas"][1] ** count if group["bias_correction"] else 1.0
                 norm += state.exp_avg_sq.sum(dtype=torch.float64) / correction
         norm /= self.communicator.world_size
