@@ -121,6 +121,8 @@ class StateTensor:
         start: Where this rank's part begins in the flattened whole.
         local: This rank's part; shares memory with the optimizer.
         replicated: True where every rank holds the same whole tensor, so that any of them may write it.
+        of_ranks: Where the tensor is each rank's own: its name, with ``{rank}`` for the rank's number. Else "".
+        is_error: Whether it is an error of error feedback, which a run of one rank does not have.
     """
 
     name: str
@@ -128,3 +130,5 @@ class StateTensor:
     start: int
     local: Tensor
     replicated: bool
+    of_ranks: str = ""
+    is_error: bool = False

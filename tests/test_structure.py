@@ -18,7 +18,9 @@ ROWS = [
     ["collectives"],
     ["kernels"],
     ["flat", "stages"],
-    ["checkpoint.index", "checkpoint.reshard"],
+    ["checkpoint.files"],
+    ["checkpoint.reshard"],
+    ["checkpoint.index"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}
@@ -62,8 +64,8 @@ def test_only_the_integrations_know_the_hosts() -> None:
     assert knowing == {"integrations"}
 
 
-def test_stages_and_the_index_know_no_torch() -> None:
-    for file in ("stages.py", "checkpoint/index.py"):
+def test_stages_index_plan_and_files_know_no_torch() -> None:
+    for file in ("stages.py", "checkpoint/index.py", "checkpoint/reshard.py", "checkpoint/files.py"):
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
 
 

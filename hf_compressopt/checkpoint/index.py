@@ -1,6 +1,6 @@
 """The index of a checkpoint: what was saved, and where every tensor lies.
 
-**Format, version 1.** A checkpoint is a folder that holds
+**Format, version 2.** A checkpoint is a folder that holds
 
 1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint;
 2. ``compressopt-<save id>-<rank>-of-<ranks>.safetensors``, one per rank, numbers with five digits. Each is an ordinary
@@ -8,15 +8,17 @@
 
 The index is an object with these keys:
 
-- ``format``: "hf_compressopt"; ``version``: 1; ``save_id``: the hexadecimal number in the shards' names;
+- ``format``: "hf_compressopt"; ``version``: 2; ``save_id``: the hexadecimal number in the shards' names;
+- ``block_bytes``: bytes that have a checksum of their own, so that a part of a tensor can be read and verified alone;
 - ``header``: the optimizer's class, step, stage, schedule, world_size, and the hyperparameters of each param group;
 - ``parameters``: for each param group a list of ``{"name", "shape", "dtype"}``;
 - ``shards``: for each rank ``{"file", "bytes"}``; files are plain names, beside the index;
 - ``tensors``: for each tensor ``{"dtype", "shape", "pieces"}``; dtype is torch's name, such as "float32".
 
 A piece is ``{"shard", "key", "start", "stop", "sha256"}``: elements [start, stop) of the flattened tensor are the
-tensor ``key`` of shard number ``shard``, and sha256 is that of its bytes. The pieces of a tensor are in order and
-cover it.
+tensor ``key`` of shard number ``shard``, and sha256 lists those of its bytes, one for every ``block_bytes`` of them
+(the last may be of fewer). The pieces of a tensor are in order and cover it. In version 1, which is still read, sha256
+was one for the whole piece.
 
 Tensors are ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
 ``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
@@ -34,12 +36,35 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
-FORMAT, VERSION = "hf_compressopt", 1
+FORMAT, VERSION = "hf_compressopt", 2
+#: Bytes under one checksum.
+BLOCK_BYTES = 1 << 22
+
+#: What safetensors calls torch's dtypes, and the bytes of an element.
+DTYPES = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -50,13 +75,16 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``."""
+    """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``.
+
+    ``sha256`` are those of its blocks, in order.
+    """
 
     shard: int
     key: str
     start: int
     stop: int
-    sha256: str
+    sha256: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,16 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype][1]
 
 
 @dataclass(frozen=True)
@@ -78,9 +116,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The whole index; see the module's docstring for the meaning of its fields."""
+    """The whole index; see the module's docstring for the meaning of its fields.
+
+    ``block_bytes`` is None where a piece is one block, whatever its size.
+    """
 
     save_id: str
+    block_bytes: int | None
     header: dict[str, Any]
     parameters: list[list[dict[str, Any]]]
     shards: list[Shard]
@@ -105,49 +147,76 @@ class CheckpointIndex:
             raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no index of {FORMAT}")
-        if data.get("version") != VERSION:
-            raise CheckpointError(f"{path} is of format version {data.get('version')!r}; this version reads {VERSION}")
+        version = data.get("version")
+        if version not in (1, VERSION):
+            raise CheckpointError(f"{path} is of format version {version!r}; this version reads 1 and {VERSION}")
         try:
             index = cls(
                 save_id=str(data["save_id"]),
+                block_bytes=None if version == 1 else _count(data["block_bytes"], low=1),
                 header=dict(data["header"]),
-                parameters=[list(group) for group in data["parameters"]],
-                shards=[Shard(**shard) for shard in data["shards"]],
+                parameters=[[dict(parameter) for parameter in group] for group in data["parameters"]],
+                shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
                 tensors={name: _tensor_entry(entry) for name, entry in data["tensors"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} lacks what an index must have: {type(error).__name__}: {error}") from error
-        index.validate(path)
+        try:
+            index.validate()
+        except ValueError as error:
+            raise CheckpointError(f"{path} {error}") from None
         return index
 
-    def validate(self, path: Path) -> None:
-        """Check that names are plain, and that the pieces of every tensor cover it once.
+    def validate(self) -> None:
+        """Check that names are plain, and that the pieces of every tensor cover it once and fit into their shards.
 
         Raises:
-            CheckpointError: If not.
+            ValueError: If not; the message goes on where the file's name ends.
         """
         for shard in self.shards:
-            if not isinstance(shard.file, str) or not _PLAIN_NAME.fullmatch(shard.file):
-                raise CheckpointError(f"{path} names the shard {shard.file!r}; legal are plain names beside the index")
+            if not _PLAIN_NAME.fullmatch(shard.file):
+                raise ValueError(f"names the shard {shard.file!r}; legal are plain names beside the index")
+        room = [shard.bytes for shard in self.shards]
+        keys: set[tuple[int, str]] = set()
         for name, entry in self.tensors.items():
-            numel, reached = 1, 0
-            for size in entry.shape:
-                numel *= size
+            reached = 0
             for piece in entry.pieces:
                 if piece.start != reached or piece.stop < piece.start or not 0 <= piece.shard < len(self.shards):
-                    raise CheckpointError(
-                        f"{path} gives tensor {name!r} pieces that overlap, leave gaps or are nowhere"
-                    )
-                reached = piece.stop
-            if reached != numel or numel < 0:
-                raise CheckpointError(f"{path} gives tensor {name!r} {reached} of its {numel} elements")
+                    raise ValueError(f"gives tensor {name!r} pieces that overlap, leave gaps or are nowhere")
+                reached, nbytes = piece.stop, (piece.stop - piece.start) * entry.itemsize
+                room[piece.shard] -= nbytes
+                if room[piece.shard] < 0 or (piece.shard, piece.key) in keys:
+                    raise ValueError(f"gives tensor {name!r} a piece that shard {piece.shard} has no room for")
+                keys.add((piece.shard, piece.key))
+                blocks = 1 if self.block_bytes is None else -(-nbytes // self.block_bytes)
+                if len(piece.sha256) != blocks:
+                    raise ValueError(f"gives tensor {name!r} {len(piece.sha256)} checksums for {blocks} blocks")
+            if reached != entry.numel:
+                raise ValueError(f"gives tensor {name!r} {reached} of its {entry.numel} elements")
+
+
+def _count(value: Any, low: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ValueError(f"{value!r} where a whole number >= {low} must be")
+    return value
 
 
 def _tensor_entry(entry: dict[str, Any]) -> TensorEntry:
-    shape = tuple(entry["shape"])
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"shape {shape}")
-    pieces = tuple(Piece(**piece) for piece in entry["pieces"])
-    if not all(isinstance(value, int) for piece in pieces for value in (piece.shard, piece.start, piece.stop)):
-        raise TypeError("a piece whose shard, start and stop are not whole numbers")
-    return TensorEntry(str(entry["dtype"]), shape, pieces)
+    if entry["dtype"] not in DTYPES:
+        raise ValueError(f"dtype {entry['dtype']!r}")
+    return TensorEntry(
+        entry["dtype"],
+        tuple(_count(size) for size in entry["shape"]),
+        tuple(_piece(piece) for piece in entry["pieces"]),
+    )
+
+
+def _piece(piece: dict[str, Any]) -> Piece:
+    sums = piece["sha256"]
+    return Piece(
+        _count(piece["shard"]),
+        str(piece["key"]),
+        _count(piece["start"]),
+        _count(piece["stop"]),
+        (sums,) if isinstance(sums, str) else tuple(str(checksum) for checksum in sums),
+    )

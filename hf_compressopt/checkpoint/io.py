@@ -1,8 +1,10 @@
-"""Save and load: every rank writes one safetensors shard, rank 0 the index, and every rank reads what it holds."""
+"""Save and load: every rank writes one safetensors shard, rank 0 the index, and every rank reads what it will hold.
+
+state -> shards (safetensors) -> index (JSON) -> reshard plan (pure) -> reads
+"""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -12,11 +14,12 @@ from secrets import token_hex
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_compressopt.checkpoint.files import ShardFiles, checksums
 from hf_compressopt.checkpoint.index import (
+    BLOCK_BYTES,
     INDEX_NAME,
     SHARD_NAME,
     CheckpointError,
@@ -25,6 +28,7 @@ from hf_compressopt.checkpoint.index import (
     Shard,
     TensorEntry,
 )
+from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
@@ -92,12 +96,16 @@ def load_state(
     names: Sequence[str] | None = None,
     prefix: str = DEFAULT_PREFIX,
 ) -> None:
-    """Load what :func:`save_state` wrote, into the optimizer's buffers. All ranks call.
+    """Load what :func:`save_state` wrote, on any number of ranks, into the optimizer's buffers. All ranks call.
 
-    Everything is read and verified before anything is changed.
+    Each rank reads what it will hold, and everything is read and verified before anything is changed. On as many ranks
+    as saved it, the run goes on bit for bit. On another number moments, variances, master weights and steps are exact
+    too; server errors stay with their elements; what was each rank's own (worker errors, and 0/1 Adam's momentum,
+    update and parameters inside a local interval) becomes its mean over the ranks that saved it.
 
     Args:
-        optimizer: The optimizer, made as the saved one was.
+        optimizer: The optimizer, made as the saved one was; a ZeroOptimizer may be of another stage and other sizes
+            of buckets.
         directory: The folder.
         names: As in :func:`save_state`.
         prefix: As in :func:`save_state`.
@@ -113,8 +121,10 @@ def load_state(
         index = CheckpointIndex.read(path)
         grouped = optimizer.parameter_names(names)
         _check_fits(optimizer, index, grouped, path)
-        wanted = optimizer.wanted_tensors(grouped, index.header, _describe_tensors(index, path))
-        return index, _read_tensors(folder, index, wanted, path)
+        with ShardFiles(folder, index) as files:
+            described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
+            wanted = optimizer.wanted_tensors(grouped, index.header, described)
+            return index, _read_tensors(files, index, wanted, optimizer.communicator.world_size, path)
 
     index, tensors = _together(optimizer.communicator, read, others=CheckpointError)
     with torch.no_grad():
@@ -175,7 +185,7 @@ def _write_shard(file: Path, tensors: Sequence[StateTensor], save_id: str) -> di
                 "key": key,
                 "start": tensor.start,
                 "stop": tensor.start + local.numel(),
-                "sha256": _sha256(local),
+                "sha256": checksums(_bytes(local), BLOCK_BYTES),
             }
         )
     # safetensors takes views of one flat buffer for tensors that share memory: give each its own
@@ -199,10 +209,11 @@ def _make_index(
     for number, shard in enumerate(shards):
         for entry in shard["tensors"]:
             described[entry["name"]] = (entry["dtype"], tuple(entry["shape"]))
-            piece = Piece(number, entry["key"], entry["start"], entry["stop"], entry["sha256"])
+            piece = Piece(number, entry["key"], entry["start"], entry["stop"], tuple(entry["sha256"]))
             pieces.setdefault(entry["name"], []).append(piece)
     return CheckpointIndex(
         save_id=save_id,
+        block_bytes=BLOCK_BYTES,
         header=optimizer.checkpoint_header(),
         parameters=_describe_parameters(optimizer, names),
         shards=[Shard(shard["file"], shard["bytes"]) for shard in shards],
@@ -260,11 +271,8 @@ def _remove_older(folder: Path, prefix: str, save_id: str, rank: int, world_size
 def _check_fits(optimizer: Checkpointable, index: CheckpointIndex, names: Sequence[Sequence[str]], path: Path) -> None:
     try:
         saved_ranks = index.header["world_size"]
-        if saved_ranks != optimizer.communicator.world_size:
-            raise ValueError(
-                f"it was saved by {saved_ranks} rank(s) and this run has {optimizer.communicator.world_size}: resume "
-                f"on {saved_ranks} (loading on another number of ranks is not supported yet)"
-            )
+        if saved_ranks != len(index.shards):
+            raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
         mine = _describe_parameters(optimizer, names)
         if mine != index.parameters:
             raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
@@ -284,77 +292,54 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
     return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
 
 
-def _describe_tensors(index: CheckpointIndex, path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    described = {}
-    for name, entry in index.tensors.items():
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{path} gives {name!r} the dtype {entry.dtype!r}, which torch does not have")
-        described[name] = (dtype, entry.shape)
-    return described
-
-
 def _read_tensors(
-    folder: Path, index: CheckpointIndex, wanted: Sequence[StateTensor], path: Path
+    files: ShardFiles, index: CheckpointIndex, wanted: Sequence[StateTensor], world_size: int, path: Path
 ) -> list[tuple[StateTensor, Tensor]]:
-    for shard in index.shards:
-        file = folder / shard.file
-        size = file.stat().st_size if file.is_file() else None
-        if size != shard.bytes:
-            state = "is missing" if size is None else f"has {size} bytes, the index says {shard.bytes}"
-            raise CheckpointError(f"{file} {state}: the checkpoint is not whole")
     read = []
     for tensor in wanted:
-        entry = index.tensors.get(tensor.name)
-        if entry is None:
-            raise CheckpointError(f"{path} has no tensor {tensor.name!r}")
-        dtype = str(tensor.local.dtype).removeprefix("torch.")
-        if entry.dtype != dtype or entry.shape != tensor.shape:
-            raise CheckpointError(
-                f"{path} has {tensor.name!r} as {entry.dtype} {list(entry.shape)}, needed is {dtype} "
-                f"{list(tensor.shape)}"
-            )
-        read.append((tensor, _read_range(folder, index, entry, tensor)))
+        local = tensor.local
+        dtype, stop = str(local.dtype).removeprefix("torch."), tensor.start + local.numel()
+        want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
+        try:
+            plan = plan_reads(index, want, world_size)
+        except ValueError as error:
+            raise CheckpointError(f"{path} {error}") from None
+        values = torch.empty(local.numel(), dtype=local.dtype)
+        _fill(values, plan, files, index, dtype)
+        read.append((tensor, values))
     return read
 
 
-def _read_range(folder: Path, index: CheckpointIndex, entry: TensorEntry, tensor: StateTensor) -> Tensor:
-    """Elements [start, start + numel) of a tensor, from the pieces that hold them. Returns [numel] on the CPU."""
-    start, stop = tensor.start, tensor.start + tensor.local.numel()
-    parts = [
-        _read_piece(folder / index.shards[piece.shard].file, index.save_id, piece, entry.dtype)[
-            max(start - piece.start, 0) : stop - piece.start
-        ]
-        for piece in entry.pieces
-        if piece.start < stop and start < piece.stop
-    ]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=tensor.local.dtype)
+def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex, dtype: str) -> None:
+    """Read what a plan says into ``values`` [numel], on the CPU; a mean is summed up in float64, in rank order."""
+    if len(plan.sources) == 1:
+        _read_source(_bytes(values), plan, 0, files, index, dtype)
+        return
+    values.zero_()
+    if not plan.sources:
+        return
+    start = 0
+    for window in plan.windows(index.block_bytes):
+        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype)
+        mean = torch.zeros(part.numel(), dtype=torch.float64)
+        for source in range(len(window.sources)):
+            _read_source(_bytes(part), window, source, files, index, dtype)
+            mean += part
+        values[start : start + part.numel()] = mean.div_(len(window.sources))
+        start += part.numel()
 
 
-def _read_piece(file: Path, save_id: str, piece: Piece, dtype: str) -> Tensor:
-    try:
-        with safe_open(file, framework="pt") as shard:
-            found = (shard.metadata() or {}).get("save_id")
-            if found != save_id:
-                raise CheckpointError(f"{file} belongs to save {found!r}, the index is of {save_id!r}")
-            if piece.key not in shard.keys():  # safe_open is no mapping
-                raise CheckpointError(f"{file} has no tensor {piece.key!r}")
-            values: Tensor = shard.get_tensor(piece.key).reshape(-1)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is not readable as safetensors: {error}") from error
-    if str(values.dtype).removeprefix("torch.") != dtype or values.numel() != piece.stop - piece.start:
-        raise CheckpointError(
-            f"{file} has {piece.key!r} as {values.dtype} [{values.numel()}], the index says {dtype} "
-            f"[{piece.stop - piece.start}]"
-        )
-    if _sha256(values) != piece.sha256:
-        raise CheckpointError(f"{file} is damaged: the checksum of {piece.key!r} is not the index's")
-    return values
+def _read_source(
+    out: memoryview, plan: Plan, source: int, files: ShardFiles, index: CheckpointIndex, dtype: str
+) -> None:
+    for read in plan.sources[source]:
+        part = out[read.offset : read.offset + read.end - read.begin]
+        files[read.piece.shard].read_blocks(read.piece, dtype, index.block_bytes, read.begin, read.end, part)
 
 
-def _sha256(tensor: Tensor) -> str:
-    """SHA-256 of a contiguous CPU tensor's bytes."""
-    return hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().data).hexdigest()
+def _bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _numel(shape: Sequence[int]) -> int:

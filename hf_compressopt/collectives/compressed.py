@@ -69,12 +69,16 @@ def pipelined_compressed_all_reduce(
 
     Yields:
         The compressed mean of each bucket, in order, still as messages: the same bits on all ranks. With one rank what
-        was to be sent, as it is.
+        was to be sent, as it is; but errors that it has from a run of more ranks are added, and are zero then.
     """
     if communicator.world_size == 1:
-        for z, _ in buckets:
+        for z, feedback in buckets:
             values = torch.empty(z.numel, device=z.device)
             kernels.combine_(z, values)
+            for error in (feedback.worker_error, feedback.server_error):
+                if error.numel():
+                    values += error
+                    error.zero_()
             yield Average.of(values)
         return
     sent: deque[_InFlight] = deque()  # on their way to the servers; at most one, plus the one just started

@@ -284,6 +284,8 @@ class CompressedOptimizer(ScheduledOptimizer):
             for average in pipelined_compressed_all_reduce(messages(states), communicator):
                 group, state, bucket = under_way.popleft()
                 self._apply(group, state, bucket, state.masked(bucket, average, group.get("exp_avg_mask")))
+        for state in index_of:
+            state.drop_spent_errors()
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""

@@ -19,10 +19,12 @@ from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import (
     check_group,
     check_last_group,
+    check_ranks,
     group_from_plain,
     loadable_group,
-    plain_value,
+    plain_group,
 )
+from hf_compressopt.stages import Stage
 
 #: Key under which a state dict carries what torch's own have no place for.
 STATE_KEY = "compressopt"
@@ -272,11 +274,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for state, saved in zip(self._states, (own or {}).get("group_tensors", []), strict=False):
             for name, target in state.group_tensors().items():
                 target.copy_(saved[name])
-        for name in ("worker_error", "server_error"):
-            for number, state in enumerate(self._states):
-                error: Tensor = getattr(state, name)
-                mine = own is not None and own["rank"] == self.communicator.rank
-                error.copy_(own[name][number]) if own is not None and mine else error.zero_()
+        self._load_errors(own)
         if own is not None:
             self._tensors = {name: tensor.clone() for name, tensor in own["tensors"].items()}
         self._load_groups(saved_groups)
@@ -310,7 +308,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if own["world_size"] != self.communicator.world_size:
             raise ValueError(
                 f"the state dict is of a run of {own['world_size']} rank(s), this one has "
-                f"{self.communicator.world_size}: resume on as many ranks as the run had"
+                f"{self.communicator.world_size}: resume on as many ranks as the run had, or save and load with "
+                "hf_compressopt.save_state and load_state, which take any number"
             )
         in_use = any(bool(error.any()) for error in [*own["worker_error"], *own["server_error"]])
         if own["rank"] != self.communicator.rank and in_use:
@@ -319,10 +318,23 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "save and load with hf_compressopt.save_state and load_state, which keep every rank's own"
             )
         for name in ("worker_error", "server_error"):
-            sizes = [getattr(state, name).numel() for state in self._states]
             saved = [error.numel() for error in own[name]]
+            sizes = [getattr(state, name).numel() for state in self._states]
+            if self.communicator.world_size == 1:  # it may have taken over those of more ranks, or not
+                sizes = [state.layout.numel if size else 0 for state, size in zip(self._states, saved, strict=True)]
             if own["rank"] == self.communicator.rank and sizes != saved:
                 raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
+
+    def _load_errors(self, own: dict[str, Any] | None) -> None:
+        """Take over the errors of a state dict that was checked; zeros where it is another rank's, or has none."""
+        mine = own is not None and own["rank"] == self.communicator.rank
+        for number, state in enumerate(self._states):
+            saved = [own[name][number] for name in ("worker_error", "server_error")] if own is not None and mine else []
+            if self.communicator.world_size == 1:
+                state.take_errors(*(error.clone() for error in saved or [torch.empty(0)] * 2))
+                continue
+            for index, error in enumerate((state.worker_error, state.server_error)):
+                error.copy_(saved[index]) if saved else error.zero_()
 
     def _load_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         """Take over hyperparameters, in place: schedulers keep hold of the groups."""
@@ -356,21 +368,21 @@ class FlatOptimizer(torch.optim.Optimizer):
         self,
         names: Sequence[Sequence[str]],
         *,
-        step: int | None = None,
+        stage: Stage | None = None,
         saved: dict[str, Tensor] | None = None,
     ) -> list[StateTensor]:
         """Every state tensor that this rank holds a part of; they share memory with the optimizer.
 
         Args:
             names: Names of the trainable parameters, per group.
-            step: The step after which they are looked at, where it is not this optimizer's own.
+            stage: The stage in which they are looked at, where it is not that of this optimizer's last step.
             saved: Room for the momentum masks and the optimizer-wide tensors that a checkpoint brings, in the place of
                 the optimizer's own.
         """
         self._follow_parameters()
         tensors: list[StateTensor] = []
         for number, state in enumerate(self._states):
-            own = self._own_tensors(self._step if step is None else step) if state.compressed else ()
+            own = self._own_tensors(stage or self._stage) if state.compressed else ()
             tensors += state.checkpoint_tensors(number, names[number], own)
         if saved is None:
             masks = {self._mask_name(n): group.get("exp_avg_mask") for n, group in enumerate(self.param_groups)}
@@ -398,19 +410,29 @@ class FlatOptimizer(torch.optim.Optimizer):
             for name, (dtype, shape) in described.items()
             if name.startswith((MASK_PREFIX, OPTIMIZER_PREFIX))
         }
-        return self.checkpoint_tensors(names, step=header["step"], saved=room)
+        tensors = self.checkpoint_tensors(names, stage=Stage(header["stage"]), saved=room)
+        tensors = [tensor for tensor in tensors if not self._is_pending(tensor)]
+        for number, state in enumerate(self._states):
+            if self.communicator.world_size == 1 and state.compressed and f"server_error/group{number}" in described:
+                tensors += state.room_for_errors(number)
+        return tensors
 
-    def _own_tensors(self, step: int) -> Sequence[str]:
-        """State tensors that are each rank's own after this step, beside the errors; "param" for the parameters."""
+    def _is_pending(self, tensor: StateTensor) -> bool:
+        """Whether this is an error that a single rank has still to send: a checkpoint may have one or not."""
+        return self.communicator.world_size == 1 and tensor.is_error
+
+    @property
+    def _stage(self) -> Stage:
+        """The stage of the last step; before the first one its own."""
+        raise NotImplementedError("abstract")
+
+    def _own_tensors(self, stage: Stage) -> Sequence[str]:
+        """State tensors that are each rank's own in this stage, beside the errors; "param" for the parameters."""
         return ()
 
     def checkpoint_header(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors, for JSON: the header, and each group's hyperparameters."""
-        groups = [
-            {key: plain for key, value in group.items() if (plain := plain_value(value)) is not None}
-            for group in self.param_groups
-        ]
-        return {**self._header(), "param_groups": groups}
+        return {**self._header(), "param_groups": [plain_group(group) for group in self.param_groups]}
 
     def check_checkpoint_header(self, header: dict[str, Any]) -> None:
         """Check that a checkpoint's header fits this optimizer.
@@ -419,6 +441,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             ValueError: If it does not; nothing has changed.
         """
         self._check_header(header)
+        own = [number for number, state in enumerate(self._states) if state.own_rank is not None]
+        check_ranks(header["world_size"], self.communicator.world_size, own)
         saved = header.get("param_groups")
         if not isinstance(saved, list) or len(saved) != len(self.param_groups):
             raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer {len(self.param_groups)}")
@@ -431,6 +455,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             if (mask := tensors.get(self._mask_name(number))) is not None:
                 group["exp_avg_mask"] = mask.to(self._states[number].device)
+        for number, state in enumerate(self._states if self.communicator.world_size == 1 else ()):
+            none = torch.empty(0)
+            worker_error = tensors.get(f"worker_error/group{number}/rank0", none)
+            state.take_errors(worker_error, tensors.get(f"server_error/group{number}", none))
         self._tensors = {
             name.removeprefix(OPTIMIZER_PREFIX): tensor
             for name, tensor in tensors.items()

@@ -43,8 +43,9 @@ class GroupState:
         exp_avg_sq: [numel] float32, second moment.
         steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
         extra: The algorithm's own state tensors, by name.
-        worker_error: [numel] float32, or [0] where nothing is ever compressed.
-        server_error: [elements whose server this rank is] float32, or [0].
+        worker_error: [numel] float32, or [0] where nothing is ever compressed. One rank alone has none either, but for
+            the time between the load of a checkpoint of more ranks and its first compressed step.
+        server_error: [elements whose server this rank is] float32, or [0], likewise.
         feedback: One per bucket, views of the two errors.
         communicator: The ranks that hold these parameters.
         own_rank: Where that is a process group of the param group's own: this rank's number among all ranks, since
@@ -98,6 +99,16 @@ class GroupState:
             worker = self.worker_error[bucket.start : bucket.stop]
             self.feedback.append(ErrorFeedback(worker, self.server_error[offset : offset + own], self._scale_block))
             offset += own
+
+    def take_errors(self, worker_error: Tensor, server_error: Tensor) -> None:
+        """Take over the errors that a single rank is to send next, [numel] float32 both, or [0] for none."""
+        self.worker_error, self.server_error = worker_error.to(self.device), server_error.to(self.device)
+        self._make_feedback()
+
+    def drop_spent_errors(self) -> None:
+        """After a compressed step: a single rank has sent the errors that it was loaded with, and makes none."""
+        if self.communicator.world_size == 1 and self.worker_error.numel():
+            self.take_errors(self.worker_error.new_empty(0), self.server_error.new_empty(0))
 
     @property
     def device(self) -> torch.device:
@@ -195,7 +206,9 @@ class GroupState:
             for key, tensor in tensors.items():
                 mine = key in own or not shared
                 full_name = f"{key}/rank{rank}/{name}" if mine else f"{key}/{name}"
-                yield StateTensor(full_name, tuple(param.shape), 0, tensor, not mine)
+                # what only some ranks hold is no matter of averages
+                of_ranks = _of_ranks(f"{key}/", f"/{name}") if mine and shared else ""
+                yield StateTensor(full_name, tuple(param.shape), 0, tensor, not mine, of_ranks)
         place = self.name_of_group(group)
         yield StateTensor(f"step/{place}", (len(self.params),), 0, self.steps, shared)
         for extra in self.extras:
@@ -204,14 +217,27 @@ class GroupState:
                 yield StateTensor(f"{extra.name}/{place}", tuple(tensor.shape), 0, tensor, shared)
         if self.worker_error.numel() == 0:
             return
-        yield StateTensor(f"worker_error/group{group}/rank{rank}", (self.layout.numel,), 0, self.worker_error, False)
+        of_ranks = _of_ranks(f"worker_error/group{group}/") if shared else ""
+        whole = (self.layout.numel,)
+        yield StateTensor(
+            f"worker_error/group{group}/rank{rank}", whole, 0, self.worker_error, False, of_ranks, is_error=True
+        )
         if not shared:
             yield StateTensor(f"server_error/{place}", tuple(self.server_error.shape), 0, self.server_error, False)
             return
         for bucket, feedback in zip(self.layout.buckets, self.feedback, strict=True):
             if feedback.server_error.numel():
-                start = self._server_start(bucket)
-                yield StateTensor(f"server_error/{place}", (self.layout.numel,), start, feedback.server_error, False)
+                start, error = self._server_start(bucket), feedback.server_error
+                yield StateTensor(f"server_error/{place}", whole, start, error, False, is_error=True)
+
+    def room_for_errors(self, group: int) -> list[StateTensor]:
+        """Room for the errors that a single rank is to take over with :meth:`take_errors`: worker and server error."""
+        whole, of_ranks = (self.layout.numel,), _of_ranks(f"worker_error/group{group}/")
+        worker, server = torch.empty(self.layout.numel), torch.empty(self.layout.numel)
+        return [
+            StateTensor(f"worker_error/group{group}/rank0", whole, 0, worker, False, of_ranks, is_error=True),
+            StateTensor(f"server_error/group{group}", whole, 0, server, False, is_error=True),
+        ]
 
     def name_of_group(self, group: int) -> str:
         """What a checkpoint calls the param group of this number, as this rank has it."""
@@ -220,3 +246,9 @@ class GroupState:
     def _server_start(self, bucket: Bucket) -> int:
         communicator = self.communicator
         return bucket.start + chunk_range(bucket.numel, communicator.world_size, communicator.rank)[0]
+
+
+def _of_ranks(before: str, after: str = "") -> str:
+    """The name of what is each rank's own, with a place for the rank's number."""
+    braced = before.replace("{", "{{").replace("}", "}}"), after.replace("{", "{{").replace("}", "}}")
+    return f"{braced[0]}rank{{rank}}{braced[1]}"

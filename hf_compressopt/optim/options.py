@@ -13,6 +13,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import SIGNS_PER_BYTE
 
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -147,6 +148,24 @@ def check_last_group(groups: list[dict[str, Any]]) -> None:
         raise
 
 
+def check_ranks(saved: int, world_size: int, own: list[int]) -> None:
+    """Check that a checkpoint of ``saved`` ranks can be loaded on ``world_size``.
+
+    Args:
+        saved: Ranks that saved it.
+        world_size: Ranks that load it.
+        own: Numbers of the param groups with a process group of their own.
+
+    Raises:
+        ValueError: If these are not as many and there is such a group: its ranks hold parameters that others do not.
+    """
+    if own and saved != world_size:
+        raise ValueError(
+            f"it was saved by {saved} rank(s) and this run has {world_size}, and the param groups {own} have a "
+            f"process_group of their own, whose parameters not all ranks hold: resume on {saved}"
+        )
+
+
 def loadable_group(group: dict[str, Any]) -> dict[str, Any]:
     """What a saved param group has to tell this optimizer; options of torch's Adam that have no effect stay behind.
 
@@ -161,6 +180,12 @@ def loadable_group(group: dict[str, Any]) -> dict[str, Any]:
     return {key: deepcopy(value) for key, value in group.items() if key not in _NOT_LOADED}
 
 
+def plain_group(group: dict[str, Any]) -> dict[str, Any]:
+    """A param group's hyperparameters as JSON holds them."""
+    values = {key: plain_value(value) for key, value in group.items() if key not in _NO_HYPERPARAMETERS}
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def plain_value(value: Any) -> Any:
     """A hyperparameter as JSON holds it; None for what is no hyperparameter."""
     if isinstance(value, Tensor):
@@ -173,5 +198,15 @@ def plain_value(value: Any) -> Any:
 
 
 def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A param group's hyperparameters, read from JSON."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+    """A param group's hyperparameters, read from JSON.
+
+    Raises:
+        ValueError: For what is no object.
+    """
+    if not isinstance(group, dict):
+        raise ValueError(f"a param group must be an object, got {group!r}")
+    return {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in group.items()
+        if key not in _NO_HYPERPARAMETERS
+    }

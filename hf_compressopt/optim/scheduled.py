@@ -12,7 +12,7 @@ import torch
 from hf_compressopt import kernels
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.options import check_count
-from hf_compressopt.stages import StepPlan
+from hf_compressopt.stages import Stage, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,11 @@ class ScheduledOptimizer(FlatOptimizer):
     def plan(self) -> StepPlan:
         """What the coming step does."""
         return self.plan_at(self._step + 1)
+
+    @property
+    def _stage(self) -> Stage:
+        """The stage of the last step; before the first one its own."""
+        return self.plan_at(max(self._step, 1)).stage
 
     def _schedule_options(self) -> dict[str, Any]:
         """The options that :meth:`plan_at` depends on: they must be alike on all ranks and outlive a resume."""
@@ -93,7 +98,7 @@ class ScheduledOptimizer(FlatOptimizer):
 
     def own_parameters_restorer(self) -> Callable[[], None]:
         """A function that puts this rank's parameters back as they are now, where each rank has its own."""
-        if "param" not in self._own_tensors(self._step):
+        if "param" not in self._own_tensors(self._stage):
             return lambda: None
         own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
 
@@ -154,7 +159,7 @@ class ScheduledOptimizer(FlatOptimizer):
         return {
             "optimizer": type(self).__name__,
             "step": self._step,
-            "stage": self.plan_at(max(self._step, 1)).stage.value,
+            "stage": self._stage.value,
             "world_size": self.communicator.world_size,
             "schedule": self._schedule_options(),
             "bucket_numel": self.bucket_numel,
@@ -169,6 +174,8 @@ class ScheduledOptimizer(FlatOptimizer):
             raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(self).__name__}")
         for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
             check_count(name, header.get(name), low=0)
+        if header.get("stage") not in {stage.value for stage in Stage}:
+            raise ValueError(f"stage must be one of {[stage.value for stage in Stage]}, got {header.get('stage')!r}")
         schedule, mine = header.get("schedule"), self._schedule_options()
         if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
             raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")

@@ -254,9 +254,8 @@ class ZeroOneAdam(FreezingOptimizer):
         state.extra["decay"] *= 1 - lr * decay
         state.steps += 1
 
-    def _own_tensors(self, step: int) -> Sequence[str]:
-        local = step > 0 and self.plan_at(step).stage is Stage.LOCAL_STEP
-        return ("exp_avg", "local_update", "param") if local else ()
+    def _own_tensors(self, stage: Stage) -> Sequence[str]:
+        return ("exp_avg", "local_update", "param") if stage is Stage.LOCAL_STEP else ()
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
 

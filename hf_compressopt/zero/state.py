@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import STATE_KEY, STUB_NOTE
-from hf_compressopt.optim.options import group_from_plain, plain_value
+from hf_compressopt.optim.options import check_count, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.gradients import ZeroGradients
 from hf_compressopt.zero.shards import OWN_KEYS, Piece, UpdateBucket, element_state
 
@@ -110,6 +110,12 @@ class ZeroState(ZeroGradients):
             raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
         if own is not None:
             self._check_header(own)
+            if own["world_size"] != self.communicator.world_size:
+                raise ValueError(
+                    f"the state is of world_size {own['world_size']}, this optimizer of "
+                    f"{self.communicator.world_size}: save and load with hf_compressopt.save_state and load_state, "
+                    "which take any number of ranks"
+                )
             if own["rank"] != self.communicator.rank:
                 raise ValueError(
                     f"the state dict is rank {own['rank']}'s, this is rank {self.communicator.rank}: each rank has "
@@ -168,9 +174,10 @@ class ZeroState(ZeroGradients):
 
     def _check_header(self, header: dict[str, Any]) -> None:
         wanted = self._header()
-        for key in ("class", "world_size"):
-            if header.get(key) != wanted[key]:
-                raise ValueError(f"the state is of {key} {header.get(key)!r}, this optimizer of {wanted[key]!r}")
+        if header.get("class") != wanted["class"]:
+            raise ValueError(f"the state is of class {header.get('class')!r}, this optimizer of {wanted['class']!r}")
+        for name in ("step", "skipped_steps", "world_size", "bytes_sent"):
+            check_count(name, header.get(name), low=0)
         scale = header.get("loss_scale")
         if not isinstance(scale, list) or len(scale) != 2 or not scale[0] > 0:
             raise ValueError(f"loss_scale in the state must be a number > 0 and a count, got {scale!r}")
@@ -277,11 +284,7 @@ class ZeroState(ZeroGradients):
 
     def checkpoint_header(self) -> dict[str, Any]:
         """What a checkpoint holds beside tensors, for JSON: the header, and each group's hyperparameters."""
-        groups = [
-            {key: plain for key, value in group.items() if (plain := plain_value(value)) is not None}
-            for group in self.param_groups
-        ]
-        return {**self._header(), "param_groups": groups}
+        return {**self._header(), "param_groups": [plain_group(group) for group in self.param_groups]}
 
     def check_checkpoint_header(self, header: dict[str, Any]) -> None:
         """Check that a checkpoint's header fits this optimizer.
@@ -290,6 +293,8 @@ class ZeroState(ZeroGradients):
             ValueError: If it does not; nothing has changed.
         """
         self._check_header(header)
+        own = [number for number, group in enumerate(self.param_groups) if group.get("process_group") is not None]
+        check_ranks(header["world_size"], self.communicator.world_size, own)
         saved = header.get("param_groups")
         if not isinstance(saved, list) or len(saved) != len(self.param_groups):
             raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer {len(self.param_groups)}")

@@ -1,0 +1,205 @@
+"""Shards on disk: byte ranges of the tensors in a safetensors file, each verified by its checksums; knows no torch.
+
+Bytes are read into the caller's memory, never mapped, so that reading a part of a file costs the memory of that part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hf_compressopt.checkpoint.index import DTYPES, CheckpointError, CheckpointIndex, Piece
+
+#: safetensors' own bound on a header.
+HEADER_CAP = 100_000_000
+_ITEMSIZE = dict(DTYPES.values())
+
+
+class StoredTensor(NamedTuple):
+    """What a shard's header says of a tensor; its bytes are [begin, end) of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class ShardFile:
+    """A shard that is open for reading.
+
+    Attributes:
+        path: The file.
+        metadata: What its header holds beside tensors.
+        tensors: What it holds, by key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and check its header.
+
+        Raises:
+            CheckpointError: If it is not readable, or no whole safetensors file.
+        """
+        self.path = path
+        try:
+            self._file = open(path, "rb")
+        except OSError as error:
+            raise CheckpointError(f"{path} is not readable: {error}") from error
+        try:
+            self.metadata, self.tensors = self._header()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+            self._file.close()
+            raise CheckpointError(f"{path} is not readable as safetensors: {error}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+        size = os.fstat(self._file.fileno()).st_size
+        length = int.from_bytes(self._file.read(8), "little")
+        if size < 8 or length > min(HEADER_CAP, size - 8):
+            raise ValueError(
+                f"a header of {length} bytes in a file of {size}, where at most {HEADER_CAP} and the file are legal"
+            )
+        header = json.loads(self._file.read(length), object_pairs_hook=_without_doubles)
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict):
+            raise ValueError("metadata that is no object")
+        tensors = {key: _stored(key, entry, 8 + length) for key, entry in header.items()}
+        reached = 8 + length
+        for key, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
+            if tensor.begin != reached:
+                raise ValueError(f"the bytes of {key!r} overlap others or leave a gap")
+            reached = max(reached, tensor.end)
+        if reached != size:
+            raise ValueError(f"tensors that end at byte {reached} of {size}")
+        return metadata, tensors
+
+    def check_piece(self, piece: Piece, dtype: str) -> StoredTensor:
+        """The stored tensor that a piece is, if it is what the index says.
+
+        Raises:
+            CheckpointError: If it is missing, or of another dtype or size.
+        """
+        found = self.tensors.get(piece.key)
+        if found is None:
+            raise CheckpointError(f"{self.path} has no tensor {piece.key!r}")
+        if found.dtype != DTYPES[dtype][0] or prod(found.shape) != piece.stop - piece.start:
+            raise CheckpointError(
+                f"{self.path} has {piece.key!r} as {found.dtype} [{prod(found.shape)}], the index says "
+                f"{DTYPES[dtype][0]} [{piece.stop - piece.start}]"
+            )
+        return found
+
+    def read_blocks(
+        self, piece: Piece, dtype: str, block_bytes: int | None, begin: int, end: int, out: memoryview | None
+    ) -> None:
+        """Read bytes [begin, end) of a piece, and verify every block that they touch.
+
+        Args:
+            piece: The piece.
+            dtype: Its dtype, by torch's name.
+            block_bytes: Bytes of each of its blocks; None where it is one block.
+            begin: First byte, from the start of the piece.
+            end: One past the last byte.
+            out: [end - begin] bytes, where they go; None only verifies.
+
+        Raises:
+            CheckpointError: If they are not what was saved.
+        """
+        stored = self.check_piece(piece, dtype)
+        nbytes = stored.end - stored.begin
+        block = block_bytes or max(nbytes, 1)
+        if block_bytes is None and nbytes == 0:
+            return
+        scratch = bytearray(min(block, nbytes))
+        for number in range(begin // block, -(-end // block) if end > begin else begin // block):
+            low, high = number * block, min((number + 1) * block, nbytes)
+            first, last = max(low, begin), min(high, end)
+            whole = out is not None and (first, last) == (low, high)
+            part = out[first - begin : last - begin] if out is not None and whole else memoryview(scratch)[: high - low]
+            self._read(stored.begin + low, part)
+            if hashlib.sha256(part).hexdigest() != piece.sha256[number]:
+                raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not the index's")
+            if out is not None and not whole:
+                out[first - begin : last - begin] = part[first - low : last - low]
+
+    def _read(self, offset: int, part: memoryview) -> None:
+        try:
+            self._file.seek(offset)
+            count = self._file.readinto(part)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} is not readable: {error}") from error
+        if count != len(part):
+            raise CheckpointError(f"{self.path} ends before byte {offset + len(part)}: it has changed meanwhile")
+
+
+class ShardFiles:
+    """The shards of a checkpoint, each opened when it is first needed; a context manager that closes them."""
+
+    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
+        """Look whether every shard is there in its size.
+
+        Raises:
+            CheckpointError: If one is not.
+        """
+        self._folder, self._index = folder, index
+        self._open: dict[int, ShardFile] = {}
+        for shard in index.shards:
+            file = folder / shard.file
+            try:
+                size = file.stat().st_size if file.is_file() else None
+            except OSError:
+                size = None
+            if size != shard.bytes:
+                state = "is missing" if size is None else f"has {size} bytes, the index says {shard.bytes}"
+                raise CheckpointError(f"{file} {state}: the checkpoint is not whole")
+
+    def __enter__(self) -> ShardFiles:
+        """Nothing more."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close what was opened."""
+        for file in self._open.values():
+            file.close()
+
+    def __getitem__(self, number: int) -> ShardFile:
+        """The shard of this number.
+
+        Raises:
+            CheckpointError: If it is no whole safetensors file, or of another save.
+        """
+        if number not in self._open:
+            file = ShardFile(self._folder / self._index.shards[number].file)
+            self._open[number] = file
+            if (found := file.metadata.get("save_id")) != self._index.save_id:
+                raise CheckpointError(f"{file.path} belongs to save {found!r}, the index is of {self._index.save_id!r}")
+        return self._open[number]
+
+
+def checksums(data: memoryview, block_bytes: int) -> list[str]:
+    """SHA-256 of each block of a tensor's bytes, as an index holds them."""
+    blocks = (data[low : low + block_bytes] for low in range(0, len(data), block_bytes))
+    return [hashlib.sha256(block).hexdigest() for block in blocks]
+
+
+def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a header that names something twice")
+    return found
+
+
+def _stored(key: str, entry: dict[str, Any], start: int) -> StoredTensor:
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not all(type(value) is int and value >= 0 for value in (*shape, begin, end)):
+        raise ValueError(f"{key!r} has a shape or offsets that are no whole numbers >= 0")
+    if dtype not in _ITEMSIZE or end - begin != prod(shape) * _ITEMSIZE[dtype]:
+        raise ValueError(f"{key!r} has {end - begin} bytes for {dtype!r} {list(shape)}")
+    return StoredTensor(dtype, shape, start + begin, start + end)
