@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_env(commands)
     _add_estimate(commands)
+    _add_inspect(commands)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 
@@ -105,6 +106,31 @@ def _estimate(arguments: argparse.Namespace) -> int:
     for name, parts in rows.items():
         print(f"{name:8}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()))
     return 0
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="what a checkpoint holds, and whether it is whole",
+        description="Look at the optimizers' checkpoints in a folder. Exit code 0 where all are whole, 1 where one is "
+        "damaged, 2 where there is none.",
+    )
+    parser.add_argument("directory", help="the folder: Trainer's checkpoint-<step>, or where save_state saved")
+    parser.add_argument("--prefix", help="start of the files' names (compressopt, compressopt_1, ...)")
+    parser.add_argument("--verify", action="store_true", help="read every tensor and compare its checksums")
+    parser.add_argument("--json", action="store_true", help="as JSON, with every tensor, for programs")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from hf_compressopt.checkpoint import inspect
+
+    found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
+    if not found:
+        print(f"hf-compressopt inspect: {arguments.directory} holds no checkpoint of hf_compressopt", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=2) if arguments.json else "\n\n".join(map(inspect.render, found)))
+    return 1 if any(facts["problems"] for facts in found) else 0
 
 
 if __name__ == "__main__":

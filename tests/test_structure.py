@@ -11,7 +11,7 @@ ROWS = [
     ["cli"],
     ["auto", "run", "environment"],
     ["integrations"],
-    ["checkpoint.io", "amp"],
+    ["checkpoint.io", "checkpoint.inspect", "amp"],
     ["zero"],
     ["optim"],
     ["grad_sync"],
@@ -64,8 +64,9 @@ def test_only_the_integrations_know_the_hosts() -> None:
     assert knowing == {"integrations"}
 
 
-def test_stages_index_plan_and_files_know_no_torch() -> None:
-    for file in ("stages.py", "checkpoint/index.py", "checkpoint/reshard.py", "checkpoint/files.py"):
+def test_stages_and_what_reads_checkpoints_know_no_torch() -> None:
+    checkpoint = [f"checkpoint/{name}.py" for name in ("index", "reshard", "files", "inspect")]
+    for file in ["stages.py", *checkpoint]:
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
 
 

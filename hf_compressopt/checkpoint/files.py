@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_compressopt.checkpoint.index import DTYPES, CheckpointError, CheckpointIndex, Piece
+from hf_compressopt.checkpoint.index import BLOCK_BYTES, DTYPES, CheckpointError, CheckpointIndex, Piece, Shard
 
 #: safetensors' own bound on a header.
 HEADER_CAP = 100_000_000
@@ -97,7 +97,7 @@ class ShardFile:
         return found
 
     def read_blocks(
-        self, piece: Piece, dtype: str, block_bytes: int | None, begin: int, end: int, out: memoryview | None
+        self, piece: Piece, dtype: str, block_bytes: int | None, begin: int, end: int, out: memoryview
     ) -> None:
         """Read bytes [begin, end) of a piece, and verify every block that they touch.
 
@@ -107,27 +107,47 @@ class ShardFile:
             block_bytes: Bytes of each of its blocks; None where it is one block.
             begin: First byte, from the start of the piece.
             end: One past the last byte.
-            out: [end - begin] bytes, where they go; None only verifies.
+            out: [end - begin] bytes, where they go.
+
+        Raises:
+            CheckpointError: If they are not what was saved.
+        """
+        if begin == end:
+            return
+        stored = self.check_piece(piece, dtype)
+        nbytes = stored.end - stored.begin
+        block = block_bytes or nbytes
+        for number in range(begin // block, -(-end // block)):
+            low, high = number * block, min((number + 1) * block, nbytes)
+            first, last = max(low, begin), min(high, end)
+            whole = (first, last) == (low, high)
+            part = out[first - begin : last - begin] if whole else memoryview(bytearray(high - low))
+            self._read(stored.begin + low, part)
+            self._compare(piece, number, hashlib.sha256(part))
+            if not whole:
+                out[first - begin : last - begin] = part[first - low : last - low]
+
+    def verify_piece(self, piece: Piece, dtype: str, block_bytes: int | None) -> None:
+        """Read all bytes of a piece, in little memory, and compare its checksums.
 
         Raises:
             CheckpointError: If they are not what was saved.
         """
         stored = self.check_piece(piece, dtype)
-        nbytes = stored.end - stored.begin
-        block = block_bytes or max(nbytes, 1)
-        if block_bytes is None and nbytes == 0:
-            return
-        scratch = bytearray(min(block, nbytes))
-        for number in range(begin // block, -(-end // block) if end > begin else begin // block):
-            low, high = number * block, min((number + 1) * block, nbytes)
-            first, last = max(low, begin), min(high, end)
-            whole = out is not None and (first, last) == (low, high)
-            part = out[first - begin : last - begin] if out is not None and whole else memoryview(scratch)[: high - low]
-            self._read(stored.begin + low, part)
-            if hashlib.sha256(part).hexdigest() != piece.sha256[number]:
-                raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not the index's")
-            if out is not None and not whole:
-                out[first - begin : last - begin] = part[first - low : last - low]
+        block = block_bytes or max(stored.end - stored.begin, 1)
+        scratch = memoryview(bytearray(min(BLOCK_BYTES, stored.end - stored.begin)))
+        for number in range(len(piece.sha256)):
+            low, high = stored.begin + number * block, min(stored.begin + (number + 1) * block, stored.end)
+            checksum = hashlib.sha256()
+            for offset in range(low, high, max(len(scratch), 1)):
+                part = scratch[: min(len(scratch), high - offset)]
+                self._read(offset, part)
+                checksum.update(part)
+            self._compare(piece, number, checksum)
+
+    def _compare(self, piece: Piece, block: int, found: hashlib._Hash) -> None:
+        if found.hexdigest() != piece.sha256[block]:
+            raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not the index's")
 
     def _read(self, offset: int, part: memoryview) -> None:
         try:
@@ -137,6 +157,35 @@ class ShardFile:
             raise CheckpointError(f"{self.path} is not readable: {error}") from error
         if count != len(part):
             raise CheckpointError(f"{self.path} ends before byte {offset + len(part)}: it has changed meanwhile")
+
+
+def check_size(folder: Path, shard: Shard) -> None:
+    """Check that a shard is there in its size.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    file = folder / shard.file
+    try:
+        size = file.stat().st_size if file.is_file() else None
+    except OSError:
+        size = None
+    if size != shard.bytes:
+        state = "is missing" if size is None else f"has {size} bytes, the index says {shard.bytes}"
+        raise CheckpointError(f"{file} {state}: the checkpoint is not whole")
+
+
+def open_shard(folder: Path, index: CheckpointIndex, number: int) -> ShardFile:
+    """Open the shard of this number.
+
+    Raises:
+        CheckpointError: If it is no whole safetensors file, or of another save.
+    """
+    file = ShardFile(folder / index.shards[number].file)
+    if (found := file.metadata.get("save_id")) != index.save_id:
+        file.close()
+        raise CheckpointError(f"{file.path} belongs to save {found!r}, the index is of {index.save_id!r}")
+    return file
 
 
 class ShardFiles:
@@ -151,14 +200,7 @@ class ShardFiles:
         self._folder, self._index = folder, index
         self._open: dict[int, ShardFile] = {}
         for shard in index.shards:
-            file = folder / shard.file
-            try:
-                size = file.stat().st_size if file.is_file() else None
-            except OSError:
-                size = None
-            if size != shard.bytes:
-                state = "is missing" if size is None else f"has {size} bytes, the index says {shard.bytes}"
-                raise CheckpointError(f"{file} {state}: the checkpoint is not whole")
+            check_size(folder, shard)
 
     def __enter__(self) -> ShardFiles:
         """Nothing more."""
@@ -170,16 +212,9 @@ class ShardFiles:
             file.close()
 
     def __getitem__(self, number: int) -> ShardFile:
-        """The shard of this number.
-
-        Raises:
-            CheckpointError: If it is no whole safetensors file, or of another save.
-        """
+        """The shard of this number; errors as :func:`open_shard`."""
         if number not in self._open:
-            file = ShardFile(self._folder / self._index.shards[number].file)
-            self._open[number] = file
-            if (found := file.metadata.get("save_id")) != self._index.save_id:
-                raise CheckpointError(f"{file.path} belongs to save {found!r}, the index is of {self._index.save_id!r}")
+            self._open[number] = open_shard(self._folder, self._index, number)
         return self._open[number]
 
 

@@ -155,7 +155,7 @@ class CheckpointIndex:
                 save_id=str(data["save_id"]),
                 block_bytes=None if version == 1 else _count(data["block_bytes"], low=1),
                 header=dict(data["header"]),
-                parameters=[[dict(parameter) for parameter in group] for group in data["parameters"]],
+                parameters=[[_parameter(parameter) for parameter in group] for group in data["parameters"]],
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
                 tensors={name: _tensor_entry(entry) for name, entry in data["tensors"].items()},
             )
@@ -199,6 +199,14 @@ def _count(value: Any, low: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{value!r} where a whole number >= {low} must be")
     return value
+
+
+def _parameter(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": str(entry["name"]),
+        "shape": [_count(size) for size in entry["shape"]],
+        "dtype": str(entry["dtype"]),
+    }
 
 
 def _tensor_entry(entry: dict[str, Any]) -> TensorEntry:

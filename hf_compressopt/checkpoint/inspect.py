@@ -1,0 +1,130 @@
+"""What a folder's checkpoints hold, and whether they are whole: ``hf-compressopt inspect``. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hf_compressopt.checkpoint.files import ShardFile, check_size, open_shard
+from hf_compressopt.checkpoint.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
+
+#: Start of the names of all checkpoints that Trainer, Accelerate and save_state write where no other is given.
+_ANY_PREFIX = "compressopt*"
+
+
+def collect(
+    directory: str | os.PathLike[str], *, prefix: str | None = None, verify: bool = False
+) -> list[dict[str, Any]]:
+    """Look at the checkpoints of a folder.
+
+    Args:
+        directory: The folder.
+        prefix: Start of the files' names; None takes all that start with "compressopt".
+        verify: Whether to read every tensor and compare its checksums, and not only sizes and headers.
+
+    Returns:
+        For each checkpoint, in values that JSON holds: ``index`` (the file), ``verified``, ``problems`` (sentences that
+        name files; empty where it is whole); and where the index is readable ``save_id``, ``optimizer``, ``step``,
+        ``stage``, ``ranks``, ``header``, ``groups`` and ``parameters`` (their numbers), ``elements`` (of all
+        parameters), ``bytes`` (of all shards), ``shards`` (``file``, ``bytes``, ``whole``) and ``tensors`` (by name
+        ``dtype``, ``shape``, ``bytes``, and ``shards``, the numbers of those that hold them). Empty where there is
+        none.
+    """
+    folder, pattern = Path(directory), INDEX_NAME.format(prefix=prefix or _ANY_PREFIX)
+    paths = sorted(folder.glob(pattern)) if prefix is None else [folder / pattern]
+    return [_look(path, verify) for path in paths if path.is_file()]
+
+
+def _look(path: Path, verify: bool) -> dict[str, Any]:
+    facts: dict[str, Any] = {"index": str(path), "verified": verify, "problems": []}
+    try:
+        index = CheckpointIndex.read(path)
+    except CheckpointError as error:
+        facts["problems"].append(str(error))
+        return facts
+    header, parameters = index.header, [parameter for group in index.parameters for parameter in group]
+    ranks = header.get("world_size")
+    if ranks != len(index.shards):
+        facts["problems"].append(f"{path} says that {ranks!r} rank(s) saved it, and names {len(index.shards)} shard(s)")
+    problems = [_problem(path.parent, index, number, verify) for number in range(len(index.shards))]
+    facts["problems"] += [problem for problem in problems if problem]
+    return {
+        **facts,
+        "save_id": index.save_id,
+        "optimizer": header.get("optimizer", header.get("class")),
+        "step": header.get("step"),
+        "stage": header.get("stage"),
+        "ranks": ranks,
+        "header": header,
+        "groups": len(index.parameters),
+        "parameters": len(parameters),
+        "elements": sum(prod(parameter["shape"]) for parameter in parameters),
+        "bytes": sum(shard.bytes for shard in index.shards),
+        "shards": [
+            {"file": shard.file, "bytes": shard.bytes, "whole": problem is None}
+            for shard, problem in zip(index.shards, problems, strict=True)
+        ],
+        "tensors": {name: _describe(entry) for name, entry in index.tensors.items()},
+    }
+
+
+def _problem(folder: Path, index: CheckpointIndex, number: int, verify: bool) -> str | None:
+    """What is wrong with a shard; None where nothing is."""
+    try:
+        check_size(folder, index.shards[number])
+        with closing(open_shard(folder, index, number)) as file:
+            for entry in index.tensors.values():
+                _check_pieces(file, index, number, entry, verify)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _check_pieces(file: ShardFile, index: CheckpointIndex, number: int, entry: TensorEntry, verify: bool) -> None:
+    for piece in entry.pieces:
+        if piece.shard != number:
+            continue
+        if verify:
+            file.verify_piece(piece, entry.dtype, index.block_bytes)
+        else:
+            file.check_piece(piece, entry.dtype)
+
+
+def _describe(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "bytes": entry.numel * entry.itemsize,
+        "shards": sorted({piece.shard for piece in entry.pieces}),
+    }
+
+
+def render(facts: dict[str, Any]) -> str:
+    """The text for people of one entry of what :func:`collect` found."""
+    checked = "every byte was read" if facts["verified"] else "sizes and headers; --verify reads every byte"
+    lines = [f"{facts['index']}: {'DAMAGED' if facts['problems'] else f'whole ({checked})'}"]
+    lines += [f"  PROBLEM: {problem}" for problem in facts["problems"]]
+    if "header" not in facts:
+        return "\n".join(lines)
+    rows = {
+        "optimizer": facts["optimizer"],
+        "step": facts["step"],
+        "stage": facts["stage"],
+        "saved by": f"{facts['ranks']} rank(s)",
+        "parameters": f"{facts['parameters']:,} in {facts['groups']} group(s), {facts['elements']:,} elements",
+        "shards": f"{len(facts['shards'])}, {facts['bytes']:,} bytes",
+        "tensors": f"{len(facts['tensors']):,}",
+    }
+    lines += [f"  {name:12}{value}" for name, value in rows.items()]
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for name, tensor in facts["tensors"].items():
+        kinds.setdefault((name.partition("/")[0], tensor["dtype"]), []).append(tensor["bytes"])
+    width = max((len(kind) for kind, _ in kinds), default=0)
+    lines += [
+        f"    {kind:{width}}  {dtype:9}{sum(sizes):>16,} bytes in {len(sizes):,} tensor(s)"
+        for (kind, dtype), sizes in sorted(kinds.items())
+    ]
+    return "\n".join(lines)
