@@ -3,7 +3,9 @@
 import json
 import os
 import resource
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +109,21 @@ def save_twice(rank: int, world_size: int, directory: str) -> None:
         save_state(optimizer, directory)
 
 
+def save_two_runs(rank: int, world_size: int, directory: str) -> None:
+    save_twice(rank, world_size, f"{directory}/one")
+    save_twice(rank, world_size, f"{directory}/other")
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(2, save_two_runs, str(folder))
+    return folder
+
+
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    run_ranks(2, save_twice, str(tmp_path))
-    return tmp_path
+def saved(two_runs: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(two_runs / "one", tmp_path / "saved")
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -192,10 +205,151 @@ def damage_the_header(folder: Path) -> str:
     return file.name
 
 
-def name_a_file_elsewhere(folder: Path) -> str:
+def shard_of_another_run(folder: Path) -> str:
+    """One of the same size, with the same tensors."""
+    file = folder / read_index(folder)["shards"][1]["file"]
+    other = folder.parents[1] / "runs0" / "other"
+    assert other.is_dir()
+    shutil.copy(other / read_index(other)["shards"][1]["file"], file)
+    return file.name
+
+
+def name_the_shards_in_another_order(folder: Path) -> str:
     index = read_index(folder)
-    index["shards"][0]["file"] = "../" + index["shards"][0]["file"]
+    index["shards"].reverse()
     write_index(folder, index)
+    return index["shards"][0]["file"]
+
+
+def change_shard(number: int, change: Callable[[bytes], bytes]) -> Callable[[Path], str]:
+    """A shard that was changed by someone who told the index its new size."""
+
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        file = folder / index["shards"][number]["file"]
+        file.write_bytes(change(file.read_bytes()))
+        index["shards"][number]["bytes"] = file.stat().st_size
+        write_index(folder, index)
+        return file.name
+
+    return damage
+
+
+def in_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    def changed(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return changed
+
+
+def entry_of(header: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    """The entry of a shard's tensor of more than one element, in the order of their bytes."""
+    entries = [entry for key, entry in header.items() if key != "__metadata__" and len(entry["shape"]) > 0]
+    return sorted(
+        (e for e in entries if e["data_offsets"][1] > e["data_offsets"][0] + 8), key=lambda e: e["data_offsets"]
+    )[number]
+
+
+def overlap(header: dict[str, Any]) -> None:
+    entry_of(header, 1)["data_offsets"] = entry_of(header)["data_offsets"]
+    entry_of(header, 1)["shape"] = entry_of(header)["shape"]
+
+
+def out_of_range(header: dict[str, Any]) -> None:
+    entry = entry_of(header, -1)
+    entry["data_offsets"] = [offset + 4 for offset in entry["data_offsets"]]
+
+
+def negative(header: dict[str, Any]) -> None:
+    entry = entry_of(header)
+    entry["data_offsets"] = [offset - 8 for offset in entry["data_offsets"]]
+
+
+def other_dtype(header: dict[str, Any]) -> None:
+    entry_of(header)["dtype"] = "I32"
+
+
+def other_shape(header: dict[str, Any]) -> None:
+    entry_of(header)["shape"].append(1)
+
+
+def unknown_dtype(header: dict[str, Any]) -> None:
+    entry_of(header)["dtype"] = "F99"
+
+
+def no_offsets(header: dict[str, Any]) -> None:
+    del entry_of(header)["data_offsets"]
+
+
+def huge_shape(header: dict[str, Any]) -> None:
+    entry_of(header)["shape"] = [2**62, 2**62]
+
+
+def no_metadata(header: dict[str, Any]) -> None:
+    del header["__metadata__"]
+
+
+def header_over_the_cap(folder: Path) -> str:
+    """In a file that is long enough for it, and as long as the index says."""
+    index = read_index(folder)
+    file = folder / index["shards"][0]["file"]
+    with open(file, "r+b") as opened:
+        opened.write((100_000_001).to_bytes(8, "little"))
+        opened.truncate(200_000_000)  # takes no room on the disk
+    index["shards"][0]["bytes"] = 200_000_000
+    write_index(folder, index)
+    return file.name
+
+
+def name_a_file(name: str) -> Callable[[Path], str]:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        index["shards"][0]["file"] = name.format(folder=folder, file=index["shards"][0]["file"])
+        write_index(folder, index)
+        return "compressopt.index.json names the shard"
+
+    return damage
+
+
+def in_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], str]:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        change(index)
+        write_index(folder, index)
+        return "compressopt.index.json"
+
+    return damage
+
+
+def longer_piece(index: dict[str, Any]) -> None:
+    """A range that goes beyond the end of its shard, in a tensor to match."""
+    entry = index["tensors"]["exp_avg/layer.1"]
+    entry["shape"] = [10**9]
+    entry["pieces"][0]["stop"] = 10**9
+
+
+def transposed(index: dict[str, Any]) -> None:
+    index["tensors"]["exp_avg/layer.0"]["shape"].reverse()
+
+
+def mask_of_another_shape(index: dict[str, Any]) -> None:
+    index["tensors"]["exp_avg_mask/group0"]["shape"] = [7, 1]
+
+
+def tensor_of_nobody(index: dict[str, Any]) -> None:
+    index["tensors"]["optimizer/abc"] = index["tensors"].pop("step/group0")
+
+
+def one_error_less(index: dict[str, Any]) -> None:
+    del index["tensors"]["worker_error/group0/rank1"]
+
+
+def deep(folder: Path) -> str:
+    (folder / "compressopt.index.json").write_text("[" * 200_000)
     return "compressopt.index.json"
 
 
@@ -252,18 +406,52 @@ HOSTILE = [
     header_with("step", "7"),
     header_with("betas", [2, 3]),
     header_with("lr", "abc"),
+    header_with("stage", "abc"),
+    header_with("world_size", 3),
+    header_with("world_size", "2"),
+    header_with("param_groups", [1, 2, 3]),
     truncate,
     flip_a_bit,
     remove_a_shard,
     swap_the_shards,
     shard_of_another_save,
+    shard_of_another_run,
+    name_the_shards_in_another_order,
     damage_the_header,
-    name_a_file_elsewhere,
+    header_over_the_cap,
     overlap_the_pieces,
     cut_the_index,
+    deep,
     later_format,
     wrong_dtype,
 ]
+NAMED = {
+    "a file in the folder above": name_a_file("../{file}"),
+    "a file deeper": name_a_file("./{file}"),
+    "an absolute path": name_a_file("{folder}/{file}"),
+    "the folder itself": name_a_file("."),
+    "no file": name_a_file(""),
+    "two names": name_a_file("{file}\n"),
+    "truncated, and the index knows": change_shard(1, lambda data: data[:-4]),
+    "longer": change_shard(0, lambda data: data + b"more"),
+    "a header that is no JSON": change_shard(0, lambda data: data[:8] + b"}" + data[9:]),
+    "overlapping offsets": change_shard(0, in_header(overlap)),
+    "offsets out of range": change_shard(1, in_header(out_of_range)),
+    "negative offsets": change_shard(0, in_header(negative)),
+    "no offsets": change_shard(0, in_header(no_offsets)),
+    "another dtype": change_shard(0, in_header(other_dtype)),
+    "an unknown dtype": change_shard(0, in_header(unknown_dtype)),
+    "another shape": change_shard(0, in_header(other_shape)),
+    "a huge shape": change_shard(0, in_header(huge_shape)),
+    "no metadata": change_shard(1, in_header(no_metadata)),
+    "a piece beyond its shard": in_index(longer_piece),
+    "a transposed tensor": in_index(transposed),
+    "a mask that does not fit": in_index(mask_of_another_shape),
+    "a tensor that no optimizer has": in_index(tensor_of_nobody),
+    "an error that is missing": in_index(one_error_less),
+}
+HOSTILE += [pytest.param(damage, id=name) for name, damage in NAMED.items()]
+ON_OTHER_RANKS = [flip_a_bit, remove_a_shard, NAMED["an error that is missing"], NAMED["another dtype"]]
 
 
 @pytest.mark.invariant(27)
@@ -271,6 +459,14 @@ HOSTILE = [
 def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any, saved: Path) -> None:
     file = damage(saved)
     errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {})
+    assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
+
+
+@pytest.mark.invariant(27)
+@pytest.mark.parametrize("damage", ON_OTHER_RANKS, ids=["a bit", "no shard", "no error", "dtype"])
+def test_it_is_refused_on_another_number_of_ranks_too(damage: Any, saved: Path) -> None:
+    file = damage(saved)
+    errors = run_ranks_expecting_error(3, load_and_compare, str(saved), {})
     assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,55 @@ def load_what_does_not_fit(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.invariant(27)
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     run_ranks(2, load_what_does_not_fit, str(tmp_path))
+
+
+def header(key: str, value: Any) -> Any:
+    return lambda index: index["header"].__setitem__(key, value)
+
+
+def hyperparameter(key: str, value: Any) -> Any:
+    return lambda index: index["header"]["param_groups"][0].__setitem__(key, value)
+
+
+def tensor(name: str, key: str, value: Any) -> Any:
+    return lambda index: index["tensors"][name].__setitem__(key, value)
+
+
+HOSTILE = {
+    "a step that is no number": header("step", "7"),
+    "a negative count": header("bytes_sent", -1),
+    "no loss scale": header("loss_scale", None),
+    "a loss scale that is no number": header("loss_scale", ["a", 1]),
+    "param groups that are none": header("param_groups", [3]),
+    "a word for a number": hyperparameter("lr", "abc"),
+    "one beta": hyperparameter("betas", [0.9]),
+    "a number for a choice": hyperparameter("amsgrad", 0.5),
+    "a transposed moment": tensor("exp_avg/p", "shape", [5, 4]),
+    "a number with a shape": tensor("scalar:step/p", "shape", [1, 2]),
+    "a wider moment": tensor("exp_avg/p", "dtype", "float64"),
+    "a master copy that is missing": lambda index: index["tensors"].pop("master/p"),
+}
+
+
+@pytest.mark.invariant(27)
+@pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_index_is_refused_by_name_and_changes_nothing(damage: Any, tmp_path: Path) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 5, dtype=torch.bfloat16))
+    optimizer = ZeroOptimizer([("p", p)], torch.optim.AdamW, lr=0.25)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    save_state(optimizer, tmp_path)
+    file = tmp_path / "compressopt.index.json"
+    index = json.loads(file.read_text())
+    damage(index)
+    file.write_text(json.dumps(index))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match="compressopt.index.json|.safetensors has"):
+        load_state(optimizer, tmp_path)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"] and after["compressopt"] == before["compressopt"]
+    mine, its = (saved["state"][0]["pieces"][0] for saved in (before, after))
+    assert torch.equal(mine["master"], its["master"])
+    assert all(torch.equal(mine["state"][name], its["state"][name]) for name in mine["state"])

@@ -13,7 +13,15 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_compressopt.checkpoint.index import BLOCK_BYTES, DTYPES, CheckpointError, CheckpointIndex, Piece, Shard
+from hf_compressopt.checkpoint.index import (
+    BLOCK_BYTES,
+    DTYPES,
+    CheckpointError,
+    CheckpointIndex,
+    Piece,
+    Shard,
+    TensorEntry,
+)
 
 #: safetensors' own bound on a header.
 HEADER_CAP = 100_000_000
@@ -80,30 +88,32 @@ class ShardFile:
             raise ValueError(f"tensors that end at byte {reached} of {size}")
         return metadata, tensors
 
-    def check_piece(self, piece: Piece, dtype: str) -> StoredTensor:
-        """The stored tensor that a piece is, if it is what the index says.
+    def check_piece(self, piece: Piece, entry: TensorEntry) -> StoredTensor:
+        """The stored tensor that a piece of a tensor is, if it is what the index says.
 
         Raises:
-            CheckpointError: If it is missing, or of another dtype or size.
+            CheckpointError: If it is missing, or of another dtype or shape.
         """
         found = self.tensors.get(piece.key)
         if found is None:
             raise CheckpointError(f"{self.path} has no tensor {piece.key!r}")
-        if found.dtype != DTYPES[dtype][0] or prod(found.shape) != piece.stop - piece.start:
+        numel = piece.stop - piece.start
+        shape = entry.shape if numel == entry.numel else (numel,)
+        if (found.dtype, found.shape) != (DTYPES[entry.dtype][0], shape):
             raise CheckpointError(
-                f"{self.path} has {piece.key!r} as {found.dtype} [{prod(found.shape)}], the index says "
-                f"{DTYPES[dtype][0]} [{piece.stop - piece.start}]"
+                f"{self.path} has {piece.key!r} as {found.dtype} {list(found.shape)}, the index says "
+                f"{DTYPES[entry.dtype][0]} {list(shape)}"
             )
         return found
 
     def read_blocks(
-        self, piece: Piece, dtype: str, block_bytes: int | None, begin: int, end: int, out: memoryview
+        self, piece: Piece, entry: TensorEntry, block_bytes: int | None, begin: int, end: int, out: memoryview
     ) -> None:
         """Read bytes [begin, end) of a piece, and verify every block that they touch.
 
         Args:
             piece: The piece.
-            dtype: Its dtype, by torch's name.
+            entry: The tensor that it is a piece of.
             block_bytes: Bytes of each of its blocks; None where it is one block.
             begin: First byte, from the start of the piece.
             end: One past the last byte.
@@ -114,7 +124,7 @@ class ShardFile:
         """
         if begin == end:
             return
-        stored = self.check_piece(piece, dtype)
+        stored = self.check_piece(piece, entry)
         nbytes = stored.end - stored.begin
         block = block_bytes or nbytes
         for number in range(begin // block, -(-end // block)):
@@ -127,13 +137,13 @@ class ShardFile:
             if not whole:
                 out[first - begin : last - begin] = part[first - low : last - low]
 
-    def verify_piece(self, piece: Piece, dtype: str, block_bytes: int | None) -> None:
+    def verify_piece(self, piece: Piece, entry: TensorEntry, block_bytes: int | None) -> None:
         """Read all bytes of a piece, in little memory, and compare its checksums.
 
         Raises:
             CheckpointError: If they are not what was saved.
         """
-        stored = self.check_piece(piece, dtype)
+        stored = self.check_piece(piece, entry)
         block = block_bytes or max(stored.end - stored.begin, 1)
         scratch = memoryview(bytearray(min(BLOCK_BYTES, stored.end - stored.begin)))
         for number in range(len(piece.sha256)):

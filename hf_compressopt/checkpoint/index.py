@@ -143,7 +143,7 @@ class CheckpointIndex:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: the folder holds no whole checkpoint of the optimizer") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no index of {FORMAT}")

@@ -88,9 +88,9 @@ def _check_pieces(file: ShardFile, index: CheckpointIndex, number: int, entry: T
         if piece.shard != number:
             continue
         if verify:
-            file.verify_piece(piece, entry.dtype, index.block_bytes)
+            file.verify_piece(piece, entry, index.block_bytes)
         else:
-            file.check_piece(piece, entry.dtype)
+            file.check_piece(piece, entry)
 
 
 def _describe(entry: TensorEntry) -> dict[str, Any]:

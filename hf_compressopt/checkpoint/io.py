@@ -123,14 +123,18 @@ def load_state(
         _check_fits(optimizer, index, grouped, path)
         with ShardFiles(folder, index) as files:
             described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
-            wanted = optimizer.wanted_tensors(grouped, index.header, described)
+            try:
+                wanted = optimizer.wanted_tensors(grouped, index.header, described)
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(f"{path} does not fit: {error}") from error
             return index, _read_tensors(files, index, wanted, optimizer.communicator.world_size, path)
 
     index, tensors = _together(optimizer.communicator, read, others=CheckpointError)
-    with torch.no_grad():
-        for state, values in tensors:
-            state.local.copy_(values.view(state.local.shape))
     brought = {state.name: state.local for state, _ in tensors}
+    with torch.no_grad():
+        while tensors:  # each value is let go of as soon as it is in place
+            state, values = tensors.pop()
+            state.local.copy_(values.view(state.local.shape))
     optimizer.load_checkpoint_header(index.header, brought)
 
 
@@ -305,15 +309,15 @@ def _read_tensors(
         except ValueError as error:
             raise CheckpointError(f"{path} {error}") from None
         values = torch.empty(local.numel(), dtype=local.dtype)
-        _fill(values, plan, files, index, dtype)
+        _fill(values, plan, files, index)
         read.append((tensor, values))
     return read
 
 
-def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex, dtype: str) -> None:
+def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
     """Read what a plan says into ``values`` [numel], on the CPU; a mean is summed up in float64, in rank order."""
     if len(plan.sources) == 1:
-        _read_source(_bytes(values), plan, 0, files, index, dtype)
+        _read_source(_bytes(values), plan, 0, files, index)
         return
     values.zero_()
     if not plan.sources:
@@ -323,18 +327,16 @@ def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex,
         part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype)
         mean = torch.zeros(part.numel(), dtype=torch.float64)
         for source in range(len(window.sources)):
-            _read_source(_bytes(part), window, source, files, index, dtype)
+            _read_source(_bytes(part), window, source, files, index)
             mean += part
         values[start : start + part.numel()] = mean.div_(len(window.sources))
         start += part.numel()
 
 
-def _read_source(
-    out: memoryview, plan: Plan, source: int, files: ShardFiles, index: CheckpointIndex, dtype: str
-) -> None:
+def _read_source(out: memoryview, plan: Plan, source: int, files: ShardFiles, index: CheckpointIndex) -> None:
     for read in plan.sources[source]:
         part = out[read.offset : read.offset + read.end - read.begin]
-        files[read.piece.shard].read_blocks(read.piece, dtype, index.block_bytes, read.begin, read.end, part)
+        files[read.piece.shard].read_blocks(read.piece, read.entry, index.block_bytes, read.begin, read.end, part)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

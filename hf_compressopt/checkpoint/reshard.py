@@ -43,8 +43,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Read:
-    """Bytes [begin, end) of a piece, which go to byte ``offset`` of what is wanted."""
+    """Bytes [begin, end) of a piece of a tensor, which go to byte ``offset`` of what is wanted."""
 
+    entry: TensorEntry
     piece: Piece
     begin: int
     end: int
@@ -112,7 +113,7 @@ def _reads(entry: TensorEntry, wanted: Wanted) -> tuple[Read, ...]:
         first, last = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
         if first < last:
             begin, end, offset = first - piece.start, last - piece.start, first - wanted.start
-            reads.append(Read(piece, begin * entry.itemsize, end * entry.itemsize, offset * entry.itemsize))
+            reads.append(Read(entry, piece, begin * entry.itemsize, end * entry.itemsize, offset * entry.itemsize))
     return tuple(reads)
 
 
@@ -121,4 +122,4 @@ def _clip(reads: tuple[Read, ...], low: int, high: int) -> Iterator[Read]:
         first, last = max(read.offset, low), min(read.offset + read.end - read.begin, high)
         if first < last:
             begin = read.begin + first - read.offset
-            yield Read(read.piece, begin, begin + last - first, first - low)
+            yield Read(read.entry, read.piece, begin, begin + last - first, first - low)

@@ -19,6 +19,7 @@ from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import (
     check_group,
     check_last_group,
+    check_mask,
     check_ranks,
     group_from_plain,
     loadable_group,
@@ -404,18 +405,37 @@ class FlatOptimizer(torch.optim.Optimizer):
             names: Names of the trainable parameters, per group.
             header: The checkpoint's header.
             described: dtype and shape of each tensor of the checkpoint.
+
+        Raises:
+            ValueError: If what it brings cannot be this optimizer's.
         """
         room = {
             name: torch.empty(shape, dtype=dtype)
             for name, (dtype, shape) in described.items()
             if name.startswith((MASK_PREFIX, OPTIMIZER_PREFIX))
         }
+        for number, state in enumerate(self._states):
+            if (mask := room.get(self._mask_name(number))) is not None:
+                check_mask(mask, state.params, number)
+        self._check_tensors(
+            {name.removeprefix(OPTIMIZER_PREFIX): t for name, t in room.items() if name.startswith(OPTIMIZER_PREFIX)},
+            header,
+        )
         tensors = self.checkpoint_tensors(names, stage=Stage(header["stage"]), saved=room)
         tensors = [tensor for tensor in tensors if not self._is_pending(tensor)]
         for number, state in enumerate(self._states):
             if self.communicator.world_size == 1 and state.compressed and f"server_error/group{number}" in described:
                 tensors += state.room_for_errors(number)
         return tensors
+
+    def _check_tensors(self, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+        """Check dtype and shape of the optimizer-wide tensors that a checkpoint brings; this class has none.
+
+        Raises:
+            ValueError: If one is not what this optimizer could have saved.
+        """
+        if tensors:
+            raise ValueError(f"{sorted(tensors)[0]!r} is no tensor of {type(self).__name__}")
 
     def _is_pending(self, tensor: StateTensor) -> bool:
         """Whether this is an error that a single rank has still to send: a checkpoint may have one or not."""

@@ -118,6 +118,15 @@ class FreezingOptimizer(CompressedOptimizer):
             check_count(self.freeze_option, freeze_step)
         check_count("max_freeze_step", options["max_freeze_step"])
 
+    def _check_tensors(self, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+        rest = dict(tensors)
+        history = rest.pop(_HISTORY, None)
+        super()._check_tensors(rest, header)
+        if history is None and header["schedule"][self.freeze_option] == AUTO:
+            raise ValueError(f"{self.freeze_option} is 'auto', and there is no {_HISTORY!r}")
+        if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
+            raise ValueError(f"{_HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
+
     def _set_schedule_options(self, options: dict[str, Any]) -> None:
         self.freeze_step, self.max_freeze_step = options[self.freeze_option], options["max_freeze_step"]
 

@@ -105,7 +105,7 @@ def check_group(group: dict[str, Any], number: int) -> None:
             raise ValueError(f"{name} must be False, got {group[name]} in param group {number}")
     _check_params(group["params"], number)
     if (mask := group.get("exp_avg_mask")) is not None:
-        _check_mask(mask, group["params"], number)
+        check_mask(mask, group["params"], number)
 
 
 def _check_params(params: list[Tensor], number: int) -> None:
@@ -121,7 +121,13 @@ def _check_params(params: list[Tensor], number: int) -> None:
             )
 
 
-def _check_mask(mask: Any, params: list[Tensor], number: int) -> None:
+def check_mask(mask: Any, params: list[Tensor], number: int) -> None:
+    """Check that a momentum mask broadcasts to every parameter of a group.
+
+    Raises:
+        TypeError: If it is no tensor.
+        ValueError: If it does not.
+    """
     if not isinstance(mask, Tensor):
         raise TypeError(f"exp_avg_mask must be a tensor, got {type(mask).__name__} in param group {number}")
     for param in params:
@@ -146,6 +152,24 @@ def check_last_group(groups: list[dict[str, Any]]) -> None:
     except (ValueError, TypeError):
         groups.pop()
         raise
+
+
+def check_plain(group: dict[str, Any], saved: Any, number: int) -> None:
+    """Check that the hyperparameters of a saved group are of the kind of this group's.
+
+    Raises:
+        ValueError: If one is not, or if they are no object.
+    """
+    for key, value in group_from_plain(saved).items():
+        mine = group.get(key)
+        if mine is not None and _kind(value) != _kind(mine):
+            raise ValueError(f"{key} must be of the kind of {mine!r}, got {value!r} in param group {number}")
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_kind(entry) for entry in value]
+    return float if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool) else type(value)
 
 
 def check_ranks(saved: int, world_size: int, own: list[int]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import STATE_KEY, STUB_NOTE
-from hf_compressopt.optim.options import check_count, check_ranks, group_from_plain, plain_group
+from hf_compressopt.optim.options import check_count, check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.gradients import ZeroGradients
 from hf_compressopt.zero.shards import OWN_KEYS, Piece, UpdateBucket, element_state
 
@@ -133,16 +133,16 @@ class ZeroState(ZeroGradients):
                 piece.tensor.copy_(found["master"].reshape(-1))
             elif not piece.direct:
                 piece.tensor.copy_(self._params[piece.param].detach().reshape(-1)[piece.span.start : piece.span.stop])
-            self._set_state(bucket, piece, found.get("state", {}))
+            copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found.get("state", {}).items()}
+            self._set_state(bucket, piece, copies)
         self._load_groups(saved_groups)
         if own is not None:
             self._load_header(own)
 
-    def _set_state(self, bucket: UpdateBucket, piece: Piece, values: dict[str, Any]) -> None:
-        """Take over copies of a piece's state, element-wise state in the dtype in which it is kept."""
+    def _set_state(self, bucket: UpdateBucket, piece: Piece, state: dict[str, Any]) -> None:
+        """Take over a piece's state, element-wise state in the dtype in which it is kept."""
         if bucket.inner is None:
             return
-        state = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         for name in element_state(state, piece):
             state[name] = state[name].to(piece.tensor.device, self._layout.state_dtype or state[name].dtype)
         if state:
@@ -179,7 +179,7 @@ class ZeroState(ZeroGradients):
         for name in ("step", "skipped_steps", "world_size", "bytes_sent"):
             check_count(name, header.get(name), low=0)
         scale = header.get("loss_scale")
-        if not isinstance(scale, list) or len(scale) != 2 or not scale[0] > 0:
+        if not isinstance(scale, list) or len(scale) != 2 or not float(scale[0]) > 0 or int(scale[1]) < 0:
             raise ValueError(f"loss_scale in the state must be a number > 0 and a count, got {scale!r}")
 
     def _load_header(self, header: dict[str, Any]) -> None:
@@ -251,6 +251,9 @@ class ZeroState(ZeroGradients):
             names: Names of the trainable parameters, per group.
             header: The checkpoint's header.
             described: dtype and shape of each tensor of the checkpoint.
+
+        Raises:
+            ValueError: If the shape of one is not that of its parameter.
         """
         of_parameter: dict[str, list[str]] = {}
         for full in described:
@@ -264,9 +267,12 @@ class ZeroState(ZeroGradients):
             if not piece.direct and "master" not in keys:
                 keys = [*keys, "master"]  # its absence is an error
             for key in keys:
-                dtype, shape = described.get(f"{key}/{name}", (piece.tensor.dtype, ()))
+                whole = tuple(self._params[piece.param].shape)
+                dtype, shape = described.get(f"{key}/{name}", (piece.tensor.dtype, whole))
                 single = key.startswith((_SCALAR, _NUMBER))
-                local = torch.empty(() if single else (numel,), dtype=dtype)
+                if shape != whole and not single or key.startswith(_NUMBER) and shape != ():
+                    raise ValueError(f"{key}/{name} has shape {list(shape)}, the parameter {list(whole)}")
+                local = torch.empty(shape if single else (numel,), dtype=dtype)
                 self._staged.append((bucket, piece, key, local))
                 start = 0 if single else piece.span.start
                 wanted.append(StateTensor(f"{key}/{name}", shape, start, local, False))
@@ -298,6 +304,8 @@ class ZeroState(ZeroGradients):
         saved = header.get("param_groups")
         if not isinstance(saved, list) or len(saved) != len(self.param_groups):
             raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer {len(self.param_groups)}")
+        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
+            check_plain(group, values, number)
 
     def load_checkpoint_header(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Take over a checkpoint: the header, and what :meth:`wanted_tensors` made room for."""

@@ -1,0 +1,90 @@
+"""Shards read by our own reader: what safetensors writes, and what nobody should have written."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_compressopt.checkpoint.files import ShardFile, checksums
+from hf_compressopt.checkpoint.index import DTYPES, CheckpointError, Piece, TensorEntry
+
+
+@pytest.mark.parametrize("block_bytes", [7, 64, None])
+def test_what_safetensors_writes_is_read_range_by_range(block_bytes: int | None, tmp_path: Path) -> None:
+    written = {dtype: torch.arange(30).to(getattr(torch, dtype)).view(5, 6) for dtype in DTYPES if dtype != "bool"}
+    written |= {"bool": torch.arange(30).view(5, 6) % 3 == 0, "empty": torch.zeros(0, 3), "one": torch.tensor(2.5)}
+    save_file(written, tmp_path / "file", metadata={"save_id": "1"})
+    file = ShardFile(tmp_path / "file")
+    assert file.metadata == {"save_id": "1"} and file.tensors.keys() == written.keys()
+    for key, tensor in written.items():
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        entry = TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
+        sums = tuple(checksums(memoryview(data), block_bytes or max(len(data), 1)))
+        piece = Piece(0, key, 0, tensor.numel(), sums)
+        for begin in range(0, len(data), 5):
+            for end in range(begin, len(data) + 1, 3):
+                out = bytearray(end - begin)
+                file.read_blocks(piece, entry, block_bytes, begin, end, memoryview(out))
+                assert out == data[begin:end]
+        file.verify_piece(piece, entry, block_bytes)
+        if data:
+            wrong = Piece(0, key, 0, tensor.numel(), (*sums[:-1], "0" * 64))
+            with pytest.raises(CheckpointError, match="file is damaged"):
+                file.verify_piece(wrong, entry, block_bytes)
+            with pytest.raises(CheckpointError, match="file is damaged"):
+                file.read_blocks(wrong, entry, block_bytes, len(data) - 1, len(data), memoryview(bytearray(1)))
+    file.close()
+
+
+def shard(header: Any, data: bytes = b"12345678") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(begin: Any, end: Any, dtype: Any = "F32", shape: Any = (1,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.invariant(27)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "a header of 0 bytes in a file of 0"),
+        (b"1234", "in a file of 4"),
+        (shard({"a": entry(0, 8)})[:12], "a header of"),
+        (b"\xff" * 100, "a header of"),
+        (shard(b"{"), "not readable as safetensors"),
+        (shard(b"\xff\xfe"), "not readable as safetensors"),
+        (shard(b"[" * 100_000), "not readable as safetensors"),
+        (shard([]), "not readable as safetensors"),
+        (shard({"a": 3}), "not readable as safetensors"),
+        (shard({"__metadata__": 3, "a": entry(0, 8)}), "metadata that is no object"),
+        (shard(b'{"a": 1, "a": 1}'), "names something twice"),
+        (shard({"a": entry(0, 4), "b": entry(0, 4)}), "overlap others or leave a gap"),
+        (shard({"a": entry(0, 4), "b": entry(2, 6)}, b"123456"), "overlap others or leave a gap"),
+        (shard({"a": entry(4, 8)}), "overlap others or leave a gap"),
+        (shard({"a": entry(0, 4)}), "tensors that end at byte"),
+        (shard({"a": entry(0, 8, shape=[2]), "b": entry(8, 12)}), "tensors that end at byte"),
+        (shard({"a": entry(-4, 0)}), "no whole numbers >= 0"),
+        (shard({"a": entry(0.0, 8.0)}), "no whole numbers >= 0"),
+        (shard({"a": entry(0, 8, shape=[-1, -2])}), "no whole numbers >= 0"),
+        (shard({"a": entry(8, 0, shape=[0])}), "-8 bytes for"),
+        (shard({"a": entry(0, 8, shape=[3])}), "8 bytes for 'F32' [3]"),
+        (shard({"a": entry(0, 8, dtype="F31", shape=[2])}), "8 bytes for 'F31'"),
+        (shard({"a": entry(0, 8, dtype=[1], shape=[2])}), "not readable as safetensors"),
+        (shard({"a": entry(0, 8, shape=[2**70, 2**70])}), "8 bytes for"),
+    ],
+)
+def test_what_is_no_whole_safetensors_file_is_refused_by_name(data: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"^{re.escape(str(tmp_path / 'file'))} .*{re.escape(said)}"):
+        ShardFile(tmp_path / "file")
+
+
+def test_a_folder_is_no_shard(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not readable"):
+        ShardFile(tmp_path)
