@@ -32,10 +32,11 @@ from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.zero.plain import PlainState
 from hf_compressopt.zero.state import ZeroState
 
 DEFAULT_PREFIX = "compressopt"
-Checkpointable = FlatOptimizer | ZeroState
+Checkpointable = FlatOptimizer | ZeroState | PlainState
 _Result = TypeVar("_Result")
 
 
@@ -45,7 +46,7 @@ def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_P
 
 
 def save_state(
-    optimizer: Checkpointable,
+    optimizer: torch.optim.Optimizer,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -56,7 +57,8 @@ def save_state(
     An earlier checkpoint in the same folder stays loadable until the new one is whole, and goes then.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer. One that is not of this package, such as torch's AdamW, is alike on all ranks, and its
+            checkpoint is that of a ZeroOptimizer around it.
         directory: The folder; made where missing.
         names: A name for each trainable parameter, in the optimizer's order; torch's ``param_names`` where None.
         prefix: Start of the files' names, for several optimizers in one folder.
@@ -65,15 +67,16 @@ def save_state(
         ValueError: If the names do not fit.
         OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
     """
-    folder, communicator = Path(directory), optimizer.communicator
-    grouped = optimizer.parameter_names(names)
+    state = _checkpointable(optimizer)
+    folder, communicator = Path(directory), state.communicator
+    grouped = state.parameter_names(names)
     save_id = communicator.all_gather_object(token_hex(8))[0]
     rank, world_size = communicator.rank, communicator.world_size
     file = folder / SHARD_NAME.format(prefix=prefix, save_id=save_id, rank=rank, world_size=world_size)
 
     def write_shard() -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
-        mine = _assigned(optimizer.checkpoint_tensors(grouped), rank, world_size)
+        mine = _assigned(state.checkpoint_tensors(grouped), rank, world_size)
         return _write_shard(file, mine, save_id)
 
     written = _together(communicator, write_shard, lambda: file.unlink(missing_ok=True))
@@ -81,7 +84,7 @@ def save_state(
 
     def write_index() -> None:
         if rank == 0:
-            index = _make_index(optimizer, grouped, save_id, entries)
+            index = _make_index(state, grouped, save_id, entries)
             _write_durably(folder / INDEX_NAME.format(prefix=prefix), index.to_json().encode())
 
     _together(communicator, write_index, lambda: file.unlink(missing_ok=True))
@@ -90,7 +93,7 @@ def save_state(
 
 
 def load_state(
-    optimizer: Checkpointable,
+    optimizer: torch.optim.Optimizer,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -104,8 +107,9 @@ def load_state(
     update and parameters inside a local interval) becomes its mean over the ranks that saved it.
 
     Args:
-        optimizer: The optimizer, made as the saved one was; a ZeroOptimizer may be of another stage and other sizes
-            of buckets.
+        optimizer: The optimizer, made as the saved one was. A ZeroOptimizer may be of another stage and other sizes of
+            buckets, and the optimizer that it wraps takes its place, and it that one's, where there are no master
+            copies.
         directory: The folder.
         names: As in :func:`save_state`.
         prefix: As in :func:`save_state`.
@@ -114,28 +118,36 @@ def load_state(
         CheckpointError: (a ValueError) If the checkpoint is damaged or does not fit; on all ranks, and nothing has
             changed. The message names the file.
     """
+    mine = _checkpointable(optimizer)
     folder = Path(directory)
     path = folder / INDEX_NAME.format(prefix=prefix)
 
     def read() -> tuple[CheckpointIndex, list[tuple[StateTensor, Tensor]]]:
         index = CheckpointIndex.read(path)
-        grouped = optimizer.parameter_names(names)
-        _check_fits(optimizer, index, grouped, path)
+        grouped = mine.parameter_names(names)
+        _check_fits(mine, index, grouped, path)
         with ShardFiles(folder, index) as files:
             described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
             try:
-                wanted = optimizer.wanted_tensors(grouped, index.header, described)
+                wanted = mine.wanted_tensors(grouped, index.header, described)
             except (ValueError, TypeError) as error:
                 raise CheckpointError(f"{path} does not fit: {error}") from error
-            return index, _read_tensors(files, index, wanted, optimizer.communicator.world_size, path)
+            return index, _read_tensors(files, index, wanted, mine.communicator.world_size, path)
 
-    index, tensors = _together(optimizer.communicator, read, others=CheckpointError)
+    index, tensors = _together(mine.communicator, read, others=CheckpointError)
     brought = {state.name: state.local for state, _ in tensors}
     with torch.no_grad():
         while tensors:  # each value is let go of as soon as it is in place
             state, values = tensors.pop()
             state.local.copy_(values.view(state.local.shape))
-    optimizer.load_checkpoint_header(index.header, brought)
+    mine.load_checkpoint_header(index.header, brought)
+
+
+def _checkpointable(optimizer: torch.optim.Optimizer) -> Checkpointable:
+    """What a checkpoint sees of an optimizer, also of one inside a wrapper such as Accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer if isinstance(optimizer, (FlatOptimizer, ZeroState)) else PlainState(optimizer)
 
 
 def _together(

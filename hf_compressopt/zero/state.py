@@ -16,10 +16,13 @@ from hf_compressopt.optim.options import check_count, check_plain, check_ranks, 
 from hf_compressopt.zero.gradients import ZeroGradients
 from hf_compressopt.zero.shards import OWN_KEYS, Piece, UpdateBucket, element_state
 
-# Starts of the names of what has one value per parameter: a tensor, or a number of Python's.
-_SCALAR, _NUMBER = "scalar:", "number:"
+#: Starts of the names of what has one value per parameter: a tensor, or a number of Python's.
+SCALAR, NUMBER = "scalar:", "number:"
+#: Before the name of a parameter: its master copy.
+MASTER = "master"
 _NOT_SAVED = ("process_group",)
-_FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")  # how to compute, not what
+#: Hyperparameters that say how to compute, and not what: those of a checkpoint are left alone.
+FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")
 
 PieceState = dict[str, Any]
 
@@ -154,7 +157,7 @@ class ZeroState(ZeroGradients):
         """Take over hyperparameters, in place: schedulers keep hold of the groups."""
         for group, values in zip(self.param_groups, saved, strict=True):
             for key, value in values.items():
-                if key in OWN_KEYS or key in _FUNCTIONAL:
+                if key in OWN_KEYS or key in FUNCTIONAL:
                     continue
                 if isinstance(group.get(key), Tensor) and key == "lr":
                     group[key].fill_(float(value))
@@ -235,8 +238,8 @@ class ZeroState(ZeroGradients):
                 continue  # what has one value per parameter is written where the parameter begins
             for key, value in state.items():
                 if key not in whole and value is not None:
-                    kind = _SCALAR if isinstance(value, Tensor) else _NUMBER
-                    tensors.append(_value_of_parameter(f"{kind}{key}/{name}", value))
+                    kind = SCALAR if isinstance(value, Tensor) else NUMBER
+                    tensors.append(value_of_parameter(f"{kind}{key}/{name}", value))
         return tensors
 
     def wanted_tensors(
@@ -269,8 +272,8 @@ class ZeroState(ZeroGradients):
             for key in keys:
                 whole = tuple(self._params[piece.param].shape)
                 dtype, shape = described.get(f"{key}/{name}", (piece.tensor.dtype, whole))
-                single = key.startswith((_SCALAR, _NUMBER))
-                if shape != whole and not single or key.startswith(_NUMBER) and shape != ():
+                single = key.startswith((SCALAR, NUMBER))
+                if shape != whole and not single or key.startswith(NUMBER) and shape != ():
                     raise ValueError(f"{key}/{name} has shape {list(shape)}, the parameter {list(whole)}")
                 local = torch.empty(shape if single else (numel,), dtype=dtype)
                 self._staged.append((bucket, piece, key, local))
@@ -315,10 +318,10 @@ class ZeroState(ZeroGradients):
         for _, piece, key, local in self._staged:
             if key == "master":
                 piece.tensor.copy_(local)
-            elif key.startswith(_NUMBER):
-                found[id(piece)][2][key.removeprefix(_NUMBER)] = local.item()
+            elif key.startswith(NUMBER):
+                found[id(piece)][2][key.removeprefix(NUMBER)] = local.item()
             else:
-                found[id(piece)][2][key.removeprefix(_SCALAR)] = local
+                found[id(piece)][2][key.removeprefix(SCALAR)] = local
         self._staged = []
         for bucket, piece, state in found.values():
             self._set_state(bucket, piece, state)
@@ -326,11 +329,12 @@ class ZeroState(ZeroGradients):
         self._load_header(header)
 
 
-def _value_of_parameter(name: str, value: Any) -> StateTensor:
+def value_of_parameter(name: str, value: Any, *, replicated: bool = False) -> StateTensor:
+    """What an optimizer has once per parameter, a tensor or a number of Python's, as a checkpoint sees it."""
     if not isinstance(value, Tensor):
         dtype = torch.float64 if isinstance(value, float) else torch.int64
         value = torch.tensor(value, dtype=dtype)
-    return StateTensor(name, tuple(value.shape), 0, value, False)
+    return StateTensor(name, tuple(value.shape), 0, value, replicated)
 
 
 def _own_state(row: dict[str, Any], piece: Piece) -> PieceState:
