@@ -26,7 +26,8 @@ Tensors are ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an
 (likewise). ``rank<r>/`` before a parameter's name marks what is rank r's own.
 
 Of a partitioned optimizer the tensors are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
-the pieces that its owners hold; ``master/<parameter>``, a float32 copy of a 16-bit parameter;
+the pieces that its owners hold (whole in stage 0, an ordinary optimizer that is not partitioned);
+``master/<parameter>``, a float32 copy of a 16-bit parameter;
 ``scalar:<name>/<parameter>`` and ``number:<name>/<parameter>``, what has one value per parameter, a tensor or a number
 in the wrapped optimizer. ``from<r>.`` before a parameter's name says that rank r is the first that holds a copy of it.
 """
