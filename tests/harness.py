@@ -136,6 +136,7 @@ def _serve(connection: Connection, repo_root: str) -> None:
             return
         outcome = pickle.dumps(_run_task(task))
         gc.collect()  # a failed rank must let go of its group, or the others wait for it
+        gc.freeze()  # what is left are modules: looking through them again would take longer than most tests
         connection.send_bytes(outcome)
         connection.recv_bytes()
         if dist.is_initialized():
