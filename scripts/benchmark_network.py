@@ -3,40 +3,36 @@
     sudo python scripts/benchmark_network.py --report docs/network.md      # a shaped link for every rank
     python scripts/benchmark_network.py --loopback                         # without the right to make networks
 
-Every rank is a process in a network namespace of its own, joined by a bridge; `tc ... tbf` shapes what it sends and
-what it receives. Each trains the same GPT-2-like model with transformers' Trainer, one method after the other, and that
-several times over, so that a slow spell of the machine meets all methods. Times are those of whole steps in the stage
-that a method spends most of a run in; bytes are the interface's own. The namespaces are removed at the end, also
-after an error or Ctrl-C.
+Every rank has a network namespace and a shaped link of its own (slow_network.py). Each trains the same GPT-2-like model
+with transformers' Trainer, one method after the other, and that several times over, so that a slow spell of the machine
+meets all methods. Times are those of whole steps in the stage that a method spends most of a run in; bytes are the
+interface's own. A report that is there already keeps its rows of other models, numbers of ranks and links.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
-import shutil
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from slow_network import RATES, Network, Ranks, check_report, check_rights, ranks_on_links, sent_bytes, serve
+
 MODELS = {"10M": (6, 320, 8000), "30M": (8, 512, 8000), "tiny": (1, 32, 256)}  # layers, width, vocabulary
 TOKENS = 128
-RATES = {"unshaped": None, "10 Gbit/s": 10e9, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
 LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
-RESULT = "RESULT "
 
 
 @dataclass(frozen=True)
@@ -81,101 +77,11 @@ METHODS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------- the network
-
-
-def run(*words: object) -> None:
-    """Run a command quietly.
-
-    Raises:
-        RuntimeError: If it fails, with what it said.
-    """
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr.strip() or done.returncode}")
-
-
-class Network:
-    """Namespaces, one for each rank, joined by a bridge in one more."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.prefix = f"co{os.getpid()}"
-        self.hub = f"{self.prefix}-hub"
-
-    def namespace(self, rank: int) -> str:
-        return f"{self.prefix}-{rank}"
-
-    def address(self, rank: int) -> str:
-        return f"10.77.0.{rank + 1}"
-
-    def build(self) -> None:
-        run("ip", "netns", "add", self.hub)
-        inside = ("ip", "-n", self.hub)
-        run(*inside, "link", "add", "bridge", "type", "bridge")
-        run(*inside, "link", "set", "bridge", "up")
-        for rank in range(self.ranks):
-            name = self.namespace(rank)
-            run("ip", "netns", "add", name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-            run(*inside, "link", "add", f"port{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            run(*inside, "link", "set", f"port{rank}", "master", "bridge", "up")
-            run("ip", "-n", name, "address", "add", f"{self.address(rank)}/24", "dev", "eth0")
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-
-    def shape(self, rate: float | None) -> None:
-        """Give every rank a link of ``rate`` bits per second, each way; None is as fast as the machine can."""
-        burst = 2_000_000 if rate is None or rate > 2e9 else 256_000 if rate > 2e8 else 96_000
-        for rank in range(self.ranks):
-            for namespace, device in ((self.namespace(rank), "eth0"), (self.hub, f"port{rank}")):
-                subprocess.run(("tc", "-n", namespace, "qdisc", "del", "dev", device, "root"), capture_output=True)
-                if rate is not None:
-                    shaped = ("rate", f"{rate:.0f}bit", "burst", burst, "latency", "20ms")
-                    run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shaped)
-
-    def remove(self) -> None:
-        for name in (self.hub, *map(self.namespace, range(self.ranks))):
-            subprocess.run(("ip", "netns", "del", name), capture_output=True)
-
-
-def check_rights() -> None:
-    """Exit where namespaces cannot be made, and say what to do."""
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        sys.exit(f"{' and '.join(missing)} not found: install iproute2, or use --loopback")
-    if os.geteuid() != 0:
-        sys.exit("making network namespaces needs root: run with sudo, or use --loopback")
-    probe = f"co{os.getpid()}-probe"
-    try:
-        run("ip", "netns", "add", probe)
-    except RuntimeError as error:
-        sys.exit(f"network namespaces cannot be made here ({error}): use --loopback")
-    finally:
-        subprocess.run(("ip", "netns", "del", probe), capture_output=True)
-
-
 # --------------------------------------------------------------------------------------------------- one rank
 
 
-def serve(rank: int, ranks: int, threads: int, interface: str) -> None:
-    """Take orders, one JSON object a line, and answer each with one; ends where its input does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(threads)
-    answers, sys.stdout = sys.stdout, sys.stderr  # Trainer prints
-    dist.init_process_group("gloo")
-    for line in sys.stdin:
-        order = json.loads(line)
-        answer = train(METHODS[order["method"]], order["model"], order["steps"], interface)
-        print(RESULT + json.dumps(answer), file=answers, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def train(method: Method, model_name: str, steps: int, interface: str) -> dict[str, Any]:
-    """Train with one method. Returns seconds of each step, and bytes that left, of the last ``steps`` steps."""
+def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
+    """Train with one method. Returns seconds of each step, and bytes that left, of the last steps."""
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -184,7 +90,8 @@ def train(method: Method, model_name: str, steps: int, interface: str) -> dict[s
 
     import hf_compressopt.auto  # noqa: F401
 
-    layers, width, vocabulary = MODELS[model_name]
+    method, steps = METHODS[order["method"]], int(order["steps"])
+    layers, width, vocabulary = MODELS[order["model"]]
     torch.manual_seed(0)
     sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // 64), "vocab_size": vocabulary}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -257,93 +164,7 @@ def nothing_hook(_, bucket):  # DDP compares annotations with its own types
     return future
 
 
-def sent_bytes(interface: str) -> int:
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
-
-
-# ----------------------------------------------------------------------------------------------------- all ranks
-
-
-class Ranks:
-    """The processes, which take one order after the other, together."""
-
-    def __init__(self, network: Network | None, ranks: int, threads: int) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
-        interface = "lo" if network is None else "eth0"
-        for rank in range(ranks):
-            prefix = [] if network is None else ["ip", "netns", "exec", network.namespace(rank)]
-            worker = [sys.executable, str(Path(__file__).resolve()), "--serve", str(rank), "--interface", interface]
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1" if network is None else network.address(0),
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": interface,
-                "OMP_NUM_THREADS": str(threads),
-                "ACCELERATE_USE_CPU": "true",
-                "HF_HUB_OFFLINE": "1",
-                "TOKENIZERS_PARALLELISM": "false",
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
-            }
-            words = [*prefix, *worker, "--ranks", str(ranks), "--threads", str(threads)]
-            self.processes.append(
-                subprocess.Popen(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
-                )
-            )
-
-    def order(self, **what: Any) -> list[dict[str, Any]]:
-        """Have all ranks do it. Returns their answers.
-
-        Raises:
-            RuntimeError: If a rank died.
-        """
-        for process in self.processes:
-            try:
-                pipe(process.stdin).write(json.dumps(what) + "\n")
-                pipe(process.stdin).flush()
-            except BrokenPipeError:
-                raise RuntimeError(f"a rank died before {what}; see its error above") from None
-        return [self._answer(process, what) for process in self.processes]
-
-    def _answer(self, process: subprocess.Popen[str], what: dict[str, Any]) -> dict[str, Any]:
-        for line in pipe(process.stdout):
-            if line.startswith(RESULT):
-                answer: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-                return answer
-        raise RuntimeError(f"a rank died in {what}; see its error above")
-
-    def close(self) -> None:
-        for process in self.processes:
-            pipe(process.stdin).close()
-        for process in self.processes:
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.wait()
-
-
-PORT = 29577
-
-
-def pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+# ------------------------------------------------------------------------------------------------------ measuring
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -355,6 +176,7 @@ class Row:
 
     Attributes:
         model: Name of the model.
+        ranks: How many trained.
         link: Name of the link.
         method: Key of METHODS.
         numel: Parameters.
@@ -363,11 +185,16 @@ class Row:
     """
 
     model: str
+    ranks: int
     link: str
     method: str
     numel: int
     seconds: list[float]
     sent: float
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        return self.model, self.ranks, self.link
 
 
 def steps_for(link: str, arguments: argparse.Namespace) -> int:
@@ -376,13 +203,15 @@ def steps_for(link: str, arguments: argparse.Namespace) -> int:
     return int(arguments.slow_steps if rate is not None and rate < 2e8 else arguments.steps)
 
 
-def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> Iterator[Row]:
+def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> list[Row]:
     """Every model on every link; on each the methods take turns."""
+    found: list[Row] = []
+    count = len(ranks.processes)
     for model in arguments.models:
         for link in ["unshaped"] if network is None else arguments.links:
             if network is not None:
                 network.shape(RATES[link])
-            rows = {name: Row(model, link, name, 0, [], 0.0) for name in arguments.methods}
+            rows = {name: Row(model, count, link, name, 0, [], 0.0) for name in arguments.methods}
             names = list(arguments.methods)
             for number in range(arguments.rounds):
                 for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -393,13 +222,21 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
                     row = rows[name]
                     row.numel, row.sent = answers[0]["numel"], row.sent + sent / arguments.rounds
                     row.seconds.append(mean)
-                    print(
-                        f"{model}, {link}, round {number + 1}: {METHODS[name].title}: {mean * 1e3:.0f} ms", flush=True
-                    )
+                    where = f"{model}, {count} ranks, {link}, round {number + 1}"
+                    print(f"{where}: {METHODS[name].title}: {mean * 1e3:.0f} ms", flush=True)
             if network is None:
                 for row in rows.values():
-                    row.sent /= len(ranks.processes)  # one interface for all ranks
-            yield from rows.values()
+                    row.sent /= count  # one interface for all ranks
+            found += rows.values()
+    return found
+
+
+def merged(known: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
+    """What was measured now, and of what was known what was measured elsewhere; in the order of MODELS and RATES."""
+    places = {row.place for row in fresh}
+    rows = [*(row for row in known if row.place not in places), *fresh]
+    models, links = list(MODELS), list(RATES)
+    return sorted(rows, key=lambda row: (models.index(row.model), row.ranks, links.index(row.link)))
 
 
 # ------------------------------------------------------------------------------------------------------ the report
@@ -433,109 +270,101 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     lines = [
         "# Training over links of known speed",
         "",
-        f"By `scripts/benchmark_network.py`: transformers' Trainer, {arguments.ranks} ranks of {arguments.threads} "
-        f"thread(s) on {os.cpu_count()} CPU cores, 1 example of {TOKENS} tokens per rank and step. Milliseconds per "
-        "step: the median over rounds of the mean over a window of steps, in brackets the least and the most, and how "
-        "many times the step that exchanges nothing. Bytes are those that left a rank's network interface.",
+        f"By `scripts/benchmark_network.py`: transformers' Trainer, ranks of {arguments.threads} thread(s) on "
+        f"{os.cpu_count()} CPU cores, 1 example of {TOKENS} tokens per rank and step. Milliseconds per step: the "
+        "median over rounds of the mean over a window of steps, in brackets the least and the most, and how many times "
+        "the step that exchanges nothing. Bytes are those that left a rank's network interface.",
         "",
     ]
     if not arguments.loopback and arguments.report is not None:
         lines += [f"![ms per step over bandwidth]({arguments.report.stem}.png)", ""]
-    for model in arguments.models:
-        mine = [row for row in rows if row.model == model]
-        links = list(dict.fromkeys(row.link for row in mine))
-        lines += [f"**{model}: {mine[0].numel:,} parameters, {arguments.ranks} ranks**", ""]
-        lines += ["| | " + " | ".join(f"{link}, ms" for link in links) + " | MB sent per step | of the formula |"]
-        lines += ["|---|" + "---:|" * (len(links) + 2)]
-        compute = {row.link: median(row) for row in mine if row.method == "compute"}
-        for name in arguments.methods:
-            its = {row.link: row for row in mine if row.method == name}
-            cells = []
-            for link in links:
-                row = its[link]
-                spread = f"{min(row.seconds) * 1e3:.0f} to {max(row.seconds) * 1e3:.0f}"
-                share = f", {median(row) / compute[link]:.2f}x" if link in compute else ""
-                cells.append(f"{median(row) * 1e3:.0f} ({spread}){share}")
-            sent = statistics.fmean(row.sent for row in its.values())
-            formula = METHODS[name].bytes_per_parameter
-            ideal = formula(arguments.ranks) * mine[0].numel if formula else 0.0
-            share = f"{sent / ideal:.3f}" if ideal else ""
-            lines.append(f"| {METHODS[name].title} | " + " | ".join(cells) + f" | {sent / 1e6:.3f} | {share} |")
-        limit = limits(mine, arguments.ranks)
-        if limit:
-            cells = [f"{limit[link] * 1e3:.0f}" if link in limit else "" for link in links]
-            lines.append("| limit of OnebitAdam: compute only + its bytes / rate | " + " | ".join(cells) + " | | |")
-        lines.append("")
-        for name in ("onebit_adam", "zero_one_adam", "onebit_lamb"):
-            for other in ("ddp", "fp16"):
-                if found := crossover(mine, name, other):
-                    lines.append(f"- {METHODS[name].title} against {METHODS[other].title}: {found}")
-        lines.append("")
+    for model, ranks in dict.fromkeys((row.model, row.ranks) for row in rows):
+        lines += [*table([row for row in rows if (row.model, row.ranks) == (model, ranks)]), ""]
     return "\n".join(lines)
 
 
-def limits(rows: Sequence[Row], ranks: int) -> dict[str, float]:
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of one model on one number of ranks."""
+    ranks, numel = rows[0].ranks, rows[0].numel
+    links = list(dict.fromkeys(row.link for row in rows))
+    lines = [f"**{rows[0].model}: {numel:,} parameters, {ranks} ranks**", ""]
+    lines += ["| | " + " | ".join(f"{link}, ms" for link in links) + " | MB sent per step | of the formula |"]
+    lines += ["|---|" + "---:|" * (len(links) + 2)]
+    compute = {row.link: median(row) for row in rows if row.method == "compute"}
+    for name in METHODS:
+        its = {row.link: row for row in rows if row.method == name}
+        if not its:
+            continue
+        sent = statistics.fmean(row.sent for row in its.values())
+        formula = METHODS[name].bytes_per_parameter
+        share = f"{sent / (formula(ranks) * numel):.3f}" if formula else ""
+        cells = [cell(its[link], compute.get(link)) if link in its else "" for link in links]
+        lines.append(f"| {METHODS[name].title} | " + " | ".join(cells) + f" | {sent / 1e6:.3f} | {share} |")
+    if limit := limits(rows):
+        cells = [f"{limit[link] * 1e3:.0f}" if link in limit else "" for link in links]
+        lines.append("| limit of OnebitAdam: compute only + its bytes / rate | " + " | ".join(cells) + " | | |")
+    lines.append("")
+    for name in ("onebit_adam", "zero_one_adam", "onebit_lamb"):
+        for other in ("ddp", "fp16"):
+            if found := crossover(rows, name, other):
+                lines.append(f"- {METHODS[name].title} against {METHODS[other].title}: {found}")
+    return lines
+
+
+def cell(row: Row, compute: float | None) -> str:
+    spread = f"{min(row.seconds) * 1e3:.0f} to {max(row.seconds) * 1e3:.0f}"
+    share = "" if compute is None else f", {median(row) / compute:.2f}x"
+    return f"{median(row) * 1e3:.0f} ({spread}){share}"
+
+
+def limits(rows: Sequence[Row]) -> dict[str, float]:
     """Seconds that a step of OnebitAdam cannot go below on each link."""
     found = {}
     for row in rows:
         rate = RATES[row.link]
         if row.method == "compute":
-            wire = 0.0 if rate is None else ring(SIGN_BYTES)(ranks) * row.numel * 8 / rate
+            wire = 0.0 if rate is None else ring(SIGN_BYTES)(row.ranks) * row.numel * 8 / rate
             found[row.link] = median(row) + wire
     return found
 
 
-def plot(path: Path, rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+def plot(path: Path, rows: Sequence[Row]) -> None:
     """Milliseconds per step over bandwidth, both logarithmic; the limit is dashed."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(
-        1, len(arguments.models), figsize=(7.5 * len(arguments.models), 5.5), layout="constrained", squeeze=False
-    )
-    for model, panel in zip(arguments.models, panels[0], strict=True):
-        mine = [row for row in rows if row.model == model and RATES[row.link] is not None]
-        for name in arguments.methods:
-            points = sorted((float(RATES[row.link] or math.inf), row) for row in mine if row.method == name)
-            rates = [rate / 1e9 for rate, _ in points]
-            panel.plot(rates, [median(row) * 1e3 for _, row in points], marker="o", label=METHODS[name].title)
-        limit = sorted(
-            (float(RATES[link] or math.inf), seconds) for link, seconds in limits(mine, arguments.ranks).items()
-        )
-        if limit:
-            panel.plot(
-                [rate / 1e9 for rate, _ in limit], [s * 1e3 for _, s in limit], "k--", label="limit of OnebitAdam"
-            )
+    models, counts = (list(dict.fromkeys(column)) for column in zip(*((r.model, r.ranks) for r in rows), strict=True))
+    size = (6.5 * len(counts), 5 * len(models))
+    figure, grid = plt.subplots(len(models), len(counts), figsize=size, layout="constrained", squeeze=False)
+    for (row, model), (column, ranks) in itertools.product(enumerate(models), enumerate(counts)):
+        panel = grid[row][column]
+        mine = [row for row in rows if (row.model, row.ranks) == (model, ranks) and RATES[row.link] is not None]
+        panel.set_visible(bool(mine))
+        for name in METHODS:
+            points = sorted((gigabits(row.link), median(row) * 1e3) for row in mine if row.method == name)
+            if points:
+                panel.plot(*zip(*points, strict=True), marker="o", label=METHODS[name].title)
+        if limit := sorted((gigabits(link), seconds * 1e3) for link, seconds in limits(mine).items()):
+            panel.plot(*zip(*limit, strict=True), "k--", label="limit of OnebitAdam")
         panel.set(xscale="log", yscale="log", xlabel="link of each rank, Gbit/s", ylabel="ms per step")
-        panel.set_title(f"{model} parameters, {arguments.ranks} ranks")
+        panel.set_title(f"{model} parameters, {ranks} ranks")
         panel.grid(True, which="both", alpha=0.2)
         panel.legend()
     figure.savefig(path, dpi=110)
 
 
+def gigabits(link: str) -> float:
+    return (RATES[link] or math.inf) / 1e9
+
+
 # ----------------------------------------------------------------------------------------------------------- main
-
-
-@contextmanager
-def network_of(arguments: argparse.Namespace) -> Iterator[Network | None]:
-    """The network, which is gone afterwards."""
-    if arguments.loopback:
-        yield None
-        return
-    check_rights()
-    network = Network(arguments.ranks)
-    try:
-        network.build()
-        yield network
-    finally:
-        network.remove()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks (2)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (%(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["10M", "30M"])
     parser.add_argument("--links", nargs="+", choices=list(RATES), default=list(RATES))
@@ -545,33 +374,34 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slow-steps", type=int, default=4, help="the same at 100 Mbit/s (%(default)s)")
     parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
     parser.add_argument("--report", type=Path, help="Markdown file; a picture and the rows as JSON go beside it")
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--interface", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     for name, least in {"ranks": 2, "threads": 1, "rounds": 1, "steps": 2, "slow_steps": 2}.items():
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be >= {least}, got {getattr(arguments, name)}")
+        given = getattr(arguments, name)
+        if (lowest := min(given) if isinstance(given, list) else given) < least:
+            parser.error(f"--{name.replace('_', '-')} must be >= {least}, got {lowest}")
+    check_report(parser, arguments.report)
     return arguments
 
 
 def main() -> None:
-    global PORT
     arguments = parse_arguments()
     if arguments.serve is not None:
-        return serve(arguments.serve, arguments.ranks, arguments.threads, arguments.interface)
+        return serve(partial(train, interface=arguments.serve))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if arguments.loopback:
-        PORT = free_port()
+    if not arguments.loopback:
+        check_rights()
+    known: list[Row] = []
+    if arguments.report is not None and (data := arguments.report.with_suffix(".json")).exists():
+        known = [Row(**row) for row in json.loads(data.read_text())]
     rows: list[Row] = []
     try:
-        with ExitStack() as stack:
-            network = stack.enter_context(network_of(arguments))
-            ranks = Ranks(network, arguments.ranks, arguments.threads)
-            stack.callback(ranks.kill)
-            rows += measure(arguments, network, ranks)
-            ranks.close()
+        for count in arguments.ranks:
+            with ranks_on_links(count, arguments.threads, __file__, loopback=arguments.loopback) as (network, ranks):
+                rows += measure(arguments, network, ranks)
     except KeyboardInterrupt:
         sys.exit("interrupted; nothing is left behind")
+    rows = merged(known, rows)
     text = report(rows, arguments)
     print(f"\n{text}")
     if arguments.report is not None:
@@ -579,7 +409,7 @@ def main() -> None:
         entries = ",\n".join(json.dumps(asdict(row)) for row in rows)
         arguments.report.with_suffix(".json").write_text(f"[\n{entries}\n]\n")
         if not arguments.loopback:
-            plot(arguments.report.with_suffix(".png"), rows, arguments)
+            plot(arguments.report.with_suffix(".png"), rows)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,223 @@
+"""Ranks that train over links of known speed: each a process in a network namespace of its own, joined by a bridge.
+
+`tc ... tbf` shapes what a rank sends and what it receives. The namespaces are removed at the end, also after an error
+or Ctrl-C. What scripts that measure over slow links share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RATES = {"unshaped": None, "10 Gbit/s": 10e9, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}  # bits per second
+PORT = 29577  # in namespaces, where nobody else is
+RESULT = "RESULT "
+
+
+# ------------------------------------------------------------------------------------------------- the network
+
+
+def run(*words: object) -> None:
+    """Run a command quietly.
+
+    Raises:
+        RuntimeError: If it fails, with what it said.
+    """
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(map(str, words))}: {done.stderr.strip() or done.returncode}")
+
+
+class Network:
+    """Namespaces, one for each rank, joined by a bridge in one more."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.prefix = f"co{os.getpid()}"
+        self.hub = f"{self.prefix}-hub"
+
+    def namespace(self, rank: int) -> str:
+        return f"{self.prefix}-{rank}"
+
+    def address(self, rank: int) -> str:
+        return f"10.77.0.{rank + 1}"
+
+    def build(self) -> None:
+        run("ip", "netns", "add", self.hub)
+        inside = ("ip", "-n", self.hub)
+        run(*inside, "link", "add", "bridge", "type", "bridge")
+        run(*inside, "link", "set", "bridge", "up")
+        for rank in range(self.ranks):
+            name = self.namespace(rank)
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            run(*inside, "link", "add", f"port{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            run(*inside, "link", "set", f"port{rank}", "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"{self.address(rank)}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
+
+    def shape(self, rate: float | None) -> None:
+        """Give every rank a link of ``rate`` bits per second, each way; None is as fast as the machine can."""
+        burst = 2_000_000 if rate is None or rate > 2e9 else 256_000 if rate > 2e8 else 96_000
+        for rank in range(self.ranks):
+            for namespace, device in ((self.namespace(rank), "eth0"), (self.hub, f"port{rank}")):
+                subprocess.run(("tc", "-n", namespace, "qdisc", "del", "dev", device, "root"), capture_output=True)
+                if rate is not None:
+                    shaped = ("rate", f"{rate:.0f}bit", "burst", burst, "latency", "20ms")
+                    run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shaped)
+
+    def remove(self) -> None:
+        for name in (self.hub, *map(self.namespace, range(self.ranks))):
+            subprocess.run(("ip", "netns", "del", name), capture_output=True)
+
+
+def check_rights() -> None:
+    """Exit where namespaces cannot be made, and say what to do."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        sys.exit(f"{' and '.join(missing)} not found: install iproute2, or use --loopback")
+    if os.geteuid() != 0:
+        sys.exit("making network namespaces needs root: run with sudo, or use --loopback")
+    probe = f"co{os.getpid()}-probe"
+    try:
+        run("ip", "netns", "add", probe)
+    except RuntimeError as error:
+        sys.exit(f"network namespaces cannot be made here ({error}): use --loopback")
+    finally:
+        subprocess.run(("ip", "netns", "del", probe), capture_output=True)
+
+
+# --------------------------------------------------------------------------------------------------- the ranks
+
+
+class Ranks:
+    """Processes that run `script --serve INTERFACE`, and take one order after the other, together."""
+
+    def __init__(self, network: Network | None, ranks: int, threads: int, script: str) -> None:
+        self.processes: list[subprocess.Popen[str]] = []
+        port = free_port() if network is None else PORT
+        interface = "lo" if network is None else "eth0"
+        for rank in range(ranks):
+            prefix = [] if network is None else ["ip", "netns", "exec", network.namespace(rank)]
+            words = [*prefix, sys.executable, str(Path(script).resolve()), "--serve", interface]
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1" if network is None else network.address(0),
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": interface,
+                "OMP_NUM_THREADS": str(threads),
+                "ACCELERATE_USE_CPU": "true",
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
+                )
+            )
+
+    def order(self, **what: Any) -> list[dict[str, Any]]:
+        """Have all ranks do it. Returns their answers.
+
+        Raises:
+            RuntimeError: If a rank died.
+        """
+        for process in self.processes:
+            try:
+                pipe(process.stdin).write(json.dumps(what) + "\n")
+                pipe(process.stdin).flush()
+            except BrokenPipeError:
+                raise RuntimeError(f"a rank died before {what}; see its error above") from None
+        return [self._answer(process, what) for process in self.processes]
+
+    def _answer(self, process: subprocess.Popen[str], what: dict[str, Any]) -> dict[str, Any]:
+        for line in pipe(process.stdout):
+            if line.startswith(RESULT):
+                answer: dict[str, Any] = json.loads(line.removeprefix(RESULT))
+                return answer
+        raise RuntimeError(f"a rank died in {what}; see its error above")
+
+    def close(self) -> None:
+        for process in self.processes:
+            pipe(process.stdin).close()
+        for process in self.processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+def pipe(stream: IO[str] | None) -> IO[str]:
+    assert stream is not None
+    return stream
+
+
+def sent_bytes(interface: str) -> int:
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+
+
+def check_report(parser: argparse.ArgumentParser, report: Path | None) -> None:
+    """Exit where the report could not be written after all the work."""
+    if report is not None and not report.resolve().parent.is_dir():
+        parser.error(f"--report: there is no folder {report.parent}: make it first")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """On a rank: take orders, one JSON object a line, and answer each with one; ends where its input does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    answers, sys.stdout = sys.stdout, sys.stderr  # Trainer prints
+    dist.init_process_group("gloo")
+    for line in sys.stdin:
+        print(RESULT + json.dumps(do(json.loads(line))), file=answers, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def ranks_on_links(ranks: int, threads: int, script: str, *, loopback: bool) -> Iterator[tuple[Network | None, Ranks]]:
+    """The network, None over loopback, and its ranks; both are gone afterwards."""
+    network = None if loopback else Network(ranks)
+    try:
+        if network is not None:
+            network.build()
+        processes = Ranks(network, ranks, threads, script)
+        try:
+            yield network, processes
+            processes.close()
+        finally:
+            processes.kill()
+    finally:
+        if network is not None:
+            network.remove()
