@@ -9,6 +9,7 @@ namespace {
 constexpr int kGroup = 4;                   /* vectors whose sums over messages are kept in registers */
 constexpr int64_t kAhead = 512;              /* bytes of a message */
 constexpr int64_t kStep = 256;               /* elements that are read, and quantized, in turn */
+constexpr int64_t kErrorsAhead = 2 * kStep; /* elements: with quantizing in between, the hardware fetches late */
 constexpr int64_t kSumTile = 4096;           /* elements of a longer block that are summed by themselves */
 constexpr int64_t kCachedBlock = 64 << 10; /* elements of a block whose second pass still finds it in the L2 cache */
 
@@ -282,7 +283,9 @@ struct Compressor {
                 int64_t n = least(scale_block, end - begin), first = j * chunks.chunk + begin;
                 NormSum sum;
                 for (int64_t at = first; at < first + n; at += kStep) {
-                    source.add_to(at, least(at + kStep, first + n), error + at, sum);
+                    int64_t stop = least(at + kStep, first + n);
+                    for (int64_t i = at; i < stop; i += kLanes) prefetch(error + i + kErrorsAhead);
+                    source.add_to(at, stop, error + at, sum);
                     last.quantize_some();
                 }
                 last.quantize_rest();
