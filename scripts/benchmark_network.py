@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -203,9 +203,8 @@ def steps_for(link: str, arguments: argparse.Namespace) -> int:
     return int(arguments.slow_steps if rate is not None and rate < 2e8 else arguments.steps)
 
 
-def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> list[Row]:
-    """Every model on every link; on each the methods take turns."""
-    found: list[Row] = []
+def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> Iterator[list[Row]]:
+    """The rows of every model on every link; on each the methods take turns."""
     count = len(ranks.processes)
     for model in arguments.models:
         for link in ["unshaped"] if network is None else arguments.links:
@@ -227,8 +226,7 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
             if network is None:
                 for row in rows.values():
                     row.sent /= count  # one interface for all ranks
-            found += rows.values()
-    return found
+            yield list(rows.values())
 
 
 def merged(known: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
@@ -355,6 +353,15 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=110)
 
 
+def write_report(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """The Markdown file, and beside it the rows and, of links, the picture."""
+    arguments.report.write_text(report(rows, arguments))
+    entries = ",\n".join(json.dumps(asdict(row)) for row in rows)
+    arguments.report.with_suffix(".json").write_text(f"[\n{entries}\n]\n")
+    if not arguments.loopback:
+        plot(arguments.report.with_suffix(".png"), rows)
+
+
 def gigabits(link: str) -> float:
     return (RATES[link] or math.inf) / 1e9
 
@@ -391,25 +398,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if not arguments.loopback:
         check_rights()
-    known: list[Row] = []
-    if arguments.report is not None and (data := arguments.report.with_suffix(".json")).exists():
-        known = [Row(**row) for row in json.loads(data.read_text())]
     rows: list[Row] = []
+    if arguments.report is not None and (data := arguments.report.with_suffix(".json")).exists():
+        rows = [Row(**row) for row in json.loads(data.read_text())]
     try:
         for count in arguments.ranks:
             with ranks_on_links(count, arguments.threads, __file__, loopback=arguments.loopback) as (network, ranks):
-                rows += measure(arguments, network, ranks)
+                for fresh in measure(arguments, network, ranks):
+                    rows = merged(rows, fresh)
+                    if arguments.report is not None:
+                        write_report(rows, arguments)
     except KeyboardInterrupt:
-        sys.exit("interrupted; nothing is left behind")
-    rows = merged(known, rows)
-    text = report(rows, arguments)
-    print(f"\n{text}")
-    if arguments.report is not None:
-        arguments.report.write_text(text)
-        entries = ",\n".join(json.dumps(asdict(row)) for row in rows)
-        arguments.report.with_suffix(".json").write_text(f"[\n{entries}\n]\n")
-        if not arguments.loopback:
-            plot(arguments.report.with_suffix(".png"), rows)
+        sys.exit("interrupted; nothing is left behind but the report of the links that were done")
+    print(f"\n{report(rows, arguments)}")
 
 
 if __name__ == "__main__":
