@@ -10,8 +10,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import hf_compressopt
+
+if TYPE_CHECKING:
+    from hf_compressopt.planner.cost import Model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,8 +58,10 @@ def _env(arguments: argparse.Namespace) -> int:
 def _add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "estimate",
-        help="memory that parameters, gradients and optimizer state take on each rank, with ZeRO and without",
-        description="Activations and what the framework itself needs come on top.",
+        help="memory that every way to train takes on each rank; over a given network also bytes and time of a step",
+        description="Memory is that of parameters, gradients and optimizer state: activations and what the framework "
+        "needs come on top. With --bandwidth and --compute-seconds the seconds of a step are predicted too, by the "
+        "model of docs/planner.md.",
     )
     parser.add_argument("--params", type=_count, required=True, help="number of trainable parameters: 124e6, 7e9")
     parser.add_argument("--nodes", type=_count, default=1, help="machines (%(default)s)")
@@ -67,9 +73,29 @@ def _add_estimate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         default=2,
         help="2 for Adam (the default), 1 for SGD with momentum",
     )
-    parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="as of ZeroOptimizer (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="in bytes, as JSON, for programs")
-    parser.set_defaults(run=_estimate)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="MiB that are sent together (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="in bytes and seconds, as JSON, for programs")
+    times = parser.add_argument_group("predicted time")
+    for name, kind, text in (
+        (
+            "bandwidth",
+            _rate,
+            "each node's link, each way, which its GPUs share: 25Gbit, 3.1GB/s; of one node, its GPUs'",
+        ),
+        (
+            "compute-seconds",
+            _time,
+            "a step that exchanges nothing, AdamW's update with it: measure one on a single GPU",
+        ),
+        ("update-seconds", _time, "of these, AdamW's update (that of a fused one, by --memory-bandwidth)"),
+        ("local-bandwidth", _rate, "between the GPUs of a node, for each of them (300GB/s, as NVLink 3)"),
+        ("memory-bandwidth", _rate, "memory of one rank (2TB/s, as an A100)"),
+        ("host-bandwidth", _rate, "messages that a rank's CPU moves, where it computes too (no limit, as with GPUs)"),
+        ("latency", _time, "one hop between nodes (20us)"),
+    ):
+        times.add_argument(f"--{name}", type=kind, help=text)
+    times.add_argument("--steps", type=_count, default=10_000, help="of the run, for its schedule (%(default)s)")
+    parser.set_defaults(run=_estimate, parser=parser)
 
 
 def _count(text: str) -> int:
@@ -80,32 +106,81 @@ def _count(text: str) -> int:
     return int(value)
 
 
+def _rate(text: str) -> float:
+    return _quantity(text, "bandwidth")
+
+
+def _time(text: str) -> float:
+    return _quantity(text, "seconds")
+
+
+def _quantity(text: str, kind: str) -> float:
+    from hf_compressopt.planner import units
+
+    try:
+        return float(getattr(units, kind)(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+_TIME_OPTIONS = ("update_seconds", "local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
+
+
 def _estimate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from hf_compressopt.zero.memory import estimate_zero_memory
+    from hf_compressopt.planner import report
 
-    ranks = arguments.nodes * arguments.gpus_per_node
-    rows = {}
-    for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2")):
-        memory = estimate_zero_memory(
-            arguments.params,
-            ranks,
-            stage,
-            dtype=getattr(torch, arguments.dtype),
-            states_per_parameter=arguments.states_per_parameter,
-            bucket_cap_mb=arguments.bucket_cap_mb,
+    ranks, dtype = arguments.nodes * arguments.gpus_per_node, getattr(torch, arguments.dtype)
+    try:
+        memory = report.memory_rows(
+            arguments.params, ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
         )
-        parts = {name: getattr(memory, name) for name in ("parameters", "gradients", "states", "buckets", "total")}
-        rows[name] = parts
+        model = _cost_model(arguments, dtype.itemsize)
+    except ValueError as error:
+        arguments.parser.error(str(error))
     if arguments.json:
-        print(json.dumps({"ranks": ranks, "bytes_per_rank": rows}, indent=2))
+        times = report.as_json(model, arguments.steps) if model else {}
+        print(json.dumps({"ranks": ranks, "bytes_per_rank": memory, **times}, indent=2))
         return 0
     print(f"{arguments.params:,} {arguments.dtype} parameters, {ranks} rank(s); GB (1e9 bytes) on each rank")
-    print(f"{'':8}" + "".join(f"{part:>12}" for part in rows["no ZeRO"]))
-    for name, parts in rows.items():
-        print(f"{name:8}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()))
+    print(report.memory_table(memory))
+    if model:
+        print(f"\npredicted, of a step; the shares of stages are those of a run of {arguments.steps:,} steps")
+        print(report.time_table(model, arguments.steps))
     return 0
+
+
+def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
+    """The model of time, where it is asked for.
+
+    Raises:
+        ValueError: If only a part of what it needs is given, or there is nobody to exchange anything with.
+    """
+    from hf_compressopt.planner.cost import Cluster, Model, Training
+
+    given = {name: getattr(arguments, name) for name in _TIME_OPTIONS if getattr(arguments, name) is not None}
+    needed = {"--bandwidth": arguments.bandwidth, "--compute-seconds": arguments.compute_seconds}
+    missing = [name for name, value in needed.items() if value is None]
+    if len(missing) == len(needed) and not given:
+        return None
+    if missing:
+        raise ValueError(f"predicting time needs --bandwidth and --compute-seconds; {' and '.join(missing)} missing")
+    nodes, gpus = arguments.nodes, arguments.gpus_per_node
+    if nodes * gpus == 1:
+        raise ValueError(
+            "one rank sends nothing: give --nodes or --gpus-per-node, without them there is no time to tell"
+        )
+    if nodes == 1:
+        nodes, gpus = gpus, 1  # each GPU has a link of its own
+    training = Training(
+        arguments.params,
+        arguments.compute_seconds,
+        given.pop("update_seconds", None),
+        itemsize=itemsize,
+        bucket_cap_mb=arguments.bucket_cap_mb,
+    )
+    return Model(training, Cluster(nodes, gpus, arguments.bandwidth, **given))
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

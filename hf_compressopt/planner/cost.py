@@ -1,0 +1,310 @@
+"""Predicted seconds and bytes of a step: a model of few terms, each the time of a physical thing.
+
+N ranks on M nodes, g on each; R the bytes per second of a node's link, L those between ranks of a node, B a message.
+
+Wire. A ring passes every link once each way; an all-to-all sends all that leaves a node over its one link:
+    all-reduce  2 (N-1)/N B / min(R, L)       all-gather  (N-1)/N B / min(R, L)                            (1)
+    all-to-all  max(g (N-g)/N B / R, (g-1)/N B / L)                                                        (2)
+    of these rates a message reaches WIRE_EFFICIENCY; it takes latency once for each hop that waits for another, and no
+    less than its bytes over host_bandwidth, where processors move them.
+DDP. With f, b, u the seconds of forward, backward and update, and k buckets that become ready evenly over b (which host
+work stretches by h):
+    f + max(ready_1 + sum of all messages, b + h + last message) + u                                       (3)
+ZeRO-1 and 2. (3) with all-to-alls and u/N, then packing, and the all-gather of the parameters, which nothing hides.
+Compressed step, of k buckets that go through passes over memory, P seconds, and messages, C seconds, side by side:
+    f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
+Sources: the ring, Patarasuk and Yuan 2009; overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a
+backward pass has two products for each of the forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from hf_compressopt.kernels.messages import chunk_message_nbytes
+from hf_compressopt.optim.scheduled import BYTES_PER_MB, FLOAT_BYTES
+
+#: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
+WIRE_EFFICIENCY = 0.9
+#: Share of the memory's bandwidth that the passes below reach, by docs/benchmarks.md (0.73 to 0.87).
+MEMORY_EFFICIENCY = 0.8
+#: Of forward and backward, the backward's share.
+BACKWARD_SHARE = 2 / 3
+
+_FIRST_DDP_BUCKET = 1 << 20  # torch's: a small one, so that sending starts early
+#: Bytes over memory per parameter.
+_FUSED_ADAM = 28  # p, m and v read and written, g read
+_HALF_CASTS = 16  # DDP's hook: float32 -> 16 bits, divided; and back
+_ZERO_PACKING = 24  # gradients into slices, the sum over ranks, parameters into and out of messages
+_NORM = 4  # the gradient is read once before anything is written
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes over memory per parameter in a step of a compressed optimizer.
+
+    Attributes:
+        alone: What every step takes before, or without, a message.
+        compress: What makes the message, error and all.
+        apply: What is done with the one that comes back.
+    """
+
+    alone: float
+    compress: float
+    apply: float
+
+
+#: g, m, error -> error; v, p, m -> p, m.
+ONEBIT_ADAM = Passes(_NORM, 16, 16)
+#: 1-bit gradients: g, error -> error; v, p, m -> p, m.
+ZERO_ONE_GRADIENT = Passes(_NORM, 12, 20)
+#: Each step alone: g, m, v, p, u -> m, p, u. At a sync: u, error -> error; anchor, v -> anchor, p, m, u.
+ZERO_ONE_LOCAL = Passes(_NORM + 32, 12, 24)
+#: As 1-bit Adam; then m, v, v_fresh, p -> m, v_fresh and sums, and once more m, v, p -> p.
+ONEBIT_LAMB = Passes(_NORM, 16, 40)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the ranks run on. Rates are in bytes per second, infinity where something costs no time.
+
+    Attributes:
+        nodes: Machines, >= 1; with one, ``bandwidth`` has no part in anything.
+        gpus_per_node: Ranks on each.
+        bandwidth: Of a node's link, each way, shared by its ranks.
+        local_bandwidth: Between the ranks of a node, each way and for each of them.
+        memory_bandwidth: Of a rank's memory; on processors that ranks share, its part of it.
+        host_bandwidth: At which a rank's own processor moves messages, where it has to compute as well; infinity where
+            network cards do.
+        latency: Seconds of one hop.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    bandwidth: float
+    local_bandwidth: float = 300e9
+    memory_bandwidth: float = 2e12
+    host_bandwidth: float = math.inf
+    latency: float = 20e-6
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("nodes", "gpus_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+        for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0 bytes per second, got {getattr(self, name)}")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency must be >= 0 seconds, got {self.latency}")
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.nodes * self.gpus_per_node
+
+    def pass_seconds(self, nbytes: float) -> float:
+        """Seconds in which the kernels move so many bytes over a rank's memory."""
+        return nbytes / (self.memory_bandwidth * MEMORY_EFFICIENCY)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one collective takes.
+
+    Attributes:
+        sent: Bytes that a rank sends.
+        on_link: Bytes that leave a node over its link.
+        seconds: From its start to its end, where nothing else is under way.
+        host: Of a rank's own processor.
+    """
+
+    sent: float
+    on_link: float
+    seconds: float
+    host: float
+
+    def __add__(self, other: Message) -> Message:
+        """One after the other."""
+        return Message(
+            self.sent + other.sent, self.on_link + other.on_link, self.seconds + other.seconds, self.host + other.host
+        )
+
+    def __mul__(self, count: float) -> Message:
+        """So many of them, one after the other."""
+        return Message(self.sent * count, self.on_link * count, self.seconds * count, self.host * count)
+
+
+_NOTHING = Message(0, 0, 0, 0)
+
+
+def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Message:
+    """An all-reduce (``passes`` 2) or all-gather (1) of ``nbytes`` in all, (1); ``work``: see :func:`_message`."""
+    count, several = cluster.ranks, cluster.nodes > 1
+    sent = passes * (count - 1) / count * nbytes
+    rates = [cluster.bandwidth] * several + [cluster.local_bandwidth] * (cluster.gpus_per_node > 1)
+    hops = passes * ((cluster.nodes if several else count) - 1)
+    wire = sent / (min(rates, default=math.inf) * WIRE_EFFICIENCY)
+    return _message(cluster, sent, sent * several, wire, hops, work)
+
+
+def all_to_all(cluster: Cluster, nbytes: float) -> Message:
+    """Every rank sends each other its part of ``nbytes``, (2)."""
+    count, local = cluster.ranks, cluster.gpus_per_node
+    on_link = local * (count - local) / count * nbytes
+    inside = (local - 1) / count * nbytes
+    wire = max(on_link / cluster.bandwidth, inside / cluster.local_bandwidth) / WIRE_EFFICIENCY
+    return _message(cluster, (count - 1) / count * nbytes, on_link, wire, int(count > 1), 0.0)
+
+
+def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Message:
+    """``work``: bytes that the host's sums are worth, where these are more than those sent."""
+    host = max(sent, work) / cluster.host_bandwidth
+    return Message(sent, on_link, hops * cluster.latency + max(wire, host), host)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and what a step takes without any message.
+
+    Attributes:
+        params: Trainable parameters, >= 1.
+        compute_seconds: Of a step that exchanges nothing: forward, backward and the update of an ordinary AdamW.
+        update_seconds: Of these, AdamW's; None is one pass over memory, as of a fused AdamW.
+        itemsize: Bytes of a parameter, and of its gradient: 4 or 2.
+        bucket_cap_mb: MiB that are sent together: of gradients in DDP, of float32 values elsewhere.
+        scale_block: As of the compressed optimizers.
+    """
+
+    params: int
+    compute_seconds: float
+    update_seconds: float | None = None
+    itemsize: int = 4
+    bucket_cap_mb: float = 25.0
+    scale_block: int | None = 4096
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if not self.params >= 1:
+            raise ValueError(f"params must be >= 1, got {self.params}")
+        if not 0 < self.compute_seconds < math.inf:
+            raise ValueError(f"compute_seconds must be > 0 and finite, got {self.compute_seconds}")
+        if not 0 <= (self.update_seconds or 0) < self.compute_seconds:
+            raise ValueError(
+                f"update_seconds must be >= 0 and less than compute_seconds={self.compute_seconds}, of which it is a "
+                f"part, got {self.update_seconds}"
+            )
+        if not self.bucket_cap_mb * BYTES_PER_MB >= FLOAT_BYTES:
+            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {self.bucket_cap_mb}")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step.
+
+    Attributes:
+        seconds: Of the whole step.
+        sent: Bytes that a rank sends.
+        on_link: Bytes that leave a node over its link.
+    """
+
+    seconds: float
+    sent: float
+    on_link: float
+
+
+def average(steps: list[tuple[float, Step]]) -> Step:
+    """The mean of steps with weights."""
+    total = sum(weight for weight, _ in steps)
+    means = (sum(w * getattr(step, name) for w, step in steps) / total for name in ("seconds", "sent", "on_link"))
+    return Step(*means)
+
+
+class Model:
+    """Predicts the steps of one training on one cluster."""
+
+    def __init__(self, training: Training, cluster: Cluster) -> None:
+        """Take apart what a step computes.
+
+        Raises:
+            ValueError: If AdamW's own update would take longer than the whole step.
+        """
+        self.training, self.cluster = training, cluster
+        given = training.update_seconds
+        self.update = cluster.pass_seconds(_FUSED_ADAM * training.params) if given is None else given
+        if self.update >= training.compute_seconds:
+            raise ValueError(
+                f"compute_seconds={training.compute_seconds} is less than the {self.update:.3g} s in which AdamW "
+                f"passes once over {training.params:,} parameters at memory_bandwidth={cluster.memory_bandwidth:.3g} "
+                "bytes/s: give the seconds of a whole step, or the bandwidth of this memory"
+            )
+        forward_backward = training.compute_seconds - self.update
+        self.backward = BACKWARD_SHARE * forward_backward
+        self.forward = forward_backward - self.backward
+
+    def ddp(self, itemsize: int | None = None) -> Step:
+        """DDP with gradients of the parameters' dtype, or of ``itemsize`` bytes by its 16-bit hook, (3)."""
+        params, own = self.training.params, self.training.itemsize
+        sent_as = itemsize or own
+        casts = self.cluster.pass_seconds(_HALF_CASTS * params) if sent_as < own else 0.0
+        cap = self.training.bucket_cap_mb * BYTES_PER_MB
+        total = params * own
+        first, bucket = min(_FIRST_DDP_BUCKET, total), min(cap, total)
+        shrunk = sent_as / own
+
+        def reduce(nbytes: float) -> Message:
+            # a processor takes as long for the sum of two 16-bit values as for that of two in float32
+            work = 2 * (self.cluster.ranks - 1) / self.cluster.ranks * nbytes * FLOAT_BYTES / own
+            return ring(self.cluster, nbytes * shrunk, passes=2, work=work)
+
+        every = reduce(first) + reduce(bucket) * ((total - first) / bucket)
+        seconds = self._overlapped(first / total, every, reduce(bucket)) + casts + self.update
+        return Step(seconds, every.sent, every.on_link)
+
+    def zero(self) -> Step:
+        """ZeRO-1 or ZeRO-2 with one micro-batch per step: both send the same."""
+        params, itemsize, count = self.training.params, self.training.itemsize, self.cluster.ranks
+        total = params * itemsize
+        bucket = min(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES * itemsize, total)
+        one, number = all_to_all(self.cluster, bucket), total / bucket
+        scatter, gather = one * number, ring(self.cluster, bucket, passes=1) * number
+        passes = self.cluster.pass_seconds(_ZERO_PACKING * params * itemsize / FLOAT_BYTES)
+        seconds = self._overlapped(bucket / total, scatter, one) + passes + self.update / count + gather.seconds
+        return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
+
+    def compressed(self, passes: Passes) -> Step:
+        """A step with a compressed message, (4)."""
+        params, world_size, block = self.training.params, self.cluster.ranks, self.training.scale_block
+        bucket = min(int(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES), params)
+        number = params / bucket
+        nbytes = chunk_message_nbytes(bucket, world_size, block)
+        one = all_to_all(self.cluster, sum(nbytes)) + ring(self.cluster, world_size * nbytes[0], passes=1)
+        messages = (one if world_size > 1 else _NOTHING) * number
+        serve = 2 + 8 / world_size  # averages this rank's share of everybody's signs; its error, read and written
+        moved = self.cluster.pass_seconds((passes.compress + serve + passes.apply) * params)
+        before = self.cluster.pass_seconds(passes.alone * params)
+        wire = messages.seconds
+        pipeline = max(moved + messages.host, wire) + min(moved, wire) / max(1.0, number)
+        seconds = self.forward + self.backward + before + pipeline
+        return Step(seconds, messages.sent, messages.on_link)
+
+    def alone(self, passes: Passes) -> Step:
+        """A step of 0/1 Adam between syncs."""
+        seconds = self.forward + self.backward + self.cluster.pass_seconds(passes.alone * self.training.params)
+        return Step(seconds, 0, 0)
+
+    def local_steps(self, interval: int) -> Step:
+        """0/1 Adam's steps in local intervals of this length: the mean of one with a sync, and the others."""
+        sync, alone = self.compressed(ZERO_ONE_LOCAL), self.alone(ZERO_ONE_LOCAL)
+        return average([(1, sync), (interval - 1, alone)])
+
+    def at(self, bandwidth: float) -> Model:
+        """The same over another link."""
+        return Model(self.training, replace(self.cluster, bandwidth=bandwidth))
+
+    def _overlapped(self, first_share: float, messages: Message, last: Message) -> float:
+        """Forward and backward, and the messages that leave while the latter runs, (3) but for the update."""
+        backward = self.backward + messages.host
+        return self.forward + max(first_share * backward + messages.seconds, backward + last.seconds)

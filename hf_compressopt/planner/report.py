@@ -1,0 +1,237 @@
+"""The planner's answer: memory, bytes and predicted times of every way to train, as data and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+import torch
+
+from hf_compressopt.integrations.options import COMPRESSED
+from hf_compressopt.optim.freezing import FreezingOptimizer
+from hf_compressopt.optim.scheduled import FLOAT_BYTES
+from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
+from hf_compressopt.planner.cost import (
+    ONEBIT_ADAM,
+    ONEBIT_LAMB,
+    ZERO_ONE_GRADIENT,
+    Model,
+    Step,
+    average,
+)
+from hf_compressopt.stages import Stage, local_interval, zero_one_plan
+from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
+
+_MEMORY = ("parameters", "gradients", "states", "buckets", "total")
+_HALF_BYTES = 2
+_MOMENTS = 2
+_ENOUGH_STEPS = 100_000  # of a longer run the shares of the stages are the same
+_LONGEST_INTERVAL = 16  # ZeroOneAdam's local_step_clipper
+_SLOWEST, _FASTEST = 1e4, 1e13  # bytes per second between which a crossover is sought
+_WHOLE_RUN = "whole run"
+
+
+def compressed_memory(
+    optimizer_class: type[FreezingOptimizer], params: int, world_size: int, itemsize: int
+) -> MemoryEstimate:
+    """Bytes on each rank under a compressed optimizer: moments, both errors, and the algorithm's own state.
+
+    Messages under way are left out: they are a thirty-second of the buckets.
+
+    Args:
+        optimizer_class: One of the compressed optimizers.
+        params: Trainable parameters.
+        world_size: Number of ranks; one has no errors.
+        itemsize: Bytes of a parameter.
+    """
+    own = sum(state.per == "element" for state in optimizer_class.extra_state)
+    values = params * (_MOMENTS + own)
+    if world_size > 1:
+        values += params + -(-params // world_size)
+    return MemoryEstimate(params * itemsize, params * itemsize, FLOAT_BYTES * values, 0)
+
+
+def memory_rows(
+    params: int, world_size: int, dtype: torch.dtype, states_per_parameter: int, bucket_cap_mb: float
+) -> dict[str, dict[str, int]]:
+    """Bytes on each rank, by way to train and by what they hold."""
+    estimates = {
+        name: estimate_zero_memory(
+            params,
+            world_size,
+            stage,
+            dtype=dtype,
+            states_per_parameter=states_per_parameter,
+            bucket_cap_mb=bucket_cap_mb,
+        )
+        for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))
+    }
+    for cls in COMPRESSED.values():
+        estimates[cls.__name__] = compressed_memory(cls, params, world_size, dtype.itemsize)
+    return {name: {part: getattr(memory, part) for part in _MEMORY} for name, memory in estimates.items()}
+
+
+@cache
+def zero_one_shares(steps: int) -> Counter[tuple[Stage, int]]:
+    """How many of so many steps 0/1 Adam takes in each stage, by Trainer's default schedule.
+
+    Returns:
+        Counts by stage, and in the variance stage by 1 for a step in full precision and 0 for one with a 1-bit
+        gradient, in the local-step stage by the interval in force.
+    """
+    last, tenth = max(1, int(steps * ZeroOneAdam.freeze_share)), max(1, steps // 10)
+    shares: Counter[tuple[Stage, int]] = Counter()
+    for step in range(1, steps + 1):
+        plan = zero_one_plan(
+            step,
+            var_freeze_step=last,
+            var_update_scaler=max(16, tenth),
+            local_step_scaler=tenth,
+            local_step_clipper=_LONGEST_INTERVAL,
+        )
+        learning = plan.stage is Stage.VARIANCE
+        interval = 0 if learning else local_interval(step, last, tenth, _LONGEST_INTERVAL)
+        shares[plan.stage, int(plan.reduce_grads) if learning else interval] += 1
+    return shares
+
+
+def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
+    """Predicted steps, by way to train and by stage.
+
+    Args:
+        model: Of the training and the cluster.
+        steps: Of the whole run; the compressed optimizers' first stages take the shares of it that Trainer gives them.
+    """
+    ddp, zero, itemsize = model.ddp(), model.zero(), model.training.itemsize
+    halves = {f"DDP, {8 * _HALF_BYTES}-bit gradients": {"": model.ddp(_HALF_BYTES)}}
+    return {
+        f"DDP, {8 * itemsize}-bit gradients": {"": ddp},
+        **(halves if itemsize > _HALF_BYTES else {}),
+        "ZeRO-1": {"": zero},
+        "ZeRO-2": {"": zero},
+        "OnebitAdam": _onebit(ddp, model.compressed(ONEBIT_ADAM)),
+        "ZeroOneAdam": _zero_one(model, ddp, steps),
+        "OnebitLamb": _onebit(ddp, model.compressed(ONEBIT_LAMB)),
+    }
+
+
+def _onebit(ddp: Step, compressed: Step) -> dict[str, Step]:
+    share = FreezingOptimizer.freeze_share
+    return {"warmup": ddp, "compressed": compressed, _WHOLE_RUN: average([(share, ddp), (1 - share, compressed)])}
+
+
+def _zero_one(model: Model, ddp: Step, steps: int) -> dict[str, Step]:
+    gradient = model.compressed(ZERO_ONE_GRADIENT)
+    weighed: dict[str, list[tuple[float, Step]]] = defaultdict(list)
+    for (stage, kind), count in zero_one_shares(min(steps, _ENOUGH_STEPS)).items():
+        learning = stage is Stage.VARIANCE
+        step = (ddp if kind else gradient) if learning else model.local_steps(kind)
+        for name in (stage.value, _WHOLE_RUN):
+            weighed[name].append((count, step))
+    return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}
+
+
+def last_stage(stages: dict[str, Step]) -> str:
+    """The stage in which a run spends most of its steps."""
+    return [name for name in stages if name != _WHOLE_RUN][-1]
+
+
+def crossover(model: Model, mine: Callable[[Model], Step], other: Callable[[Model], Step]) -> float:
+    """Bytes per second of a node's link below which ``mine`` takes less time than ``other``.
+
+    Returns:
+        Infinity where it is faster over every link, 0 where over none.
+    """
+
+    def faster(exponent: float) -> bool:
+        there = model.at(math.exp(exponent))
+        return mine(there).seconds < other(there).seconds
+
+    low, high = math.log(_SLOWEST), math.log(_FASTEST)
+    if faster(high):
+        return math.inf
+    if not faster(low):
+        return 0.0
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (middle, high) if faster(middle) else (low, middle)
+    return math.exp(low)
+
+
+def crossovers(model: Model, steps: int) -> dict[str, dict[str, float]]:
+    """For each compressed optimizer's last stage and each way of DDP: see :func:`crossover`."""
+    rows = time_rows(model, steps)
+
+    def of(name: str) -> Callable[[Model], Step]:
+        return lambda there: time_rows(there, steps)[name][last_stage(rows[name])]
+
+    ddp = [name for name in rows if name.startswith("DDP")]
+    return {
+        name: {other: crossover(model, of(name), of(other)) for other in ddp}
+        for name, stages in rows.items()
+        if len(stages) > 1
+    }
+
+
+def as_json(model: Model, steps: int) -> dict[str, Any]:
+    """Times, bytes and crossovers as JSON holds them; a rate that is infinite is null."""
+    rates = {
+        name: {other: None if math.isinf(rate) else rate for other, rate in others.items()}
+        for name, others in crossovers(model, steps).items()
+    }
+    return {
+        "assumptions": {
+            **{name: None if value == math.inf else value for name, value in asdict(model.cluster).items()},
+            **asdict(model.training),
+            "update_seconds": model.update,
+            "steps": steps,
+        },
+        "steps": {
+            name: {stage or "every step": asdict(step) for stage, step in stages.items()}
+            for name, stages in time_rows(model, steps).items()
+        },
+        "faster_below_bytes_per_second": rates,
+    }
+
+
+def memory_table(rows: dict[str, dict[str, int]]) -> str:
+    """GB on each rank."""
+    lines = [f"{'':12}" + "".join(f"{part:>12}" for part in _MEMORY)]
+    lines += [
+        f"{name:12}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
+    ]
+    return "\n".join(lines)
+
+
+def time_table(model: Model, steps: int) -> str:
+    """Predicted steps, and the bandwidths below which compression pays."""
+    compute = model.training.compute_seconds
+    titles = ("sent by a rank", "out of a node", "step", "of compute")
+    lines = [f"{'':26}{'stage':>12}" + "".join(f"{title:>16}" for title in titles)]
+    for name, stages in time_rows(model, steps).items():
+        for stage, step in stages.items():
+            cells = (
+                f"{step.sent / 1e6:,.1f} MB",
+                f"{step.on_link / 1e6:,.1f} MB",
+                f"{step.seconds * 1e3:,.1f} ms",
+                f"{step.seconds / compute:.2f} x",
+            )
+            lines.append(f"{name:26}{stage:>12}" + "".join(f"{cell:>16}" for cell in cells))
+            name = ""
+    lines.append("")
+    for name, others in crossovers(model, steps).items():
+        for other, rate in others.items():
+            stage = last_stage(time_rows(model, steps)[name])
+            verdict = {0.0: "over no link", math.inf: "over every link"}.get(rate, f"below {_gbit(rate)} Gbit/s")
+            lines.append(f"{name}, {stage} stage: faster than {other} {verdict}")
+    return "\n".join(lines)
+
+
+def _gbit(rate: float) -> str:
+    """Bytes per second as Gbit/s, with two digits that mean something."""
+    value = 8e-9 * rate
+    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"

@@ -1,0 +1,93 @@
+"""Compare what the planner predicts with what was measured, row by row.
+
+    python scripts/check_planner.py docs/network.json
+
+The rows are those of benchmark_network.py; the compute-only row of each link, model and number of ranks is the
+--compute-seconds of the others. What else the model asks of a machine stands below: it was measured by other
+benchmarks, on the machine of the rows. Exit code 1 where a prediction is further from the measured median than --bound.
+PowerSGD is not predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Cluster, Model, Training
+from hf_compressopt.planner.units import bandwidth
+
+# Of docs/benchmarks.md's machine, whose ranks share two cores and their memory.
+CORES = 2
+MEMORY_BANDWIDTH = 63.4e9  # bytes per second of both cores, "a += b" with 2 threads
+UPDATE_SECONDS = 3.36e-9  # per parameter: torch's AdamW as a loop over tensors, 84 ms for 25 million
+HOST_BANDWIDTH = 1.08e9  # bytes that one core sends per second: 100 MB of all_reduce in 105.9 - 13.0 ms
+LATENCY = 160e-6  # an all_reduce of two values by gloo
+LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
+
+
+def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
+    """Seconds of the row's step; None for a method that the planner does not know."""
+    ranks = row.get("ranks", 2)
+    crowd = max(1.0, ranks / CORES)  # ranks that take turns on a core
+    cluster = Cluster(
+        nodes=ranks,
+        gpus_per_node=1,
+        bandwidth=math.inf if row["link"] == "unshaped" else bandwidth(row["link"]),
+        memory_bandwidth=MEMORY_BANDWIDTH / ranks,
+        host_bandwidth=HOST_BANDWIDTH / crowd,
+        latency=LATENCY,
+    )
+    model = Model(Training(row["numel"], compute_seconds, UPDATE_SECONDS * crowd * row["numel"]), cluster)
+    predictions = {
+        "ddp": model.ddp,
+        "fp16": lambda: model.ddp(2),
+        "zero2": model.zero,
+        "onebit_adam": lambda: model.compressed(ONEBIT_ADAM),
+        "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),
+        "onebit_lamb": lambda: model.compressed(ONEBIT_LAMB),
+    }
+    return predictions[row["method"]]().seconds if row["method"] in predictions else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", type=Path, help="JSON of benchmark_network.py")
+    parser.add_argument("--bound", type=float, default=0.2, help="largest relative error (%(default)s)")
+    arguments = parser.parse_args()
+    rows = json.loads(arguments.rows.read_text())
+    compute = {place(row): statistics.median(row["seconds"]) for row in rows if row["method"] == "compute"}
+    print("| model | ranks | link | method | measured, ms | predicted, ms | error, % |")
+    print("|---|---:|---|---|---:|---:|---:|")
+    errors = []
+    for row in rows:
+        if row["method"] == "compute" or place(row) not in compute:
+            continue
+        predicted = predict(row, compute[place(row)])
+        if predicted is None:
+            continue
+        measured = statistics.median(row["seconds"])
+        errors.append(predicted / measured - 1)
+        print(
+            f"| {row['model']} | {row.get('ranks', 2)} | {row['link']} | {row['method']} | {measured * 1e3:.0f} "
+            f"| {predicted * 1e3:.0f} | {errors[-1] * 100:+.1f} |"
+        )
+    if not errors:
+        print(f"{arguments.rows} has no row of a predicted method with its compute-only row", file=sys.stderr)
+        return 2
+    largest = max(errors, key=abs)
+    mean = statistics.fmean(map(abs, errors))
+    print(f"\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
+    return int(abs(largest) > arguments.bound)
+
+
+def place(row: dict[str, Any]) -> tuple[str, int, str]:
+    return row["model"], row.get("ranks", 2), row["link"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
