@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_env(commands)
     _add_estimate(commands)
+    _add_from_deepspeed(commands)
     _add_inspect(commands)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
@@ -181,6 +182,38 @@ def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
         bucket_cap_mb=arguments.bucket_cap_mb,
     )
     return Model(training, Cluster(nodes, gpus, arguments.bandwidth, **given))
+
+
+def _add_from_deepspeed(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "from-deepspeed",
+        help="what a DeepSpeed configuration becomes here: Trainer's flags, Accelerate's call",
+        description="Every option is accounted for. Exit code 0 where each has a counterpart, 1 where one has none, 2 "
+        "where the file is no configuration.",
+    )
+    parser.add_argument("config", help="ds_config.json, for DeepSpeed itself or, with auto values, for Transformers")
+    parser.add_argument("--ranks", type=_count, help="number of ranks, by which a train_batch_size is divided")
+    parser.add_argument(
+        "--same-arithmetic",
+        action="store_true",
+        help="have the compressed optimizers compute what DeepSpeed's did, faults apart; the defaults here are better",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON, for programs")
+    parser.set_defaults(run=_from_deepspeed)
+
+
+def _from_deepspeed(arguments: argparse.Namespace) -> int:
+    from hf_compressopt.integrations import deepspeed
+    from hf_compressopt.integrations.deepspeed import render, translation
+
+    try:
+        config = translation.read_config(arguments.config)
+        found = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
+    except ValueError as error:
+        print(f"hf-compressopt from-deepspeed: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(render.as_json(found), indent=2) if arguments.json else render.render(found))
+    return 1 if found.lost else 0
 
 
 def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

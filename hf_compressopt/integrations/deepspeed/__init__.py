@@ -1,0 +1,54 @@
+"""Moving from DeepSpeed: what a configuration for it becomes here.
+
+Facts on DeepSpeed are those of 0.19.6, the last release with the 1-bit optimizers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_compressopt.integrations.deepspeed import optimizer, training
+from hf_compressopt.integrations.deepspeed.translation import Options, Translation
+from hf_compressopt.integrations.options import OPTIMIZERS, parse_options
+from hf_compressopt.integrations.zero import ZERO_NAMES, zero_options
+
+
+def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmetic: bool = False) -> Translation:
+    """Translate a DeepSpeed configuration.
+
+    Args:
+        config: As DeepSpeed takes it, or as Transformers does, with "auto" values.
+        ranks: Number of ranks, by which a train_batch_size is divided.
+        same_arithmetic: Give the compressed optimizers the options with which they compute what DeepSpeed's did.
+
+    Raises:
+        ValueError: For a section that is no object, or a value that its option cannot have.
+    """
+    options = Options(config)
+    optimizer.optimizer(options, same_arithmetic=same_arithmetic)
+    optimizer.zero(options)
+    training.precision(options)
+    training.batches(options, ranks)
+    training.clipping(options)
+    training.scheduler(options)
+    training.rest(options)
+    translation = options.translation
+    _, others = zero_options(translation.optim_args_text, ZERO_NAMES.get(translation.optim))
+    if translation.optim in OPTIMIZERS:
+        _check_ranges(OPTIMIZERS[translation.optim], parse_options(OPTIMIZERS[translation.optim], others))
+    return translation
+
+
+def _check_ranges(cls: Callable[..., torch.optim.Optimizer], values: dict[str, Any]) -> None:
+    """Have the optimizer itself check its options.
+
+    Raises:
+        ValueError: For one outside its range.
+    """
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks
+        transport = ("communicator", "cuda_aware")
+        cls([torch.zeros(8)], **{name: value for name, value in values.items() if name not in transport})

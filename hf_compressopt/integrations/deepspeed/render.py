@@ -1,0 +1,124 @@
+"""A translated configuration as text, as code, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from hf_compressopt.integrations.deepspeed import tables
+from hf_compressopt.integrations.deepspeed.translation import BECOMES, DIFFERS, LOST, SAME, Translation
+from hf_compressopt.integrations.options import COMPRESSED, OPTIMIZERS, text_options
+from hf_compressopt.integrations.zero import ZERO_NAMES
+from hf_compressopt.zero.optimizer import ZeroOptimizer
+
+_TITLES = {
+    BECOMES: "What becomes what",
+    DIFFERS: "What is different",
+    SAME: "Nothing to do",
+    LOST: "No counterpart",
+}
+_TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
+_PLUGIN_FIELDS = ("freeze_step", "scale_block", "variance_floor", "bucket_cap_mb", "communicator")
+
+
+def render(translation: Translation) -> str:
+    """For people: the flags, the code, and what there is to know."""
+    words, pairs = translation.arguments(), list[str]()
+    for word in words:
+        if word.startswith("--"):
+            pairs.append(word)
+        else:
+            pairs[-1] += f" {shlex.quote(word)}"
+    lines = ["Trainer: accelerate launch -m hf_compressopt.run script.py, with", *(f"    {pair}" for pair in pairs)]
+    lines += ["", "Accelerate:", *(f"    {line}" for line in accelerate_code(translation).splitlines())]
+    for kind, title in _TITLES.items():
+        rows = [row for row in translation.rows if row.kind == kind]
+        lines += ["", f"{title}:"] if rows else []
+        for row in rows:
+            value = json.dumps(row.value) if row.given else f"not given: {json.dumps(row.value)}"
+            here = f" -> {row.here}" if row.here else ""
+            lines.append(f"    {row.option} ({value}){here}" + (f": {row.remark}" if row.remark else ""))
+    return "\n".join(lines)
+
+
+def as_json(translation: Translation) -> dict[str, Any]:
+    """For programs: the flags as words, the code, every option, and those that are lost."""
+    return {
+        "trainer": translation.arguments(),
+        "accelerate": accelerate_code(translation),
+        "options": [vars(row) for row in translation.rows],
+        "lost": [row.option for row in translation.lost],
+    }
+
+
+def accelerate_code(translation: Translation) -> str:
+    """Code for a loop of one's own; ``model`` is the script's."""
+    name, flags, imports = translation.optim, translation.flags, ["CompressOptAccelerator"]
+    accelerate = _call(translation.accelerate)
+    if translation.scaler:
+        accelerate.append(f"kwargs_handlers=[GradScalerKwargs({', '.join(_call(translation.scaler))})]")
+    if plugin := _plugin(translation):
+        imports.append("CompressOptPlugin")
+        accelerate.insert(0, f"compressopt_plugin=CompressOptPlugin({', '.join(_call(plugin))})")
+        made = _make("torch.optim.AdamW", "", _adam(translation))
+    else:
+        made = _optimizer(translation, imports)
+    lines = ["from accelerate.utils import GradScalerKwargs"] if translation.scaler else []
+    lines += ["import torch"] if "torch." in made else []
+    lines += [f"from hf_compressopt import {', '.join(imports)}", ""]
+    lines += [f"accelerator = CompressOptAccelerator({', '.join(accelerate)})", f"optimizer = {made}"]
+    became = f"becomes {COMPRESSED[name].__name__}" if plugin and name in COMPRESSED else "the loader and scheduler too"
+    lines.append(f"model, optimizer = accelerator.prepare(model, optimizer)  # {became}")
+    if norm := flags.get("--max_grad_norm"):
+        lines.append(f"# before each step: accelerator.clip_grad_norm_(model.parameters(), {norm})")
+    return "\n".join(lines)
+
+
+def _plugin(translation: Translation) -> dict[str, Any]:
+    """The plugin's fields, where they can say all of it; else nothing."""
+    name, stage = translation.optim, ZERO_NAMES.get(translation.optim)
+    fields: dict[str, Any] = {"zero_stage": stage} if stage else {"optimizer": name}
+    for option, value in translation.optim_args.items():
+        key = "freeze_step" if name in COMPRESSED and option == COMPRESSED[name].freeze_option else option
+        if key not in _PLUGIN_FIELDS:
+            return {}
+        fields[key] = value
+    return fields if stage or name in COMPRESSED else {}
+
+
+def _optimizer(translation: Translation, imports: list[str]) -> str:
+    """The expression that makes the optimizer."""
+    name, options = translation.optim, dict(translation.optim_args)
+    if name in OPTIMIZERS:
+        cls = OPTIMIZERS[name].__name__
+        imports.append(cls)
+    else:
+        cls = f"torch.optim.{_TORCH_CLASSES.get(name, 'AdamW')}"
+    common = _adam(translation)
+    if name in _TORCH_CLASSES:
+        common = {key: value for key, value in common.items() if key in ("lr", "weight_decay")}
+    stage = ZERO_NAMES.get(name) or options.pop("zero_stage", 0)
+    if not stage:
+        return _make(cls, "", common | options)
+    imports.append("ZeroOptimizer")
+    zero = {key: options.pop(key) for key in list(options) if key in text_options(ZeroOptimizer)}
+    return _make("ZeroOptimizer", cls, {"stage": stage, **zero, **common, **options})
+
+
+def _adam(translation: Translation) -> dict[str, Any]:
+    """Options that Trainer has flags for, as every Adam takes them."""
+    found = {}
+    for name, flags in tables.FLAGS.items():
+        values = [translation.flags[flag] for flag in flags if flag in translation.flags]
+        if values:
+            found[name] = tuple(values) if len(flags) > 1 else values[0]
+    return found
+
+
+def _make(cls: str, wrapped: str, options: dict[str, Any]) -> str:
+    return f"{cls}({', '.join(filter(None, ['model.parameters()', wrapped, *_call(options)]))})"
+
+
+def _call(values: dict[str, Any]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in values.items()]
