@@ -32,7 +32,7 @@ LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
 def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     """Seconds of the row's step; None for a method that the planner does not know."""
-    ranks = row.get("ranks", 2)
+    ranks = row["ranks"]
     crowd = max(1.0, ranks / CORES)  # ranks that take turns on a core
     cluster = Cluster(
         nodes=ranks,
@@ -73,7 +73,7 @@ def main() -> int:
         measured = statistics.median(row["seconds"])
         errors.append(predicted / measured - 1)
         print(
-            f"| {row['model']} | {row.get('ranks', 2)} | {row['link']} | {row['method']} | {measured * 1e3:.0f} "
+            f"| {row['model']} | {row['ranks']} | {row['link']} | {row['method']} | {measured * 1e3:.0f} "
             f"| {predicted * 1e3:.0f} | {errors[-1] * 100:+.1f} |"
         )
     if not errors:
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def place(row: dict[str, Any]) -> tuple[str, int, str]:
-    return row["model"], row.get("ranks", 2), row["link"]
+    return row["model"], row["ranks"], row["link"]
 
 
 if __name__ == "__main__":
