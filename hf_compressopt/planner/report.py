@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache
 from typing import Any
@@ -31,7 +30,7 @@ _HALF_BYTES = 2
 _MOMENTS = 2
 _ENOUGH_STEPS = 100_000  # of a longer run the shares of the stages are the same
 _LONGEST_INTERVAL = 16  # ZeroOneAdam's local_step_clipper
-_SLOWEST, _FASTEST = 1e4, 1e13  # bytes per second between which a crossover is sought
+_SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # bytes per second between which a crossover is sought, in steps of 10 %
 _WHOLE_RUN = "whole run"
 
 
@@ -140,39 +139,36 @@ def last_stage(stages: dict[str, Step]) -> str:
     return [name for name in stages if name != _WHOLE_RUN][-1]
 
 
-def crossover(model: Model, mine: Callable[[Model], Step], other: Callable[[Model], Step]) -> float:
-    """Bytes per second of a node's link below which ``mine`` takes less time than ``other``.
+def crossovers(model: Model, steps: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Below which bandwidth the compressed optimizers are faster than DDP, over every slower link.
 
     Returns:
-        Infinity where it is faster over every link, 0 where over none.
+        Bytes per second of a node's link, by optimizer, stage (its last one, and the whole run) and way of DDP;
+        infinity where it is faster over all links, 0 where it is slower over the slowest.
     """
+    number = round(math.log(_FASTEST / _SLOWEST) / _GRID)
+    links = [_SLOWEST * math.exp(_GRID * index) for index in range(number + 1)]
+    table = [time_rows(model.at(link), steps) for link in links]
 
-    def faster(exponent: float) -> bool:
-        there = model.at(math.exp(exponent))
-        return mine(there).seconds < other(there).seconds
+    def below(name: str, stage: str, other: str) -> float:
+        def faster(rows: dict[str, dict[str, Step]]) -> bool:
+            return rows[name][stage].seconds < rows[other][""].seconds
 
-    low, high = math.log(_SLOWEST), math.log(_FASTEST)
-    if faster(high):
-        return math.inf
-    if not faster(low):
-        return 0.0
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        low, high = (middle, high) if faster(middle) else (low, middle)
-    return math.exp(low)
+        first = next((index for index, rows in enumerate(table) if not faster(rows)), None)
+        if first is None or first == 0:
+            return math.inf if first is None else 0.0
+        low, high = links[first - 1], links[first]
+        while high / low > 1.001:
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if faster(time_rows(model.at(middle), steps)) else (low, middle)
+        return low
 
-
-def crossovers(model: Model, steps: int) -> dict[str, dict[str, float]]:
-    """For each compressed optimizer's last stage and each way of DDP: see :func:`crossover`."""
-    rows = time_rows(model, steps)
-
-    def of(name: str) -> Callable[[Model], Step]:
-        return lambda there: time_rows(there, steps)[name][last_stage(rows[name])]
-
-    ddp = [name for name in rows if name.startswith("DDP")]
     return {
-        name: {other: crossover(model, of(name), of(other)) for other in ddp}
-        for name, stages in rows.items()
+        name: {
+            stage: {other: below(name, stage, other) for other in table[0] if other.startswith("DDP")}
+            for stage in (last_stage(stages), _WHOLE_RUN)
+        }
+        for name, stages in table[0].items()
         if len(stages) > 1
     }
 
@@ -180,8 +176,11 @@ def crossovers(model: Model, steps: int) -> dict[str, dict[str, float]]:
 def as_json(model: Model, steps: int) -> dict[str, Any]:
     """Times, bytes and crossovers as JSON holds them; a rate that is infinite is null."""
     rates = {
-        name: {other: None if math.isinf(rate) else rate for other, rate in others.items()}
-        for name, others in crossovers(model, steps).items()
+        name: {
+            stage: {other: None if math.isinf(rate) else rate for other, rate in others.items()}
+            for stage, others in stages.items()
+        }
+        for name, stages in crossovers(model, steps).items()
     }
     return {
         "assumptions": {
@@ -223,15 +222,15 @@ def time_table(model: Model, steps: int) -> str:
             lines.append(f"{name:26}{stage:>12}" + "".join(f"{cell:>16}" for cell in cells))
             name = ""
     lines.append("")
-    for name, others in crossovers(model, steps).items():
-        for other, rate in others.items():
-            stage = last_stage(time_rows(model, steps)[name])
-            verdict = {0.0: "over no link", math.inf: "over every link"}.get(rate, f"below {_gbit(rate)} Gbit/s")
-            lines.append(f"{name}, {stage} stage: faster than {other} {verdict}")
+    for name, found in crossovers(model, steps).items():
+        for stage, others in found.items():
+            verdicts = [f"{other}, {_verdict(rate)}" for other, rate in others.items()]
+            lines.append(f"{name}, {stage}: faster than {'; than '.join(verdicts)}")
     return "\n".join(lines)
 
 
-def _gbit(rate: float) -> str:
-    """Bytes per second as Gbit/s, with two digits that mean something."""
+def _verdict(rate: float) -> str:
+    if rate in (0.0, math.inf):
+        return "over every link" if rate else "over no link"
     value = 8e-9 * rate
-    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"
+    return f"below {value:.2g} Gbit/s" if value < 100 else f"below {value:,.0f} Gbit/s"
