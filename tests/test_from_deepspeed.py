@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from transformers import HfArgumentParser, Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
 
 import hf_compressopt
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, cli
@@ -275,11 +275,17 @@ def test_loss_scales_are_had_in_accelerate_alone() -> None:
     assert off.lost == [] and off.scaler == {}
 
 
-def test_schedules() -> None:
+def test_schedules(tmp_path: Path) -> None:
     cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 900, "warmup_min_ratio": 0.1}}
     translation = translate({"scheduler": cosine})
     assert translation.flags["--lr_scheduler_type"] == "cosine_with_min_lr"
-    assert json.loads(translation.flags["--lr_scheduler_kwargs"]) == {"min_lr_rate": 1e-4}
+    words = [*translation.arguments(), "--output_dir", str(tmp_path), "--use_cpu"]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    kwargs = args.lr_scheduler_kwargs
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, 2000, kwargs)
+    rates = [schedule.lr_lambdas[0](step) for step in (500, 1000, 2000)]  # DeepSpeed's defaults: 1000 steps, to 1e-4
+    assert rates == pytest.approx([0.5, 1.0, 1e-4])
     assert [row.option for row in translation.lost] == ["scheduler.params.warmup_min_ratio"]
     logarithmic = translate({"scheduler": {"type": "WarmupLR"}})
     assert [row.option for row in logarithmic.lost] == ["scheduler.params.warmup_type"]
