@@ -8,8 +8,7 @@ namespace {
 
 constexpr int kGroup = 4;                   /* vectors whose sums over messages are kept in registers */
 constexpr int64_t kAhead = 512;              /* bytes of a message */
-constexpr int64_t kStep = 256;               /* elements that are read, and quantized, in turn */
-constexpr int64_t kErrorsAhead = 2 * kStep; /* elements: with quantizing in between, the hardware fetches late */
+constexpr int64_t kStep = 1024;              /* elements that are worked on, and fetched, at a time */
 constexpr int64_t kSumTile = 4096;           /* elements of a longer block that are summed by themselves */
 constexpr int64_t kCachedBlock = 64 << 10; /* elements of a block whose second pass still finds it in the L2 cache */
 
@@ -60,7 +59,7 @@ struct Combination {
     /* out <- z + out, whose squares are added to the sum. */
     void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
         auto add = [&](const auto &value) {
-            sum.add(end - begin, [&](int64_t i, auto lanes) {
+            sum.add(end - begin, [&value, out](int64_t i, auto lanes) {
                 Vec u = value(i, lanes) + lanes.get(out + i);
                 lanes.put(out + i, u);
                 return u;
@@ -94,7 +93,8 @@ struct Combination {
         if (g == nullptr && x == nullptr) {
             use([&](int64_t, auto) { return zero * f; });
         } else if (g == nullptr) {
-            use([&](int64_t i, auto lanes) { return alpha * lanes.get(x + i) * f; });
+            if (z.alpha == 1.0f && factor == 1.0f) return use([x](int64_t i, auto lanes) { return lanes.get(x + i); });
+            use([=](int64_t i, auto lanes) { return alpha * lanes.get(x + i) * f; });
         } else {
             with_dtype(dtype, [&](auto type) {
                 const auto *grad = static_cast<const typename decltype(type)::type *>(g);
@@ -195,9 +195,8 @@ inline float root_mean_square(double sum, int64_t n) {
 /* Signs of some of u, and u <- u - Q(u). */
 template <class Lanes>
 inline uint32_t quantize(float *u, const Scale &scale, Lanes lanes) {
-    Vec x = lanes.get(u);
-    uint32_t bits = negative(x);
-    lanes.put(u, x - scale.with_signs(bits));
+    uint32_t bits;
+    lanes.put(u, scale.error(lanes.get(u), &bits));
     return bits;
 }
 
@@ -217,31 +216,6 @@ inline void quantize(float *u, int64_t n, float s, uint8_t *signs) {
         if (n - at > 8) signs[at / 8 + 1] = static_cast<uint8_t>(bits >> 8);
     });
 }
-
-/* A block whose scale is known, and u in the place of its errors. */
-class Block {
-  public:
-    Block() {}
-    Block(float *u, int64_t n, float scale, uint8_t *signs)
-        : u_(u), n_(n), scale_(scale), signs_(signs), steps_(ceil_div(n, kStep)) {}
-
-    /* A step, beginning in the middle: the same place in a block would share the caches' sets with what is read. */
-    void quantize_some() {
-        if (done_ == steps_) return;
-        int64_t at = (done_++ + steps_ / 2) % steps_ * kStep;
-        quantize(u_ + at, least(kStep, n_ - at), scale_, signs_ + at / 8);
-    }
-    void quantize_rest() {
-        while (done_ < steps_) quantize_some();
-    }
-
-  private:
-    float *u_ = nullptr;
-    int64_t n_ = 0;
-    float scale_ = 0;
-    uint8_t *signs_ = nullptr;
-    int64_t steps_ = 0, done_ = 0;
-};
 
 /* Compression of what source adds to the error. */
 template <class Source>
@@ -272,28 +246,34 @@ struct Compressor {
         return CO_OK;
     }
 
-    /* One pass over memory: a block stays in a cache from its sum to its errors. A block is quantized little by little
-     * while the next one is read, so that memory never waits. */
+    /* One pass over memory: a block stays in a cache from its sum to its errors. All the while errors are fetched half
+     * a block ahead, so that memory does not wait for the quantizing; the hardware fetches the other streams well. */
     void short_blocks() const {
         int64_t step = ceil_div(kPiece, scale_block) * scale_block, steps = ceil_div(chunks.chunk, step);
         parallel(exec, bytes(), chunks.count * steps, 1, [&](int64_t piece) {
             int64_t j = piece / steps, begin = piece % steps * step, end = least(begin + step, chunks.size(j));
-            Block last;
             for (; begin < end; begin += scale_block) {
                 int64_t n = least(scale_block, end - begin), first = j * chunks.chunk + begin;
+                const float *ahead = error + first + n / 2;
+                auto fetch = [&](int64_t elements) {
+                    for (int64_t i = 0; i < elements / 2; i += kLanes) prefetch(ahead + i);
+                    ahead += elements / 2;
+                };
                 NormSum sum;
                 for (int64_t at = first; at < first + n; at += kStep) {
                     int64_t stop = least(at + kStep, first + n);
-                    for (int64_t i = at; i < stop; i += kLanes) prefetch(error + i + kErrorsAhead);
+                    fetch(stop - at);
                     source.add_to(at, stop, error + at, sum);
-                    last.quantize_some();
                 }
-                last.quantize_rest();
                 float scale = root_mean_square(sum.total(), n);
                 write_scale(j, begin / scale_block, scale);
-                last = Block(error + first, n, scale, signs(j) + begin / 8);
+                uint8_t *block_signs = signs(j) + begin / 8;
+                for (int64_t at = 0; at < n; at += kStep) {
+                    int64_t some = least(kStep, n - at);
+                    fetch(some);
+                    quantize(error + first + at, some, scale, block_signs + at / 8);
+                }
             }
-            last.quantize_rest();
         });
     }
 

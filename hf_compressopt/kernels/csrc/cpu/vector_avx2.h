@@ -77,16 +77,15 @@ inline void store(T *p, Vec x, int n) {
     memcpy(p, part, n * sizeof(T));
 }
 
-inline uint32_t negative(Vec x) {
-    __m256 zero = _mm256_setzero_ps();
-    uint32_t a = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.a, zero, _CMP_LT_OQ)));
-    uint32_t b = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(x.b, zero, _CMP_LT_OQ)));
-    return a | b << 8;
-}
-
 struct Scale {
     __m256 plus;
     explicit Scale(float s) : plus(_mm256_set1_ps(s)) {}
+    Vec error(Vec x, uint32_t *bits) const {
+        __m256 a = _mm256_cmp_ps(x.a, _mm256_setzero_ps(), _CMP_LT_OQ);
+        __m256 b = _mm256_cmp_ps(x.b, _mm256_setzero_ps(), _CMP_LT_OQ);
+        *bits = static_cast<uint32_t>(_mm256_movemask_ps(a) | _mm256_movemask_ps(b) << 8);
+        return {_mm256_sub_ps(x.a, flip(a)), _mm256_sub_ps(x.b, flip(b))};
+    }
     Vec with_signs(uint32_t bits) const {
         __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
         return {flip(all, _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128)),
@@ -97,9 +96,9 @@ struct Scale {
         out[1] = with_signs(static_cast<uint32_t>(bits[2] | bits[3] << 8));
     }
     __m256 flip(__m256i all, __m256i places) const {
-        __m256 set = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, places), places));
-        return _mm256_xor_ps(plus, _mm256_and_ps(set, _mm256_set1_ps(-0.0f)));
+        return flip(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, places), places)));
     }
+    __m256 flip(__m256 set) const { return _mm256_xor_ps(plus, _mm256_and_ps(set, _mm256_set1_ps(-0.0f))); }
 };
 
 inline __m256 nan_or_greater(__m256 most, __m256 x) {

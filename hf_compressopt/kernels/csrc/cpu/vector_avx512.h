@@ -67,13 +67,14 @@ inline void store(Half *p, Vec a, int n) {
     _mm256_mask_storeu_epi16(p, first(n), narrow(Half{}, a));
 }
 
-inline uint32_t negative(Vec a) {
-    return _cvtmask16_u32(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_LT_OQ));
-}
-
 struct Scale {
     __m512 plus, minus;
     explicit Scale(float s) : plus(_mm512_set1_ps(s)), minus(_mm512_set1_ps(-s)) {}
+    Vec error(Vec a, uint32_t *bits) const {
+        __mmask16 negative = _mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_LT_OQ);
+        *bits = _cvtmask16_u32(negative);
+        return {_mm512_sub_ps(a.v, _mm512_mask_blend_ps(negative, plus, minus))};
+    }
     Vec with_signs(uint32_t bits) const {
         return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), plus, minus)};
     }

@@ -108,16 +108,15 @@ inline void stream(float *p, const Vec &x) { store(p, x); }
 inline void stream_done() {}
 inline void prefetch(const void *p) { __builtin_prefetch(p); }
 
-/* Bit i: whether element i is less than 0. */
-inline uint32_t negative(const Vec &x) {
-    uint32_t bits = 0;
-    for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>(x.v[i] < 0.0f) << i;
-    return bits;
-}
-
 struct Scale {
     float plus;
     explicit Scale(float s) : plus(s) {}
+    /* x minus what its signs say; bit i: whether element i is less than 0. */
+    Vec error(const Vec &x, uint32_t *bits) const {
+        *bits = 0;
+        for (int i = 0; i < 16; ++i) *bits |= static_cast<uint32_t>(x.v[i] < 0.0f) << i;
+        return x - with_signs(*bits);
+    }
     /* -s where the bit is set, else s */
     Vec with_signs(uint32_t bits) const {
         Vec r;
