@@ -1,5 +1,6 @@
 """Shards read by our own reader: what safetensors writes, and what nobody should have written."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_compressopt.checkpoint.files import ShardFile, checksums
+from hf_compressopt.checkpoint.files import ShardFile
 from hf_compressopt.checkpoint.index import DTYPES, CheckpointError, Piece, TensorEntry
 
 
@@ -23,7 +24,8 @@ def test_what_safetensors_writes_is_read_range_by_range(block_bytes: int | None,
     for key, tensor in written.items():
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         entry = TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
-        sums = tuple(checksums(memoryview(data), block_bytes or max(len(data), 1)))
+        block = block_bytes or max(len(data), 1)
+        sums = tuple(hashlib.sha256(data[low : low + block]).hexdigest() for low in range(0, len(data), block))
         piece = Piece(0, key, 0, tensor.numel(), sums)
         for begin in range(0, len(data), 5):
             for end in range(begin, len(data) + 1, 3):

@@ -18,6 +18,7 @@ ROWS = [
     ["collectives"],
     ["kernels"],
     ["flat", "stages"],
+    ["checkpoint.writer"],
     ["checkpoint.files"],
     ["checkpoint.reshard"],
     ["checkpoint.index"],
@@ -65,7 +66,7 @@ def test_only_the_integrations_know_the_hosts() -> None:
 
 
 def test_stages_and_what_reads_checkpoints_know_no_torch() -> None:
-    checkpoint = [f"checkpoint/{name}.py" for name in ("index", "reshard", "files", "inspect")]
+    checkpoint = [f"checkpoint/{name}.py" for name in ("index", "reshard", "files", "writer", "inspect")]
     for file in ["stages.py", *checkpoint]:
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
 

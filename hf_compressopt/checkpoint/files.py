@@ -228,12 +228,6 @@ class ShardFiles:
         return self._open[number]
 
 
-def checksums(data: memoryview, block_bytes: int) -> list[str]:
-    """SHA-256 of each block of a tensor's bytes, as an index holds them."""
-    blocks = (data[low : low + block_bytes] for low in range(0, len(data), block_bytes))
-    return [hashlib.sha256(block).hexdigest() for block in blocks]
-
-
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):

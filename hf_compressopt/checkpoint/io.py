@@ -9,15 +9,15 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_compressopt.checkpoint.files import ShardFiles, checksums
+from hf_compressopt.checkpoint.files import ShardFiles
 from hf_compressopt.checkpoint.index import (
     BLOCK_BYTES,
     INDEX_NAME,
@@ -29,6 +29,7 @@ from hf_compressopt.checkpoint.index import (
     TensorEntry,
 )
 from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
+from hf_compressopt.checkpoint.writer import ShardWriter, write_durably
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
@@ -85,7 +86,7 @@ def save_state(
     def write_index() -> None:
         if rank == 0:
             index = _make_index(state, grouped, save_id, entries)
-            _write_durably(folder / INDEX_NAME.format(prefix=prefix), index.to_json().encode())
+            write_durably(folder / INDEX_NAME.format(prefix=prefix), index.to_json().encode())
 
     _together(communicator, write_index, lambda: file.unlink(missing_ok=True))
     _remove_older(folder, prefix, save_id, rank, world_size)
@@ -187,34 +188,38 @@ def _assigned(tensors: Iterable[StateTensor], rank: int, world_size: int) -> lis
 
 def _write_shard(file: Path, tensors: Sequence[StateTensor], save_id: str) -> dict[str, Any]:
     """Write a shard durably. Returns its size and, for each tensor, what the index says of it."""
-    data, entries = {}, []
-    for tensor in tensors:
-        local = tensor.local.detach().cpu().contiguous()
-        whole = local.numel() == _numel(tensor.shape)
-        key = tensor.name if whole else f"{tensor.name}@{tensor.start}"
-        data[key] = local.view(tensor.shape) if whole else local.view(-1)
-        entries.append(
-            {
-                "name": tensor.name,
-                "dtype": str(local.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "key": key,
-                "start": tensor.start,
-                "stop": tensor.start + local.numel(),
-                "sha256": checksums(_bytes(local), BLOCK_BYTES),
-            }
-        )
-    # safetensors takes views of one flat buffer for tensors that share memory: give each its own
-    owned = {key: value.clone() for key, value in data.items()}
-    temporary = file.with_suffix(".tmp")
-    try:
-        save_file(owned, temporary, metadata={"format": "pt", "save_id": save_id})
-        _sync(temporary)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(file.parent)
-    return {"file": file.name, "bytes": file.stat().st_size, "tensors": entries}
+    stored = {_key(tensor): tensor for tensor in tensors}
+    layout = {key: (_dtype(t.local), t.shape if _is_whole(t) else (t.local.numel(),)) for key, t in stored.items()}
+    with ShardWriter(file, layout, {"format": "pt", "save_id": save_id}) as writer:
+        for key in writer.keys:
+            writer.write(key, _bytes(stored[key].local.detach().cpu().contiguous()))
+        checksums = writer.finish()
+    entries = [
+        {
+            "name": tensor.name,
+            "dtype": _dtype(tensor.local),
+            "shape": list(tensor.shape),
+            "key": key,
+            "start": tensor.start,
+            "stop": tensor.start + tensor.local.numel(),
+            "sha256": checksums[key],
+        }
+        for key, tensor in stored.items()
+    ]
+    return {"file": file.name, "bytes": writer.bytes, "tensors": entries}
+
+
+def _key(tensor: StateTensor) -> str:
+    """What a shard calls this rank's part of a tensor."""
+    return tensor.name if _is_whole(tensor) else f"{tensor.name}@{tensor.start}"
+
+
+def _is_whole(tensor: StateTensor) -> bool:
+    return tensor.local.numel() == prod(tensor.shape)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _make_index(
@@ -244,30 +249,11 @@ def _describe_parameters(optimizer: Checkpointable, names: Sequence[Sequence[str
     """Name, shape and dtype of the parameters of each param group, where all ranks hold the same."""
     return [
         [
-            {"name": name, "shape": list(param.shape), "dtype": str(param.dtype).removeprefix("torch.")}
+            {"name": name, "shape": list(param.shape), "dtype": _dtype(param)}
             for name, param in zip(called, params, strict=False)
         ]
         for called, params in zip(names, optimizer.shared_parameters(), strict=True)
     ]
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_bytes(data)
-        _sync(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove_older(folder: Path, prefix: str, save_id: str, rank: int, world_size: int) -> None:
@@ -314,7 +300,7 @@ def _read_tensors(
     read = []
     for tensor in wanted:
         local = tensor.local
-        dtype, stop = str(local.dtype).removeprefix("torch."), tensor.start + local.numel()
+        dtype, stop = _dtype(local), tensor.start + local.numel()
         want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
         try:
             plan = plan_reads(index, want, world_size)
@@ -354,10 +340,3 @@ def _read_source(out: memoryview, plan: Plan, source: int, files: ShardFiles, in
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

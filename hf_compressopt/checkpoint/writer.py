@@ -1,0 +1,232 @@
+"""Files written durably; shards as their bytes come, hashed in the same pass. Knows no torch.
+
+The header of a safetensors file goes first, since dtypes and shapes are known beforehand, and of the data nothing is
+kept: a file of any size takes no memory. Hashing and writing release the interpreter's lock, so that a thread writes a
+block while the caller's hashes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from hf_compressopt.checkpoint.files import HEADER_CAP
+from hf_compressopt.checkpoint.index import BLOCK_BYTES, DTYPES
+
+Bytes = bytes | bytearray | memoryview
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
+
+
+class ShardWriter:
+    """A safetensors file under way; a context manager.
+
+    Room for the whole file is taken first, so that a full disk is met before anything is written, where the file system
+    can. The file has the name ``<stem>.tmp`` until :meth:`finish`, and is gone where the context ends without it.
+
+        with ShardWriter(path, {"a": ("float32", (2, 3))}, {"format": "pt"}) as writer:
+            for key in writer.keys:
+                writer.write(key, data[key])
+            checksums = writer.finish()
+
+    Attributes:
+        path: The file's name in the end.
+        keys: The tensors in the order in which their bytes must come: those of larger elements first, so that all are
+            aligned; else in the order given.
+        bytes: Size of the file.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+    ) -> None:
+        """Lay out the file; nothing is written before the context is entered.
+
+        Args:
+            path: The file's name.
+            tensors: Dtype, by torch's name, and shape of every tensor.
+            metadata: What the header says beside.
+
+        Raises:
+            ValueError: For a dtype that safetensors does not have, or a header beyond its bound.
+        """
+        unknown = sorted({dtype for dtype, _ in tensors.values()} - DTYPES.keys())
+        if unknown:
+            raise ValueError(f"{path}: safetensors has no dtype {unknown[0]!r}; legal are {sorted(DTYPES)}")
+        self.path = path
+        self.keys = tuple(sorted(tensors, key=lambda key: -DTYPES[tensors[key][0]][1]))
+        self._sizes = {key: prod(tensors[key][1]) * DTYPES[tensors[key][0]][1] for key in self.keys}
+        self._header = _header({key: tensors[key] for key in self.keys}, self._sizes, metadata)
+        self.bytes = len(self._header) + sum(self._sizes.values())
+        self._temporary = path.with_suffix(".tmp")
+        self._checksums: dict[str, list[str]] = {key: [] for key in self.keys}
+        self._due = [key for key in reversed(self.keys) if self._sizes[key]]  # the last is next
+        self._done = 0  # bytes of it
+        self._hash = hashlib.sha256()
+        self._blocks: SimpleQueue[Bytes | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[OSError | None] = SimpleQueue()
+        self._thread = Thread(target=self._write_blocks, name="shard writer", daemon=True)
+        self._descriptor = -1
+
+    def __enter__(self) -> ShardWriter:
+        """Take the room and write the header.
+
+        Raises:
+            OSError: If the disk is full, or the folder not writable.
+        """
+        self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            self._allocate()
+            _write_all(self._descriptor, self._header)
+        except BaseException as error:
+            self._discard()
+            raise self._named(error) from None
+        self._thread.start()
+        return self
+
+    def write(self, key: str, data: Bytes) -> None:
+        """Write the next bytes of a tensor, all that it has or a part; ``data`` may be reused when this returns.
+
+        Raises:
+            ValueError: If another tensor's bytes are due, or these are too many.
+            OSError: If they cannot be written.
+        """
+        rest = memoryview(data)
+        if rest.nbytes == 0:
+            return
+        rest = rest.cast("B")
+        self._check_due(key, len(rest))
+        while rest:
+            block = rest[: BLOCK_BYTES - self._done % BLOCK_BYTES]
+            self._blocks.put(block)
+            self._hash.update(block)
+            if (error := self._outcomes.get()) is not None:
+                raise self._named(error)
+            self._done += len(block)
+            if self._done % BLOCK_BYTES == 0 or self._done == self._sizes[key]:
+                self._checksums[key].append(self._hash.hexdigest())
+                self._hash = hashlib.sha256()
+            if self._done == self._sizes[key]:
+                self._due.pop()
+                self._done = 0
+            rest = rest[len(block) :]
+
+    def finish(self) -> dict[str, tuple[str, ...]]:
+        """Make the file durable, and give it its name.
+
+        Returns:
+            For each tensor the SHA-256 of every BLOCK_BYTES of it.
+
+        Raises:
+            ValueError: If bytes are missing.
+            OSError: If the file cannot be made durable.
+        """
+        if self._due:
+            key = self._due[-1]
+            raise ValueError(f"{self.path}: {key!r} was given {self._done} of its {self._sizes[key]} bytes")
+        self._stop()
+        try:
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+            os.replace(self._temporary, self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise self._named(error) from None
+        return {key: tuple(checksums) for key, checksums in self._checksums.items()}
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the file where it was not finished."""
+        self._stop()
+        if self._descriptor >= 0:
+            self._discard()
+
+    def _allocate(self) -> None:
+        try:
+            os.posix_fallocate(self._descriptor, 0, self.bytes)
+        except OSError as error:
+            if error.errno not in _CANNOT_ALLOCATE:
+                raise
+
+    def _check_due(self, key: str, nbytes: int) -> None:
+        due = self._due[-1] if self._due else None
+        if key != due or nbytes > self._sizes[key] - self._done:
+            left = "none" if due is None else f"{self._sizes[due] - self._done} of {due!r}"
+            raise ValueError(f"{self.path}: {nbytes} bytes of {key!r}, due are {left}")
+
+    def _write_blocks(self) -> None:
+        while (block := self._blocks.get()) is not None:
+            try:
+                _write_all(self._descriptor, block)
+                self._outcomes.put(None)
+            except OSError as error:
+                self._outcomes.put(error)
+
+    def _stop(self) -> None:
+        self._blocks.put(None)
+        self._thread.join()
+
+    def _discard(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
+        self._temporary.unlink(missing_ok=True)
+
+    def _named(self, error: BaseException) -> BaseException:
+        if isinstance(error, OSError) and error.filename is None:
+            return OSError(error.errno, error.strerror, str(self._temporary))
+        return error
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all; what had its name stays until then.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], sizes: Mapping[str, int], metadata: Mapping[str, str]
+) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for key, (dtype, shape) in tensors.items():
+        end = offset + sizes[key]
+        header[key] = {"dtype": DTYPES[dtype][0], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_CAP:
+        raise ValueError(f"{len(tensors)} tensors make a header of {len(text)} bytes; at most {HEADER_CAP} are legal")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_all(descriptor: int, data: Bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
