@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_compressopt.amp import GradScaler
-    from hf_compressopt.checkpoint.io import load_state, save_state
+    from hf_compressopt.checkpoint.background import wait_for_saves
+    from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
     from hf_compressopt.integrations.plugin import CompressOptPlugin
     from hf_compressopt.integrations.transformers import register
@@ -34,11 +35,13 @@ _HOME = {
     "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
     "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
     "ZeroOptimizer": "hf_compressopt.zero.optimizer",
+    "async_save_state": "hf_compressopt.checkpoint.io",
     "attach": "hf_compressopt.integrations.accelerate",
     "estimate_zero_memory": "hf_compressopt.zero.memory",
     "load_state": "hf_compressopt.checkpoint.io",
     "register": "hf_compressopt.integrations.transformers",
     "save_state": "hf_compressopt.checkpoint.io",
+    "wait_for_saves": "hf_compressopt.checkpoint.background",
 }
 
 __all__ = [
@@ -51,11 +54,13 @@ __all__ = [
     "OnebitLamb",
     "ZeroOneAdam",
     "ZeroOptimizer",
+    "async_save_state",
     "attach",
     "estimate_zero_memory",
     "load_state",
     "register",
     "save_state",
+    "wait_for_saves",
 ]
 
 

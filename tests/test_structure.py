@@ -12,13 +12,14 @@ ROWS = [
     ["auto", "run", "environment", "planner"],
     ["integrations"],
     ["checkpoint.io", "checkpoint.inspect", "amp"],
+    ["checkpoint.saving"],
     ["zero"],
     ["optim"],
     ["grad_sync"],
     ["collectives"],
     ["kernels"],
     ["flat", "stages"],
-    ["checkpoint.writer"],
+    ["checkpoint.writer", "checkpoint.background"],
     ["checkpoint.files"],
     ["checkpoint.reshard"],
     ["checkpoint.index"],
@@ -66,7 +67,7 @@ def test_only_the_integrations_know_the_hosts() -> None:
 
 
 def test_stages_and_what_reads_checkpoints_know_no_torch() -> None:
-    checkpoint = [f"checkpoint/{name}.py" for name in ("index", "reshard", "files", "writer", "inspect")]
+    checkpoint = [f"checkpoint/{name}.py" for name in ("index", "reshard", "files", "writer", "background", "inspect")]
     for file in ["stages.py", *checkpoint]:
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
 

@@ -6,30 +6,29 @@ state -> shards (safetensors) -> index (JSON) -> reshard plan (pure) -> reads
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from math import prod
+from collections.abc import Sequence
 from pathlib import Path
-from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
 from hf_compressopt.checkpoint.files import ShardFiles
-from hf_compressopt.checkpoint.index import (
-    BLOCK_BYTES,
-    INDEX_NAME,
-    SHARD_NAME,
-    CheckpointError,
-    CheckpointIndex,
-    Piece,
-    Shard,
-    TensorEntry,
-)
+from hf_compressopt.checkpoint.index import INDEX_NAME, CheckpointError, CheckpointIndex
 from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
-from hf_compressopt.checkpoint.writer import ShardWriter, write_durably
+from hf_compressopt.checkpoint.saving import (
+    Checkpointable,
+    HostCopy,
+    Snapshot,
+    bytes_of,
+    describe_parameters,
+    dtype_name,
+    run_together,
+    take_snapshot,
+    write_snapshot,
+)
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
@@ -37,8 +36,6 @@ from hf_compressopt.zero.plain import PlainState
 from hf_compressopt.zero.state import ZeroState
 
 DEFAULT_PREFIX = "compressopt"
-Checkpointable = FlatOptimizer | ZeroState | PlainState
-_Result = TypeVar("_Result")
 
 
 def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_PREFIX) -> bool:
@@ -68,29 +65,68 @@ def save_state(
         ValueError: If the names do not fit.
         OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
     """
-    state = _checkpointable(optimizer)
-    folder, communicator = Path(directory), state.communicator
+    write_snapshot(*_begin(optimizer, directory, names, prefix))
+
+
+def async_save_state(
+    optimizer: torch.optim.Optimizer,
+    directory: str | os.PathLike[str],
+    *,
+    names: Sequence[str] | None = None,
+    prefix: str = DEFAULT_PREFIX,
+) -> PendingSave:
+    """As :func:`save_state`, but return as soon as what is to be written is copied to host memory. All ranks call.
+
+    The training may go on, and change everything: what is saved is the state at this call. An earlier save of this
+    optimizer, or into these files, is waited for first. The copies take as much memory as this rank writes, pinned
+    where it comes from a CUDA device; it is kept for the next time, until the optimizer goes.
+
+    Args:
+        optimizer: As in :func:`save_state`.
+        directory: As in :func:`save_state`.
+        names: As in :func:`save_state`.
+        prefix: As in :func:`save_state`.
+
+    Returns:
+        The save under way. The next save and load and the end of the process wait for it.
+
+    Raises:
+        ValueError: If the names do not fit.
+        OSError: If the folder is not writable, or an earlier save in the background has failed; on all ranks.
+    """
+    snapshot, communicator = _begin(optimizer, directory, names, prefix)
+    inner = _innermost(optimizer)
+    background = _BACKGROUNDS.pop(inner, None)
+    if background is None:
+        background = run_together(communicator, lambda: _Background(communicator), snapshot.remove)
+    copied = run_together(communicator, lambda: background.copy.take(snapshot), snapshot.remove)
+    _BACKGROUNDS[inner] = background
+    channel = background.channel
+    background.save = PendingSave(snapshot.index_file, lambda: write_snapshot(copied, channel))
+    return background.save
+
+
+class _Background:
+    """What an optimizer's saves in the background have: a channel between the ranks, and memory."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.channel = communicator.duplicate()
+        self.copy = HostCopy()
+        self.save: PendingSave | None = None
+
+
+# Of optimizers that may be anybody's, on which nothing is hung.
+_BACKGROUNDS: WeakKeyDictionary[torch.optim.Optimizer, _Background] = WeakKeyDictionary()
+
+
+def _begin(
+    optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str], names: Sequence[str] | None, prefix: str
+) -> tuple[Snapshot, Communicator]:
+    state, folder = _checkpointable(optimizer), Path(directory)
     grouped = state.parameter_names(names)
-    save_id = communicator.all_gather_object(token_hex(8))[0]
-    rank, world_size = communicator.rank, communicator.world_size
-    file = folder / SHARD_NAME.format(prefix=prefix, save_id=save_id, rank=rank, world_size=world_size)
-
-    def write_shard() -> dict[str, Any]:
-        folder.mkdir(parents=True, exist_ok=True)
-        mine = _assigned(state.checkpoint_tensors(grouped), rank, world_size)
-        return _write_shard(file, mine, save_id)
-
-    written = _together(communicator, write_shard, lambda: file.unlink(missing_ok=True))
-    entries = communicator.all_gather_object(written)
-
-    def write_index() -> None:
-        if rank == 0:
-            index = _make_index(state, grouped, save_id, entries)
-            write_durably(folder / INDEX_NAME.format(prefix=prefix), index.to_json().encode())
-
-    _together(communicator, write_index, lambda: file.unlink(missing_ok=True))
-    _remove_older(folder, prefix, save_id, rank, world_size)
-    communicator.all_gather_object(None)  # nobody goes on, to rename or rotate the folder, before all are done
+    background, path = _BACKGROUNDS.get(_innermost(optimizer)), folder / INDEX_NAME.format(prefix=prefix)
+    wait_for_saves(lambda save: save.path == path or (background is not None and save is background.save))
+    return take_snapshot(state, folder, grouped, prefix), state.communicator
 
 
 def load_state(
@@ -119,6 +155,7 @@ def load_state(
         CheckpointError: (a ValueError) If the checkpoint is damaged or does not fit; on all ranks, and nothing has
             changed. The message names the file.
     """
+    wait_for_saves()
     mine = _checkpointable(optimizer)
     folder = Path(directory)
     path = folder / INDEX_NAME.format(prefix=prefix)
@@ -135,7 +172,7 @@ def load_state(
                 raise CheckpointError(f"{path} does not fit: {error}") from error
             return index, _read_tensors(files, index, wanted, mine.communicator.world_size, path)
 
-    index, tensors = _together(mine.communicator, read, others=CheckpointError)
+    index, tensors = run_together(mine.communicator, read, others=CheckpointError)
     brought = {state.name: state.local for state, _ in tensors}
     with torch.no_grad():
         while tensors:  # each value is let go of as soon as it is in place
@@ -145,126 +182,16 @@ def load_state(
 
 
 def _checkpointable(optimizer: torch.optim.Optimizer) -> Checkpointable:
-    """What a checkpoint sees of an optimizer, also of one inside a wrapper such as Accelerate's."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = inner
+    """What a checkpoint sees of an optimizer."""
+    optimizer = _innermost(optimizer)
     return optimizer if isinstance(optimizer, (FlatOptimizer, ZeroState)) else PlainState(optimizer)
 
 
-def _together(
-    communicator: Communicator,
-    action: Callable[[], _Result],
-    undo: Callable[[], None] = lambda: None,
-    others: type[Exception] = RuntimeError,
-) -> _Result:
-    """Run ``action`` on every rank; where it fails on any, undo it and raise on all: ``others`` where it did not."""
-    try:
-        result, error = action(), None
-    except Exception as caught:
-        result, error = None, caught
-    try:
-        communicator.raise_together(error, others)
-    except Exception:
-        undo()
-        raise
-    return result  # type: ignore[return-value]
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def _assigned(tensors: Iterable[StateTensor], rank: int, world_size: int) -> list[StateTensor]:
-    """The tensors that this rank writes: its own, and its share by size of those that all ranks hold."""
-    load = [0] * world_size
-    mine = []
-    for tensor in tensors:
-        if tensor.replicated:
-            writer = load.index(min(load))
-            load[writer] += tensor.local.numel()
-        if not tensor.replicated or writer == rank:
-            mine.append(tensor)
-    return mine
-
-
-def _write_shard(file: Path, tensors: Sequence[StateTensor], save_id: str) -> dict[str, Any]:
-    """Write a shard durably. Returns its size and, for each tensor, what the index says of it."""
-    stored = {_key(tensor): tensor for tensor in tensors}
-    layout = {key: (_dtype(t.local), t.shape if _is_whole(t) else (t.local.numel(),)) for key, t in stored.items()}
-    with ShardWriter(file, layout, {"format": "pt", "save_id": save_id}) as writer:
-        for key in writer.keys:
-            writer.write(key, _bytes(stored[key].local.detach().cpu().contiguous()))
-        checksums = writer.finish()
-    entries = [
-        {
-            "name": tensor.name,
-            "dtype": _dtype(tensor.local),
-            "shape": list(tensor.shape),
-            "key": key,
-            "start": tensor.start,
-            "stop": tensor.start + tensor.local.numel(),
-            "sha256": checksums[key],
-        }
-        for key, tensor in stored.items()
-    ]
-    return {"file": file.name, "bytes": writer.bytes, "tensors": entries}
-
-
-def _key(tensor: StateTensor) -> str:
-    """What a shard calls this rank's part of a tensor."""
-    return tensor.name if _is_whole(tensor) else f"{tensor.name}@{tensor.start}"
-
-
-def _is_whole(tensor: StateTensor) -> bool:
-    return tensor.local.numel() == prod(tensor.shape)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _make_index(
-    optimizer: Checkpointable, names: Sequence[Sequence[str]], save_id: str, shards: Sequence[dict[str, Any]]
-) -> CheckpointIndex:
-    pieces: dict[str, list[Piece]] = {}
-    described: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for number, shard in enumerate(shards):
-        for entry in shard["tensors"]:
-            described[entry["name"]] = (entry["dtype"], tuple(entry["shape"]))
-            piece = Piece(number, entry["key"], entry["start"], entry["stop"], tuple(entry["sha256"]))
-            pieces.setdefault(entry["name"], []).append(piece)
-    return CheckpointIndex(
-        save_id=save_id,
-        block_bytes=BLOCK_BYTES,
-        header=optimizer.checkpoint_header(),
-        parameters=_describe_parameters(optimizer, names),
-        shards=[Shard(shard["file"], shard["bytes"]) for shard in shards],
-        tensors={
-            name: TensorEntry(dtype, shape, tuple(sorted(pieces[name], key=lambda piece: piece.start)))
-            for name, (dtype, shape) in described.items()
-        },
-    )
-
-
-def _describe_parameters(optimizer: Checkpointable, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
-    """Name, shape and dtype of the parameters of each param group, where all ranks hold the same."""
-    return [
-        [
-            {"name": name, "shape": list(param.shape), "dtype": _dtype(param)}
-            for name, param in zip(called, params, strict=False)
-        ]
-        for called, params in zip(names, optimizer.shared_parameters(), strict=True)
-    ]
-
-
-def _remove_older(folder: Path, prefix: str, save_id: str, rank: int, world_size: int) -> None:
-    """Remove the shards of earlier saves: each rank those of its number, rank 0 also those of ranks that are gone."""
-    shard = re.compile(re.escape(prefix) + r"-(?P<save>[0-9a-f]+)-(?P<rank>\d{5})-of-\d{5}\.(safetensors|tmp)")
-    for file in folder.iterdir():
-        if (found := shard.fullmatch(file.name)) and found["save"] != save_id:
-            number = int(found["rank"])
-            if number == rank or (rank == 0 and number >= world_size):
-                with suppress(OSError):  # a file too many does no harm
-                    file.unlink(missing_ok=True)
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer within wrappers such as Accelerate's."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -275,7 +202,7 @@ def _check_fits(optimizer: Checkpointable, index: CheckpointIndex, names: Sequen
         saved_ranks = index.header["world_size"]
         if saved_ranks != len(index.shards):
             raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
-        mine = _describe_parameters(optimizer, names)
+        mine = describe_parameters(optimizer, names)
         if mine != index.parameters:
             raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
         optimizer.check_checkpoint_header(index.header)
@@ -300,7 +227,7 @@ def _read_tensors(
     read = []
     for tensor in wanted:
         local = tensor.local
-        dtype, stop = _dtype(local), tensor.start + local.numel()
+        dtype, stop = dtype_name(local), tensor.start + local.numel()
         want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
         try:
             plan = plan_reads(index, want, world_size)
@@ -315,7 +242,7 @@ def _read_tensors(
 def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
     """Read what a plan says into ``values`` [numel], on the CPU; a mean is summed up in float64, in rank order."""
     if len(plan.sources) == 1:
-        _read_source(_bytes(values), plan, 0, files, index)
+        _read_source(bytes_of(values), plan, 0, files, index)
         return
     values.zero_()
     if not plan.sources:
@@ -325,7 +252,7 @@ def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex)
         part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype)
         mean = torch.zeros(part.numel(), dtype=torch.float64)
         for source in range(len(window.sources)):
-            _read_source(_bytes(part), window, source, files, index)
+            _read_source(bytes_of(part), window, source, files, index)
             mean += part
         values[start : start + part.numel()] = mean.div_(len(window.sources))
         start += part.numel()
@@ -335,8 +262,3 @@ def _read_source(out: memoryview, plan: Plan, source: int, files: ShardFiles, in
     for read in plan.sources[source]:
         part = out[read.offset : read.offset + read.end - read.begin]
         files[read.piece.shard].read_blocks(read.piece, read.entry, index.block_bytes, read.begin, read.end, part)
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data

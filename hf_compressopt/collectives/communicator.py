@@ -70,6 +70,16 @@ class Communicator(ABC):
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order."""
 
+    @abstractmethod
+    def duplicate(self) -> Communicator:
+        """The same ranks by a channel of its own, for host tensors: another thread may use it beside this one.
+
+        All ranks call; blocking. It works on where torch.distributed has been shut down.
+
+        Raises:
+            ValueError: If the transport cannot serve two threads.
+        """
+
     def broadcast(self, tensor: Tensor) -> None:
         """Give every rank rank 0's ``tensor``, in place. All ranks call; blocking; not counted."""
         if self.world_size == 1 or tensor.numel() == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -74,6 +75,17 @@ class MpiCommunicator(Communicator):
                 ranks = dist.get_process_group_ranks(process_group)
                 return world.Create_group(world.Get_group().Incl(ranks))
         return world.Dup()
+
+    def duplicate(self) -> MpiCommunicator:
+        """See the base class."""
+        if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
+            raise ValueError(
+                "the MPI library was initialized without MPI_THREAD_MULTIPLE, so that no second thread may use it: "
+                "save in the foreground, or leave mpi4py.rc.thread_level as it is"
+            )
+        duplicate = copy(self)
+        duplicate._comm, duplicate.device, duplicate.traffic = self._comm.Dup(), torch.device("cpu"), Traffic()
+        return duplicate
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""

@@ -6,12 +6,16 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
+from secrets import token_hex
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.collectives.mpi import MpiCommunicator
@@ -60,6 +64,24 @@ class TorchCommunicator(Communicator):
         self.name = backend_of(process_group, self.device)
         if self.name == "gloo":
             _rest_at_exit()
+
+    def duplicate(self) -> TorchCommunicator:
+        """See the base class: a gloo group, whatever carries this one."""
+        duplicate = copy(self)
+        duplicate.device, duplicate.traffic = torch.device("cpu"), Traffic()
+        if self.world_size > 1:
+            if not dist.is_gloo_available():
+                raise ValueError("a second channel between the ranks needs gloo, which this torch was built without")
+            # not by new_group: those would end with destroy_process_group(), under a save that is not done
+            prefix = f"compressopt/{self.all_gather_object(token_hex(8))[0]}"
+            store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            group = dist.ProcessGroup(store, self.rank, self.world_size)
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, default_pg_timeout)
+            group._register_backend(duplicate.device, dist.ProcessGroup.BackendType.GLOO, gloo)
+            duplicate.process_group = group
+            duplicate.name = "gloo"
+            _rest_at_exit()
+        return duplicate
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hf_compressopt
-from hf_compressopt import load_state, save_state
+from hf_compressopt import async_save_state, load_state
 
 SHAPES = [(37, 5), (11,), (0, 2), (3, 4, 5)]
 FAMILY: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def compare(name: str, folder: str) -> dict[str, Any]:
         results[communicator], metrics[communicator] = state(params, optimizer), optimizer.metrics()
     params, optimizer = make(name, "mpi")
     take_steps(params, optimizer, range(9))
-    save_state(optimizer, f"{folder}/{name}")
+    async_save_state(optimizer, f"{folder}/{name}")
     values = [p.detach().clone() for p in params]
     params, optimizer = make(name, "mpi")
     with torch.no_grad():

@@ -1,0 +1,86 @@
+"""Saves that go on while the training does: a thread each, waited for by whatever comes next, and never lost."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import Thread
+
+logger = logging.getLogger(__name__)
+
+
+class PendingSave:
+    """A save under way.
+
+    The process does not end before it is done. Where it failed it did so on all ranks, and every rank is told once: by
+    :meth:`result`, by the next save or load, or at the latest when the process ends.
+
+    Attributes:
+        path: The index that it writes.
+    """
+
+    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+        """Start the work."""
+        self.path, self._work = path, work
+        self._error: BaseException | None = None
+        _pending().append(self)
+        self._thread = Thread(target=self._run, name=f"save of {path}")  # no daemon: the interpreter waits for it
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has come to an end, well or not."""
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        """Wait until the checkpoint is whole.
+
+        Raises:
+            OSError: If a file could not be written; on all ranks, and an earlier checkpoint is as it was.
+            RuntimeError: If another rank is gone.
+        """
+        self._thread.join()
+        if self in _pending():
+            _pending().remove(self)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+            logger.error("the save of %s failed: %s: %s", self.path, type(error).__name__, error)
+        finally:
+            del self._work  # and the copies that it holds
+
+
+def wait_for_saves(which: Callable[[PendingSave], bool] = lambda save: True) -> None:
+    """Wait until the checkpoints that are being written in the background are whole.
+
+    To be called, on all ranks, before anything is done with their folders. What comes next in the training needs it
+    not: saves, loads and the end of the process wait by themselves.
+
+    Args:
+        which: Those to wait for.
+
+    Raises:
+        OSError: If a file could not be written; on all ranks.
+    """
+    failed = []
+    for save in filter(which, tuple(_pending())):
+        try:
+            save.result()
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+@cache
+def _pending() -> list[PendingSave]:
+    """Those whose outcome nobody has been told, in the order of their start: the process's, for its end."""
+    atexit.register(wait_for_saves)
+    return []

@@ -1,0 +1,291 @@
+"""What a save writes: each rank a shard of what it holds, and one rank for each folder the index.
+
+The ranks of a machine may have a folder of their own. Which ranks share one is seen in the folder itself, by the files
+that all begin there. What all ranks hold alike is written once into every folder, so that a machine that has lost none
+of its files needs no others to go on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.checkpoint.index import (
+    BLOCK_BYTES,
+    INDEX_NAME,
+    SHARD_NAME,
+    CheckpointIndex,
+    Piece,
+    Shard,
+    TensorEntry,
+)
+from hf_compressopt.checkpoint.writer import ShardWriter, write_durably
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.flat import StateTensor
+from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.zero.plain import PlainState
+from hf_compressopt.zero.state import ZeroState
+
+Checkpointable = FlatOptimizer | ZeroState | PlainState
+_Result = TypeVar("_Result")
+
+
+def run_together(
+    communicator: Communicator,
+    action: Callable[[], _Result],
+    undo: Callable[[], None] = lambda: None,
+    others: type[Exception] = OSError,
+) -> _Result:
+    """Run ``action`` on every rank; where it fails on any, undo it and raise on all: ``others`` where it did not."""
+    try:
+        result, error = action(), None
+    except Exception as caught:
+        result, error = None, caught
+    try:
+        communicator.raise_together(error, others)
+    except Exception:
+        undo()
+        raise
+    return result  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank is to write, at one moment of the training.
+
+    Attributes:
+        folder: Where to.
+        prefix: Start of the files' names.
+        save_id: The number in the shards' names.
+        rank: This rank.
+        peers: For every rank the first of those that write into the same folder.
+        tensors: What goes into this rank's shard.
+        header: What the index holds beside tensors.
+        parameters: Name, shape and dtype of the parameters of each param group.
+    """
+
+    folder: Path
+    prefix: str
+    save_id: str
+    rank: int
+    peers: list[int]
+    tensors: list[StateTensor]
+    header: dict[str, Any]
+    parameters: list[list[dict[str, Any]]]
+
+    @property
+    def index_file(self) -> Path:
+        """The index."""
+        return self.folder / INDEX_NAME.format(prefix=self.prefix)
+
+    def shard_file(self, rank: int) -> Path:
+        """The shard of a rank."""
+        name = SHARD_NAME.format(prefix=self.prefix, save_id=self.save_id, rank=rank, world_size=len(self.peers))
+        return self.folder / name
+
+    def remove(self) -> None:
+        """Remove what this rank has written or begun."""
+        for file in (self.shard_file(self.rank), _begun(self.shard_file(self.rank))):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[Sequence[str]], prefix: str) -> Snapshot:
+    """Begin a save: agree on its number, and on who writes what. All ranks call.
+
+    Args:
+        state: The optimizer, as a checkpoint sees it.
+        folder: The folder; made where missing.
+        names: Names of the trainable parameters, per group.
+        prefix: Start of the files' names.
+
+    Returns:
+        What this rank is to write; its tensors share memory with the optimizer.
+
+    Raises:
+        OSError: If the folder is not writable; then on all ranks.
+    """
+    communicator = state.communicator
+    save_id = communicator.all_gather_object(token_hex(8))[0]
+    alone = list(range(communicator.world_size))
+    empty = Snapshot(folder, prefix, save_id, communicator.rank, alone, [], {}, [])
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _begun(empty.shard_file(empty.rank)).touch()
+
+    def look() -> int:
+        return next(rank for rank in alone if _begun(empty.shard_file(rank)).exists())
+
+    def describe() -> Snapshot:
+        mine = [rank for rank in alone if peers[rank] == peers[empty.rank]]
+        tensors = _assigned(state.checkpoint_tensors(names), mine.index(empty.rank), len(mine))
+        header, parameters = deepcopy(state.checkpoint_header()), describe_parameters(state, names)
+        return replace(empty, peers=peers, tensors=tensors, header=header, parameters=parameters)
+
+    run_together(communicator, begin, empty.remove)
+    peers = communicator.all_gather_object(run_together(communicator, look, empty.remove))
+    return run_together(communicator, describe, empty.remove)
+
+
+def write_snapshot(snapshot: Snapshot, communicator: Communicator) -> None:
+    """Write shards, then the index; then remove the shards of earlier saves. All ranks call, and return together.
+
+    Raises:
+        OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
+    """
+    shards = communicator.all_gather_object(run_together(communicator, lambda: _write_shard(snapshot), snapshot.remove))
+    leads = snapshot.peers[snapshot.rank] == snapshot.rank
+
+    def write_index() -> None:
+        if leads:
+            write_durably(snapshot.index_file, _make_index(snapshot, shards).to_json().encode())
+
+    run_together(communicator, write_index, snapshot.remove)
+    _remove_older(snapshot, leads)
+    communicator.all_gather_object(None)  # nobody goes on, to rename or rotate the folder, before all are done
+
+
+class HostCopy:
+    """Copies of tensors in host memory, pinned where they come from a CUDA device; it is used again every time."""
+
+    def __init__(self) -> None:
+        """Hold no memory yet."""
+        self._room: dict[str, Tensor] = {}
+
+    def take(self, snapshot: Snapshot) -> Snapshot:
+        """The same with copies of its tensors, which stay until the next call."""
+        room, devices, tensors = {}, set(), []
+        for tensor in snapshot.tensors:
+            local, key = tensor.local.detach(), _key(tensor)
+            copied = self._room.get(key)
+            if copied is None or copied.dtype != local.dtype or copied.shape != local.shape:
+                copied = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            copied.copy_(local, non_blocking=True)
+            room[key] = copied
+            devices.add(local.device)
+            tensors.append(replace(tensor, local=copied))
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        self._room = room
+        return replace(snapshot, tensors=tensors)
+
+
+def describe_parameters(state: Checkpointable, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
+    """Name, shape and dtype of the parameters of each param group, where all ranks hold the same."""
+    return [
+        [
+            {"name": name, "shape": list(param.shape), "dtype": dtype_name(param)}
+            for name, param in zip(called, params, strict=False)
+        ]
+        for called, params in zip(names, state.shared_parameters(), strict=True)
+    ]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Torch's name of a tensor's dtype, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _begun(shard: Path) -> Path:
+    """The name of a shard that is being written, as ShardWriter's."""
+    return shard.with_suffix(".tmp")
+
+
+def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[StateTensor]:
+    """What one of the writers of a folder writes: its own, and its share by size of what all ranks hold."""
+    load = [0] * writers
+    mine = []
+    for tensor in tensors:
+        if tensor.replicated:
+            writer = load.index(min(load))
+            load[writer] += tensor.local.numel()
+        if not tensor.replicated or writer == place:
+            mine.append(tensor)
+    return mine
+
+
+def _write_shard(snapshot: Snapshot) -> dict[str, Any]:
+    """Write this rank's shard durably. Returns its size and, for each tensor, what the index says of it."""
+    file = snapshot.shard_file(snapshot.rank)
+    stored = {_key(tensor): tensor for tensor in snapshot.tensors}
+    layout = {key: (dtype_name(t.local), t.shape if _is_whole(t) else (t.local.numel(),)) for key, t in stored.items()}
+    with ShardWriter(file, layout, {"format": "pt", "save_id": snapshot.save_id}) as writer:
+        for key in writer.keys:
+            writer.write(key, bytes_of(stored[key].local.detach().cpu().contiguous()))
+        checksums = writer.finish()
+    entries = [
+        {
+            "name": tensor.name,
+            "dtype": dtype_name(tensor.local),
+            "shape": list(tensor.shape),
+            "key": key,
+            "start": tensor.start,
+            "stop": tensor.start + tensor.local.numel(),
+            "sha256": checksums[key],
+            "replicated": tensor.replicated,
+        }
+        for key, tensor in stored.items()
+    ]
+    return {"file": file.name, "bytes": writer.bytes, "tensors": entries}
+
+
+def _key(tensor: StateTensor) -> str:
+    """What a shard calls this rank's part of a tensor."""
+    return tensor.name if _is_whole(tensor) else f"{tensor.name}@{tensor.start}"
+
+
+def _is_whole(tensor: StateTensor) -> bool:
+    return tensor.local.numel() == prod(tensor.shape)
+
+
+def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> CheckpointIndex:
+    """The index of this rank's folder: of what all ranks hold alike it names the copy there."""
+    pieces: dict[str, list[Piece]] = {}
+    described: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for number, shard in enumerate(shards):
+        for entry in shard["tensors"]:
+            if entry["replicated"] and snapshot.peers[number] != snapshot.peers[snapshot.rank]:
+                continue
+            described[entry["name"]] = (entry["dtype"], tuple(entry["shape"]))
+            piece = Piece(number, entry["key"], entry["start"], entry["stop"], tuple(entry["sha256"]))
+            pieces.setdefault(entry["name"], []).append(piece)
+    return CheckpointIndex(
+        save_id=snapshot.save_id,
+        block_bytes=BLOCK_BYTES,
+        header=snapshot.header,
+        parameters=snapshot.parameters,
+        shards=[Shard(shard["file"], shard["bytes"]) for shard in shards],
+        tensors={
+            name: TensorEntry(dtype, shape, tuple(sorted(pieces[name], key=lambda piece: piece.start)))
+            for name, (dtype, shape) in described.items()
+        },
+    )
+
+
+def _remove_older(snapshot: Snapshot, leads: bool) -> None:
+    """Remove earlier saves' shards: each rank those of its number, a folder's first also those of nobody in it."""
+    shard = re.compile(re.escape(snapshot.prefix) + r"-(?P<save>[0-9a-f]+)-(?P<rank>\d{5})-of-\d{5}\.(safetensors|tmp)")
+    here = {rank for rank, first in enumerate(snapshot.peers) if first == snapshot.peers[snapshot.rank]}
+    for file in snapshot.folder.iterdir():
+        if (found := shard.fullmatch(file.name)) and found["save"] != snapshot.save_id:
+            number = int(found["rank"])
+            if number == snapshot.rank or (leads and number not in here):
+                with suppress(OSError):  # a file too many does no harm
+                    file.unlink(missing_ok=True)
