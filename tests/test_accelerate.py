@@ -35,8 +35,8 @@ def make(how: str) -> tuple[Any, Any, Any, Any]:
         accelerator: Any = CompressOptAccelerator(cpu=True, step_scheduler_with_optimizer=False)
         intervals = {"var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 4}
         optimizer: Any = ZeroOneAdam(model.parameters(), lr=1e-2, weight_decay=0.1, scale_block=64, **intervals)
-    elif how == "plugin":
-        plugin = CompressOptPlugin(freeze_step=FREEZE, scale_block=64)
+    elif how in ("plugin", "async"):
+        plugin = CompressOptPlugin(freeze_step=FREEZE, scale_block=64, async_save=how == "async")
         accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, step_scheduler_with_optimizer=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     else:
@@ -119,7 +119,7 @@ def test_three_ways_in_give_the_same_bits(world_size: int) -> None:
 
 @pytest.mark.invariant(21)
 @pytest.mark.parametrize("step", [2, FREEZE, 5])
-@pytest.mark.parametrize("how", ["plugin", "attach"])
+@pytest.mark.parametrize("how", ["plugin", "attach", "async"])
 def test_load_state_resumes_the_uninterrupted_run(how: str, step: int, tmp_path: Path) -> None:
     whole = run_ranks(2, loop, how, str(tmp_path), step)
     resumed = run_ranks(2, loop, how, str(tmp_path), 0, step)

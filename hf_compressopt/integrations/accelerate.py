@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, load_state, save_state
+from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, async_save_state, has_checkpoint, load_state, save_state
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.grad_sync import GradientSync, ddp_hook
@@ -61,6 +62,7 @@ class _Attachment:
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
+    rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
 
 
 class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
@@ -315,24 +317,42 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; compressed optimizers' states go to safetensors shards beside the rest; all ranks call."""
+        """As Accelerate's; compressed optimizers' states go to safetensors shards beside the rest; all ranks call.
+
+        Raises:
+            OSError: If a file cannot be written, or an earlier save in the background has failed; on all ranks.
+        """
+        wait_for_saves()  # Accelerate may remove older folders first
         with ExitStack() as stack:
             for optimizer in self.our_optimizers():
                 stack.enter_context(optimizer.state_in_shards())
             return super().save_state(*args, **kwargs)
+
+    def end_training(self) -> None:
+        """As Accelerate's, after the saves in the background.
+
+        Raises:
+            OSError: If one of them has failed; on all ranks.
+        """
+        wait_for_saves()
+        super().end_training()
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """As Accelerate's; compressed optimizers' states come from the shards. All ranks call.
 
         Raises:
             CheckpointError: If they are damaged or do not fit.
+            OSError: If a save in the background has failed; on all ranks.
         """
+        wait_for_saves()
         with ExitStack() as self._compressopt.loading:
             return super().load_state(*args, **kwargs)
 
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
+        plugin = self._compressopt.plugin
+        save = async_save_state if plugin is not None and plugin.async_save else save_state
         for number, optimizer in enumerate(self.our_optimizers()):
-            save_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
+            save(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
         for number, optimizer in enumerate(self.our_optimizers()):

@@ -90,6 +90,25 @@ def parse_options(optimizer_class: type[torch.optim.Optimizer], text: str | None
     return values
 
 
+def take_async_save(text: str | None) -> tuple[bool, str]:
+    """Take ``async_save``, which is no option of an optimizer, out of optim_args.
+
+    Returns:
+        Whether checkpoints are written while the training goes on; and the rest of the text.
+
+    Raises:
+        ValueError: For a value that is neither true nor false, or two of them.
+    """
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    mine = [part for part in parts if part.partition("=")[0].strip() == "async_save"]
+    if not mine:
+        return False, text or ""
+    if len(mine) > 1:
+        raise ValueError(f"optim_args: async_save is given twice in {text!r}")
+    value = parse_value("async_save", mine[0].partition("=")[2].strip(), (bool,))
+    return value, ",".join(part for part in parts if part not in mine)
+
+
 def parse_value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
     """One value from text.
 

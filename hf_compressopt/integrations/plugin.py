@@ -43,6 +43,8 @@ class CompressOptPlugin:
         communicator: "auto", or the name of a torch.distributed backend.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it; not with the optimizers
             above, so that ``optimizer`` is "none" then. 0 is off.
+        async_save: Whether ``save_state`` leaves the writing of the optimizers' states to the background. The next
+            save, a load, ``end_training`` and the end of the process wait for it.
 
     Raises:
         ValueError: For a name that is not there, or an environment variable of a wrong type.
@@ -55,6 +57,7 @@ class CompressOptPlugin:
     bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
     communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
     zero_stage: int = field(default_factory=_from_env("ZERO_STAGE", 0, int))
+    async_save: bool = field(default_factory=_from_env("ASYNC_SAVE", False, bool))
 
     def __post_init__(self) -> None:
         """Check the optimizer's name; the other options are checked where the optimizer is made."""

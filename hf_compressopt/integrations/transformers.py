@@ -6,18 +6,20 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainerCallback, trainer, training_args
+from transformers import Trainer, TrainerCallback, trainer, trainer_utils, training_args
 
 from hf_compressopt.amp import innermost
-from hf_compressopt.checkpoint.io import has_checkpoint, load_state, save_state
+from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, async_save_state, has_checkpoint, load_state, save_state
 from hf_compressopt.integrations.accelerate import OUR_OPTIMIZERS, attach, parameter_names, prefixed_metrics
 from hf_compressopt.integrations.log import show_log
-from hf_compressopt.integrations.options import COMPRESSED, OPTIMIZERS, parse_options
+from hf_compressopt.integrations.options import COMPRESSED, OPTIMIZERS, parse_options, take_async_save
 from hf_compressopt.integrations.zero import ZERO_NAMES, refuse_zero_stage, zero_options
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -44,6 +46,11 @@ def register() -> None:
     _wrap(Trainer, "create_scheduler", _create_scheduler)
     _wrap(Trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
     _wrap(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
+    _wrap(Trainer, "_save_checkpoint", _save_checkpoint)
+    _wrap(Trainer, "_push_from_checkpoint", _push_from_checkpoint)
+    _wrap(Trainer, "log", _log)
+    for module in (trainer, trainer_utils):
+        module.get_last_checkpoint = partial(_get_last_checkpoint, trainer_utils.get_last_checkpoint)
     for name in ("evaluate", "predict", "save_model"):
         _wrap(Trainer, name, _with_averaged_parameters)
     trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
@@ -71,6 +78,7 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
         """Leave the same parameters on all ranks: what follows may run on one of them only."""
+        wait_for_saves()
         inner = innermost(optimizer)
         if isinstance(inner, CompressedOptimizer) and not args.load_best_model_at_end:  # which are alike already
             inner.settle_parameters()
@@ -82,7 +90,13 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
 def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model: Any = None) -> Any:
     name = _optim_name(args)
     cls = OPTIMIZERS.get(name)
-    zero, rest = zero_options(args.optim_args, ZERO_NAMES.get(name))
+    async_save, rest = take_async_save(args.optim_args)
+    zero, rest = zero_options(rest, ZERO_NAMES.get(name))
+    if async_save and not zero and name not in COMPRESSED:
+        raise ValueError(
+            f"optim_args: async_save=true cannot be had with {name}, whose state Trainer saves itself: use it with one "
+            f"of {[*COMPRESSED, *ZERO_NAMES]}, or with zero_stage"
+        )
     if zero and name in COMPRESSED:
         refuse_zero_stage(name, zero["stage"])
     if cls is not None:
@@ -143,15 +157,81 @@ def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, o
     inner = innermost(self.optimizer)
     if not isinstance(inner, OUR_OPTIMIZERS):
         return original(self, output_dir)
-    save_state(inner, output_dir, names=parameter_names(inner, [self.model]))
+    save = async_save_state if _saves_in_background(self) else save_state
+    save(inner, output_dir, names=parameter_names(inner, [self.model]))
     with inner.state_in_shards():
         return original(self, output_dir)
+
+
+def _saves_in_background(self: Trainer) -> bool:
+    return isinstance(innermost(self.optimizer), OUR_OPTIMIZERS) and take_async_save(self.args.optim_args)[0]
+
+
+def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    if not _saves_in_background(self):
+        return original(self, *args, **kwargs)
+    _finish_saves(self)
+    with _rotation_put_off(self):
+        return original(self, *args, **kwargs)
+
+
+@contextmanager
+def _rotation_put_off(self: Trainer) -> Iterator[None]:
+    """Inside, older checkpoints stay: they go when the one that is being written is whole."""
+    holder: Any = trainer if hasattr(trainer, "rotate_checkpoints") else self  # a method before transformers 5
+    name = "rotate_checkpoints" if holder is trainer else "_rotate_checkpoints"
+    rotate = getattr(holder, name)
+    setattr(holder, name, lambda *a, **k: self.accelerator._compressopt.rotations.append(partial(rotate, *a, **k)))
+    try:
+        yield
+    finally:
+        setattr(trainer, name, rotate) if holder is trainer else delattr(self, name)
+
+
+def _finish_saves(self: Trainer) -> None:
+    """Wait for the save in the background, then remove the checkpoints that it replaces."""
+    wait_for_saves()
+    rotations = self.accelerator._compressopt.rotations
+    while rotations:
+        rotations.pop(0)()
+
+
+def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    if "train_runtime" in logs and _saves_in_background(self):
+        _finish_saves(self)  # Trainer's last line, before it removes what it keeps no longer
+    return original(self, logs, *args, **kwargs)
+
+
+def _push_from_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    if "checkpoint" in str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy)):
+        wait_for_saves()  # the folder itself is uploaded
+    return original(self, *args, **kwargs)
+
+
+def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> str | None:
+    """As transformers', without a checkpoint whose writing was cut off."""
+    wait_for_saves()
+    last = original(folder)
+    if last is None or not _was_cut_off(last):
+        return last
+    pattern = trainer_utils._re_checkpoint
+    numbers = sorted(int(found[1]) for name in os.listdir(folder) if (found := pattern.search(name)))
+    candidates = [os.path.join(folder, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{number}") for number in numbers]
+    whole = [path for path in candidates if os.path.isdir(path) and not _was_cut_off(path)]
+    logger.warning("%s was not written to its end: the last checkpoint is %s", last, whole[-1] if whole else None)
+    return whole[-1] if whole else None
+
+
+def _was_cut_off(checkpoint: str) -> bool:
+    begun = any(name.startswith(f"{DEFAULT_PREFIX}-") for name in os.listdir(checkpoint))
+    return begun and not has_checkpoint(checkpoint)
 
 
 def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, checkpoint: str | None) -> Any:
     inner = innermost(self.optimizer)
     if checkpoint is None or not isinstance(inner, OUR_OPTIMIZERS):
         return original(self, checkpoint)
+    wait_for_saves()
     saved = inner.communicator.all_gather_object(has_checkpoint(checkpoint))
     if not any(saved):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
