@@ -136,8 +136,11 @@ def test_a_file_system_that_cannot_take_room_tells_of_a_full_disk_while_writing(
 
 
 def test_small_files_are_whole_or_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer.write_durably(tmp_path / "index", b"old")
+    writer.publish(writer.write_aside(tmp_path / "index", b"old"), tmp_path / "index")
+    aside = writer.write_aside(tmp_path / "index", b"new")
+    assert (tmp_path / "index").read_bytes() == b"old" and aside.read_bytes() == b"new"
+    aside.unlink()
     monkeypatch.setattr(os, "fsync", lambda _: cannot_allocate(errno.EIO))
     with pytest.raises(OSError, match="Input/output"):
-        writer.write_durably(tmp_path / "index", b"new")
+        writer.write_aside(tmp_path / "index", b"new")
     assert (tmp_path / "index").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1

@@ -29,7 +29,7 @@ from hf_compressopt.checkpoint.index import (
     Shard,
     TensorEntry,
 )
-from hf_compressopt.checkpoint.writer import ShardWriter, write_durably
+from hf_compressopt.checkpoint.writer import ShardWriter, publish, write_aside
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
@@ -46,16 +46,18 @@ def run_together(
     undo: Callable[[], None] = lambda: None,
     others: type[Exception] = OSError,
 ) -> _Result:
-    """Run ``action`` on every rank; where it fails on any, undo it and raise on all: ``others`` where it did not."""
+    """Run ``action`` on every rank; where it fails on any, undo it and raise on all: ``others`` where it did not.
+
+    Where a rank is gone nothing is undone: what the others know of it already cannot be said.
+    """
     try:
         result, error = action(), None
     except Exception as caught:
         result, error = None, caught
-    try:
-        communicator.raise_together(error, others)
-    except Exception:
+    failed = communicator.gather_errors(error)
+    if failed:
         undo()
-        raise
+        raise error or others(failed)
     return result  # type: ignore[return-value]
 
 
@@ -145,13 +147,24 @@ def write_snapshot(snapshot: Snapshot, communicator: Communicator) -> None:
         OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
     """
     shards = communicator.all_gather_object(run_together(communicator, lambda: _write_shard(snapshot), snapshot.remove))
-    leads = snapshot.peers[snapshot.rank] == snapshot.rank
+    leads, aside = snapshot.peers[snapshot.rank] == snapshot.rank, []
 
     def write_index() -> None:
         if leads:
-            write_durably(snapshot.index_file, _make_index(snapshot, shards).to_json().encode())
+            aside.append(write_aside(snapshot.index_file, _make_index(snapshot, shards).to_json().encode()))
 
-    run_together(communicator, write_index, snapshot.remove)
+    def publish_index() -> None:
+        for file in aside:
+            publish(file, snapshot.index_file)
+
+    def remove() -> None:
+        snapshot.remove()
+        for file in aside:
+            file.unlink(missing_ok=True)
+
+    # every folder has room for its index before any gets it; once one has it, the shards must stay
+    run_together(communicator, write_index, remove)
+    run_together(communicator, publish_index)
     _remove_older(snapshot, leads)
     communicator.all_gather_object(None)  # nobody goes on, to rename or rotate the folder, before all are done
 

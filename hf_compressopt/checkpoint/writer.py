@@ -135,8 +135,7 @@ class ShardWriter:
             os.fsync(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
-            os.replace(self._temporary, self.path)
-            sync_folder(self.path.parent)
+            publish(self._temporary, self.path)
         except OSError as error:
             raise self._named(error) from None
         return {key: tuple(checksums) for key, checksums in self._checksums.items()}
@@ -183,11 +182,11 @@ class ShardWriter:
         return error
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all; what had its name stays until then.
+def write_aside(path: Path, data: bytes) -> Path:
+    """Write a small file durably under the name that it has before :func:`publish`, which is returned.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If it cannot be written; nothing is left of it then.
     """
     temporary = path.with_suffix(".tmp")
     try:
@@ -195,9 +194,19 @@ def write_durably(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
+    except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file that was written its name, durably; what had the name before is gone at the same moment.
+
+    Raises:
+        OSError: If that fails.
+    """
+    os.replace(temporary, path)
     sync_folder(path.parent)
 
 

@@ -131,9 +131,12 @@ class Communicator(ABC):
         Raises:
             Exception: This rank's own error where it has one, else one of type ``others`` that quotes the others'.
         """
-        texts = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        failed = self.gather_errors(error)
         if failed:
-            raise others("another rank failed, so this one stops too; " + "; ".join(failed))
+            raise error or others(failed)
+
+    def gather_errors(self, error: Exception | None) -> str:
+        """Every rank's error, in words; "" where none has one. All ranks call; blocking."""
+        texts = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        return f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
