@@ -175,14 +175,25 @@ def check_size(folder: Path, shard: Shard) -> None:
     Raises:
         CheckpointError: If it is not.
     """
+    if problem := _absence(folder, shard):
+        raise CheckpointError(f"{problem}: the checkpoint is not whole")
+
+
+def absent_shards(folder: Path, index: CheckpointIndex) -> dict[int, str]:
+    """Of the shards that are not in a folder in their size, by their numbers: what is wrong, in words."""
+    problems = {number: _absence(folder, shard) for number, shard in enumerate(index.shards)}
+    return {number: problem for number, problem in problems.items() if problem}
+
+
+def _absence(folder: Path, shard: Shard) -> str:
     file = folder / shard.file
     try:
         size = file.stat().st_size if file.is_file() else None
     except OSError:
         size = None
-    if size != shard.bytes:
-        state = "is missing" if size is None else f"has {size} bytes, the index says {shard.bytes}"
-        raise CheckpointError(f"{file} {state}: the checkpoint is not whole")
+    if size == shard.bytes:
+        return ""
+    return f"{file} is missing" if size is None else f"{file} has {size} bytes, the index says {shard.bytes}"
 
 
 def open_shard(folder: Path, index: CheckpointIndex, number: int) -> ShardFile:
@@ -202,15 +213,9 @@ class ShardFiles:
     """The shards of a checkpoint, each opened when it is first needed; a context manager that closes them."""
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        """Look whether every shard is there in its size.
-
-        Raises:
-            CheckpointError: If one is not.
-        """
+        """Open nothing yet."""
         self._folder, self._index = folder, index
         self._open: dict[int, ShardFile] = {}
-        for shard in index.shards:
-            check_size(folder, shard)
 
     def __enter__(self) -> ShardFiles:
         """Nothing more."""

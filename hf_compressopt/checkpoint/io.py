@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
-from hf_compressopt.checkpoint.files import ShardFiles
+from hf_compressopt.checkpoint.files import ShardFiles, absent_shards
 from hf_compressopt.checkpoint.index import INDEX_NAME, CheckpointError, CheckpointIndex
 from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
 from hf_compressopt.checkpoint.saving import (
@@ -160,8 +162,10 @@ def load_state(
     folder = Path(directory)
     path = folder / INDEX_NAME.format(prefix=prefix)
 
-    def read() -> tuple[CheckpointIndex, list[tuple[StateTensor, Tensor]]]:
-        index = CheckpointIndex.read(path)
+    index, path = _agreed_index(mine.communicator, path)
+    places = _places(mine.communicator, folder, index)
+
+    def read() -> list[tuple[StateTensor, Tensor]]:
         grouped = mine.parameter_names(names)
         _check_fits(mine, index, grouped, path)
         with ShardFiles(folder, index) as files:
@@ -170,9 +174,11 @@ def load_state(
                 wanted = mine.wanted_tensors(grouped, index.header, described)
             except (ValueError, TypeError) as error:
                 raise CheckpointError(f"{path} does not fit: {error}") from error
-            return index, _read_tensors(files, index, wanted, mine.communicator.world_size, path)
+            planned = _plan(index, wanted, mine.communicator.world_size, path)
+            _check_in_reach(planned, places, mine.communicator.rank, index)
+            return [(tensor, _read_tensor(tensor, plan, files, index)) for tensor, plan in planned]
 
-    index, tensors = run_together(mine.communicator, read, others=CheckpointError)
+    tensors = run_together(mine.communicator, read, others=CheckpointError)
     brought = {state.name: state.local for state, _ in tensors}
     with torch.no_grad():
         while tensors:  # each value is let go of as soon as it is in place
@@ -192,6 +198,67 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+# -- finding ----------------------------------------------------------------------------------------------------------
+
+
+def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointIndex, Path]:
+    """The index of the same save on all ranks, and its file.
+
+    A save into several folders may have been cut off when some had their index already: then the others still have it
+    under its earlier name, and all have the shards.
+    """
+    index = run_together(communicator, lambda: CheckpointIndex.read(path), others=CheckpointError)
+    saves = communicator.all_gather_object(index.save_id)
+    if len(set(saves)) == 1:
+        return index, path
+    found = {index.save_id: (index, path)}
+    aside = path.with_suffix(".tmp")
+    with suppress(CheckpointError):
+        index = CheckpointIndex.read(aside)
+        found[index.save_id] = (index, aside)
+    everywhere = set.intersection(*map(set, communicator.all_gather_object(list(found))))
+    for save in saves:
+        if save in everywhere:
+            return found[save]
+    hosts = communicator.all_gather_object(gethostname())
+    told = [
+        f"rank {rank} on {host} has save {save}" for rank, (host, save) in enumerate(zip(hosts, saves, strict=True))
+    ]
+    raise CheckpointError(f"{path} is of different saves: {', '.join(told)}; bring together the files of one save")
+
+
+class _Place(NamedTuple):
+    """A rank's view of a checkpoint: its machine, its folder, and what is wrong with the shards that are not there."""
+
+    host: str
+    folder: str
+    absent: dict[int, str]
+
+
+def _places(communicator: Communicator, folder: Path, index: CheckpointIndex) -> list[_Place]:
+    mine = (gethostname(), str(folder.absolute()), list(absent_shards(folder, index).items()))
+    return [_Place(host, where, dict(absent)) for host, where, absent in communicator.all_gather_object(mine)]
+
+
+def _check_in_reach(
+    planned: Sequence[tuple[StateTensor, Plan]], places: Sequence[_Place], rank: int, index: CheckpointIndex
+) -> None:
+    """Check that every shard is with some rank, and that those which this rank needs are with it."""
+    mine = places[rank]
+    needed = {read.piece.shard for _, plan in planned for reads in plan.sources for read in reads}
+    for number, problem in mine.absent.items():
+        holders = [(other, place) for other, place in enumerate(places) if number not in place.absent]
+        if not holders:
+            raise CheckpointError(f"{problem}: the checkpoint is not whole")
+        if number in needed:
+            other, place = holders[0]
+            raise CheckpointError(
+                f"{problem}: rank {rank} on {mine.host} needs it, and rank {other} on {place.host} has "
+                f"{Path(place.folder, index.shards[number].file)}: copy it, or start the ranks on the machines on "
+                "which they were when it was saved"
+            )
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -221,22 +288,24 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
     return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
 
 
-def _read_tensors(
-    files: ShardFiles, index: CheckpointIndex, wanted: Sequence[StateTensor], world_size: int, path: Path
-) -> list[tuple[StateTensor, Tensor]]:
-    read = []
+def _plan(
+    index: CheckpointIndex, wanted: Sequence[StateTensor], world_size: int, path: Path
+) -> list[tuple[StateTensor, Plan]]:
+    planned = []
     for tensor in wanted:
-        local = tensor.local
-        dtype, stop = dtype_name(local), tensor.start + local.numel()
+        dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
         want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
         try:
-            plan = plan_reads(index, want, world_size)
+            planned.append((tensor, plan_reads(index, want, world_size)))
         except ValueError as error:
             raise CheckpointError(f"{path} {error}") from None
-        values = torch.empty(local.numel(), dtype=local.dtype)
-        _fill(values, plan, files, index)
-        read.append((tensor, values))
-    return read
+    return planned
+
+
+def _read_tensor(tensor: StateTensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> Tensor:
+    values = torch.empty(tensor.local.numel(), dtype=tensor.local.dtype)
+    _fill(values, plan, files, index)
+    return values
 
 
 def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:

@@ -252,7 +252,6 @@ def _write_shard(snapshot: Snapshot) -> dict[str, Any]:
             "start": tensor.start,
             "stop": tensor.start + tensor.local.numel(),
             "sha256": checksums[key],
-            "replicated": tensor.replicated,
         }
         for key, tensor in stored.items()
     ]
@@ -269,13 +268,15 @@ def _is_whole(tensor: StateTensor) -> bool:
 
 
 def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> CheckpointIndex:
-    """The index of this rank's folder: of what all ranks hold alike it names the copy there."""
+    """The index of this rank's folder: of what several ranks have written it names the copy there."""
     pieces: dict[str, list[Piece]] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for number, shard in enumerate(shards):
-        for entry in shard["tensors"]:
-            if entry["replicated"] and snapshot.peers[number] != snapshot.peers[snapshot.rank]:
+    seen: set[tuple[str, int, int]] = set()
+    for number in sorted(range(len(shards)), key=lambda n: snapshot.peers[n] != snapshot.peers[snapshot.rank]):
+        for entry in shards[number]["tensors"]:
+            if (part := (entry["name"], entry["start"], entry["stop"])) in seen:
                 continue
+            seen.add(part)
             described[entry["name"]] = (entry["dtype"], tuple(entry["shape"]))
             piece = Piece(number, entry["key"], entry["start"], entry["stop"], tuple(entry["sha256"]))
             pieces.setdefault(entry["name"], []).append(piece)

@@ -234,9 +234,7 @@ class ZeroState(ZeroGradients):
                 whole["master"] = piece.tensor
             for key, value in whole.items():
                 tensors.append(StateTensor(f"{key}/{name}", shape, piece.span.start, value, False))
-            if piece.span.start > 0:
-                continue  # what has one value per parameter is written where the parameter begins
-            for key, value in state.items():
+            for key, value in state.items():  # what has one value per parameter is beside every piece of it
                 if key not in whole and value is not None:
                     kind = SCALAR if isinstance(value, Tensor) else NUMBER
                     tensors.append(value_of_parameter(f"{kind}{key}/{name}", value))
