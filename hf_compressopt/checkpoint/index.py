@@ -2,7 +2,8 @@
 
 **Format, version 2.** A checkpoint is a folder that holds
 
-1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint;
+1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. Where the ranks write
+   into several folders each has one; of what several ranks have written it names the copy in its folder, if any;
 2. ``compressopt-<save id>-<rank>-of-<ranks>.safetensors``, one per rank, numbers with five digits. Each is an ordinary
    safetensors file, and its metadata holds ``save_id``.
 
