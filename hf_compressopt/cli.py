@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hf_compressopt
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_estimate(commands)
     _add_from_deepspeed(commands)
     _add_inspect(commands)
+    _add_consolidate(commands)
+    _add_import(commands)
     arguments = parser.parse_args(argv)
     return int(arguments.run(arguments))
 
@@ -235,10 +238,73 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
     found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)
     if not found:
-        print(f"hf-compressopt inspect: {arguments.directory} holds no checkpoint of hf_compressopt", file=sys.stderr)
+        _complain("inspect", f"{arguments.directory} holds no checkpoint of hf_compressopt")
         return 2
     print(json.dumps(found, indent=2) if arguments.json else "\n\n".join(map(inspect.render, found)))
     return 1 if any(facts["problems"] for facts in found) else 0
+
+
+def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "consolidate",
+        help="a checkpoint as one ordinary file of torch.optim.AdamW's state",
+        description="Write the checkpoint of any number of ranks as one file, in little memory: OUT.pt is what "
+        "torch.load reads and AdamW's load_state_dict takes, OUT.safetensors has the parameters' names. Exit code 0 "
+        "where it is written, 1 where it cannot be, 2 where there is no checkpoint.",
+    )
+    parser.add_argument("directory", help="the folder: Trainer's checkpoint-<step>, or where save_state saved")
+    parser.add_argument("out", help="the file, .safetensors or .pt")
+    parser.add_argument("--prefix", help="start of the files' names, where the folder holds several checkpoints")
+    parser.add_argument("--force", action="store_true", help="replace OUT where it exists")
+    parser.set_defaults(run=_consolidate)
+
+
+def _consolidate(arguments: argparse.Namespace) -> int:
+    from hf_compressopt.checkpoint import portable
+
+    try:
+        index = portable.find_index(arguments.directory, arguments.prefix)
+        if index is None:
+            _complain("consolidate", f"{arguments.directory} holds no checkpoint of hf_compressopt")
+            return 2
+        for note in portable.consolidate(index, arguments.out, force=arguments.force):
+            _complain("consolidate", note)
+    except (ValueError, OSError) as error:
+        _complain("consolidate", error)
+        return 1
+    return 0
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "import",
+        help="a checkpoint of an ordinary file of torch.optim.AdamW's state",
+        description="Make a checkpoint that load_state of every optimizer here takes. Exit code 0 where it is written, "
+        "1 where it cannot be, 2 where there is no such file.",
+    )
+    parser.add_argument("source", help="the file: Trainer's optimizer.pt, or what consolidate wrote")
+    parser.add_argument("directory", help="the folder, made where missing")
+    parser.add_argument("--prefix", default="compressopt", help="start of the files' names (%(default)s)")
+    parser.add_argument("--force", action="store_true", help="replace a checkpoint that is there")
+    parser.set_defaults(run=_import)
+
+
+def _import(arguments: argparse.Namespace) -> int:
+    from hf_compressopt.checkpoint import portable
+
+    if not Path(arguments.source).is_file():
+        _complain("import", f"there is no file {arguments.source}")
+        return 2
+    try:
+        portable.import_state(arguments.source, arguments.directory, prefix=arguments.prefix, force=arguments.force)
+    except (ValueError, OSError) as error:
+        _complain("import", error)
+        return 1
+    return 0
+
+
+def _complain(command: str, what: object) -> None:
+    print(f"hf-compressopt {command}: {what}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -212,10 +212,24 @@ def open_shard(folder: Path, index: CheckpointIndex, number: int) -> ShardFile:
 class ShardFiles:
     """The shards of a checkpoint, each opened when it is first needed; a context manager that closes them."""
 
-    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
-        """Open nothing yet."""
+    def __init__(self, folder: Path, index: CheckpointIndex, out_of_reach: Mapping[int, str] | None = None) -> None:
+        """Look whether every shard is there in its size.
+
+        Args:
+            folder: The folder.
+            index: Its index.
+            out_of_reach: Shards that are not, by their numbers, and what to say where one is needed all the same; None:
+                all have to be there.
+
+        Raises:
+            CheckpointError: If one is not.
+        """
         self._folder, self._index = folder, index
+        self._out_of_reach = out_of_reach or {}
         self._open: dict[int, ShardFile] = {}
+        for number, shard in enumerate(index.shards):
+            if number not in self._out_of_reach:
+                check_size(folder, shard)
 
     def __enter__(self) -> ShardFiles:
         """Nothing more."""
@@ -228,6 +242,8 @@ class ShardFiles:
 
     def __getitem__(self, number: int) -> ShardFile:
         """The shard of this number; errors as :func:`open_shard`."""
+        if number in self._out_of_reach:
+            raise CheckpointError(self._out_of_reach[number])
         if number not in self._open:
             self._open[number] = open_shard(self._folder, self._index, number)
         return self._open[number]

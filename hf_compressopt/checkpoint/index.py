@@ -45,6 +45,8 @@ from typing import Any
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
 FORMAT, VERSION = "hf_compressopt", 2
+#: Key of a header: True where parameters are called by their places in the param groups, for want of names.
+BY_PLACE = "by_place"
 #: Bytes under one checksum.
 BLOCK_BYTES = 1 << 22
 
@@ -69,6 +71,11 @@ DTYPES = {
 }
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+def name_by_place(group: int, place: int) -> str:
+    """What a parameter without a name is called, by its place among all of its param group."""
+    return f"group{group}.{place}"
 
 
 class CheckpointError(ValueError):

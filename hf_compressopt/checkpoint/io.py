@@ -6,8 +6,8 @@ state -> shards (safetensors) -> index (JSON) -> reshard plan (pure) -> reads
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from socket import gethostname
 from typing import Any, NamedTuple
@@ -16,15 +16,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from hf_compressopt.checkpoint.adam import source_of
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
 from hf_compressopt.checkpoint.files import ShardFiles, absent_shards
-from hf_compressopt.checkpoint.index import INDEX_NAME, CheckpointError, CheckpointIndex
-from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
+from hf_compressopt.checkpoint.index import BY_PLACE, INDEX_NAME, CheckpointError, CheckpointIndex, name_by_place
+from hf_compressopt.checkpoint.reading import Stored
+from hf_compressopt.checkpoint.reshard import Wanted
 from hf_compressopt.checkpoint.saving import (
     Checkpointable,
     HostCopy,
     Snapshot,
-    bytes_of,
     describe_parameters,
     dtype_name,
     run_together,
@@ -46,7 +47,7 @@ def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_P
 
 
 def save_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | PlainState,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -122,11 +123,15 @@ _BACKGROUNDS: WeakKeyDictionary[torch.optim.Optimizer, _Background] = WeakKeyDic
 
 
 def _begin(
-    optimizer: torch.optim.Optimizer, directory: str | os.PathLike[str], names: Sequence[str] | None, prefix: str
+    optimizer: torch.optim.Optimizer | PlainState,
+    directory: str | os.PathLike[str],
+    names: Sequence[str] | None,
+    prefix: str,
 ) -> tuple[Snapshot, Communicator]:
     state, folder = _checkpointable(optimizer), Path(directory)
     grouped = state.parameter_names(names)
-    background, path = _BACKGROUNDS.get(_innermost(optimizer)), folder / INDEX_NAME.format(prefix=prefix)
+    path = folder / INDEX_NAME.format(prefix=prefix)
+    background = None if isinstance(optimizer, PlainState) else _BACKGROUNDS.get(_innermost(optimizer))
     wait_for_saves(lambda save: save.path == path or (background is not None and save is background.save))
     return take_snapshot(state, folder, grouped, prefix), state.communicator
 
@@ -148,7 +153,9 @@ def load_state(
     Args:
         optimizer: The optimizer, made as the saved one was. A ZeroOptimizer may be of another stage and other sizes of
             buckets, and the optimizer that it wraps takes its place, and it that one's, where there are no master
-            copies.
+            copies. AdamW, Adam, FusedAdam and Lamb, inside a ZeroOptimizer or not, go on from each other's moments and
+            steps and from those of the compressed optimizers, and these from theirs in a warmup stage, which ends with
+            the coming step where it should have ended before.
         directory: The folder.
         names: As in :func:`save_state`.
         prefix: As in :func:`save_state`.
@@ -165,30 +172,42 @@ def load_state(
     index, path = _agreed_index(mine.communicator, path)
     places = _places(mine.communicator, folder, index)
 
-    def read() -> list[tuple[StateTensor, Tensor]]:
-        grouped = mine.parameter_names(names)
-        _check_fits(mine, index, grouped, path)
-        with ShardFiles(folder, index) as files:
-            described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
+    def read() -> tuple[dict[str, Any], list[tuple[StateTensor, Tensor]]]:
+        inner = _innermost(optimizer)
+        grouped = _names_by_place(mine, inner) if index.header.get(BY_PLACE) else mine.parameter_names(names)
+        stored = _source(index, inner, path)
+        _check_fits(mine, index, stored.header, grouped, path)
+        with ShardFiles(folder, index, _out_of_reach(places, mine.communicator.rank, index)) as files:
             try:
-                wanted = mine.wanted_tensors(grouped, index.header, described)
+                wanted = mine.wanted_tensors(grouped, stored.header, stored.described)
             except (ValueError, TypeError) as error:
                 raise CheckpointError(f"{path} does not fit: {error}") from error
-            planned = _plan(index, wanted, mine.communicator.world_size, path)
-            _check_in_reach(planned, places, mine.communicator.rank, index)
-            return [(tensor, _read_tensor(tensor, plan, files, index)) for tensor, plan in planned]
+            return stored.header, _read_tensors(files, stored, wanted, mine.communicator.world_size, path)
 
-    tensors = run_together(mine.communicator, read, others=CheckpointError)
+    header, tensors = run_together(mine.communicator, read, others=CheckpointError)
     brought = {state.name: state.local for state, _ in tensors}
     with torch.no_grad():
         while tensors:  # each value is let go of as soon as it is in place
             state, values = tensors.pop()
             state.local.copy_(values.view(state.local.shape))
-    mine.load_checkpoint_header(index.header, brought)
+    mine.load_checkpoint_header(header, brought)
 
 
-def _checkpointable(optimizer: torch.optim.Optimizer) -> Checkpointable:
+@contextmanager
+def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Inside, ``optimizer.load_state_dict()`` does nothing: what a host hands it is a stub of what was loaded."""
+    inner = _innermost(optimizer)
+    inner.load_state_dict = lambda state_dict: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del inner.load_state_dict
+
+
+def _checkpointable(optimizer: torch.optim.Optimizer | PlainState) -> Checkpointable:
     """What a checkpoint sees of an optimizer."""
+    if isinstance(optimizer, PlainState):
+        return optimizer
     optimizer = _innermost(optimizer)
     return optimizer if isinstance(optimizer, (FlatOptimizer, ZeroState)) else PlainState(optimizer)
 
@@ -242,41 +261,85 @@ def _places(communicator: Communicator, folder: Path, index: CheckpointIndex) ->
     return [_Place(host, where, dict(absent)) for host, where, absent in communicator.all_gather_object(mine)]
 
 
-def _check_in_reach(
-    planned: Sequence[tuple[StateTensor, Plan]], places: Sequence[_Place], rank: int, index: CheckpointIndex
-) -> None:
-    """Check that every shard is with some rank, and that those which this rank needs are with it."""
-    mine = places[rank]
-    needed = {read.piece.shard for _, plan in planned for reads in plan.sources for read in reads}
+def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -> dict[int, str]:
+    """Of the shards that are with other ranks only, by their numbers: what to say where this rank needs one.
+
+    Raises:
+        CheckpointError: If a shard is with nobody.
+    """
+    mine, told = places[rank], {}
     for number, problem in mine.absent.items():
         holders = [(other, place) for other, place in enumerate(places) if number not in place.absent]
         if not holders:
             raise CheckpointError(f"{problem}: the checkpoint is not whole")
-        if number in needed:
-            other, place = holders[0]
-            raise CheckpointError(
-                f"{problem}: rank {rank} on {mine.host} needs it, and rank {other} on {place.host} has "
-                f"{Path(place.folder, index.shards[number].file)}: copy it, or start the ranks on the machines on "
-                "which they were when it was saved"
-            )
+        other, place = holders[0]
+        told[number] = (
+            f"{problem}: rank {rank} on {mine.host} needs it, and rank {other} on {place.host} has "
+            f"{Path(place.folder, index.shards[number].file)}: copy it, or start the ranks on the machines on "
+            "which they were when it was saved"
+        )
+    return told
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _check_fits(optimizer: Checkpointable, index: CheckpointIndex, names: Sequence[Sequence[str]], path: Path) -> None:
+def _source(index: CheckpointIndex, optimizer: torch.optim.Optimizer, path: Path) -> Stored:
+    """The checkpoint as the optimizer takes it."""
+    cls = getattr(optimizer, "optimizer_class", type(optimizer))
+    known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))  # others call theirs AdamW too
+    try:
+        return source_of(index, cls.__name__ if known else f"{cls.__module__}.{cls.__name__}", optimizer.param_groups)
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error} in its header") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} {error}") from error
+
+
+def _names_by_place(optimizer: Checkpointable, inner: torch.optim.Optimizer) -> list[list[str]]:
+    """What :data:`BY_PLACE` calls the trainable parameters of each param group: by their places among all of it."""
+    names = []
+    for number, (group, params) in enumerate(zip(inner.param_groups, optimizer.shared_parameters(), strict=True)):
+        places = {param: place for place, param in enumerate(group["params"])}
+        names.append([name_by_place(number, places[param]) for param in params])
+    return names
+
+
+def _check_fits(
+    optimizer: Checkpointable,
+    index: CheckpointIndex,
+    header: dict[str, Any],
+    names: Sequence[Sequence[str]],
+    path: Path,
+) -> None:
     try:
         saved_ranks = index.header["world_size"]
         if saved_ranks != len(index.shards):
             raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
         mine = describe_parameters(optimizer, names)
-        if mine != index.parameters:
+        if index.header.get(BY_PLACE):
+            _check_places(index.parameters, mine)
+        elif mine != index.parameters:
             raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
-        optimizer.check_checkpoint_header(index.header)
+        optimizer.check_checkpoint_header(header)
     except KeyError as error:
         raise CheckpointError(f"{path} lacks {error} in its header") from error
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{path} does not fit: {error}") from error
+
+
+def _check_places(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> None:
+    """Check that every saved parameter is one of ``mine``; others have no state in the checkpoint, and start anew."""
+    if len(saved) != len(mine):
+        raise ValueError(f"it has {len(saved)} param groups, this optimizer {len(mine)}")
+    for theirs, ours in zip(saved, mine, strict=True):
+        shapes = {parameter["name"]: parameter["shape"] for parameter in ours}
+        for parameter in theirs:
+            if shapes.get(parameter["name"]) != parameter["shape"]:
+                raise ValueError(
+                    f"it is of another model: its parameter {parameter['name']} has shape {parameter['shape']}, this "
+                    f"optimizer's {shapes.get(parameter['name'], 'is not trainable, or not there')}"
+                )
 
 
 def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> str:
@@ -288,46 +351,17 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
     return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
 
 
-def _plan(
-    index: CheckpointIndex, wanted: Sequence[StateTensor], world_size: int, path: Path
-) -> list[tuple[StateTensor, Plan]]:
-    planned = []
+def _read_tensors(
+    files: ShardFiles, stored: Stored, wanted: Sequence[StateTensor], world_size: int, path: Path
+) -> list[tuple[StateTensor, Tensor]]:
+    read = []
     for tensor in wanted:
         dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
         want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
         try:
-            planned.append((tensor, plan_reads(index, want, world_size)))
+            read.append((tensor, stored.read(want, world_size, files)))
+        except CheckpointError:
+            raise
         except ValueError as error:
             raise CheckpointError(f"{path} {error}") from None
-    return planned
-
-
-def _read_tensor(tensor: StateTensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> Tensor:
-    values = torch.empty(tensor.local.numel(), dtype=tensor.local.dtype)
-    _fill(values, plan, files, index)
-    return values
-
-
-def _fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
-    """Read what a plan says into ``values`` [numel], on the CPU; a mean is summed up in float64, in rank order."""
-    if len(plan.sources) == 1:
-        _read_source(bytes_of(values), plan, 0, files, index)
-        return
-    values.zero_()
-    if not plan.sources:
-        return
-    start = 0
-    for window in plan.windows(index.block_bytes):
-        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype)
-        mean = torch.zeros(part.numel(), dtype=torch.float64)
-        for source in range(len(window.sources)):
-            _read_source(bytes_of(part), window, source, files, index)
-            mean += part
-        values[start : start + part.numel()] = mean.div_(len(window.sources))
-        start += part.numel()
-
-
-def _read_source(out: memoryview, plan: Plan, source: int, files: ShardFiles, index: CheckpointIndex) -> None:
-    for read in plan.sources[source]:
-        part = out[read.offset : read.offset + read.end - read.begin]
-        files[read.piece.shard].read_blocks(read.piece, read.entry, index.block_bytes, read.begin, read.end, part)
+    return read

@@ -65,11 +65,26 @@ class Plan:
     nbytes: int
 
     def windows(self, size: int | None) -> Iterator[Plan]:
-        """The same in consecutive windows of ``size`` bytes each, but for the last; None is one window of all."""
-        size = size or max(self.nbytes, 1)
-        for low in range(0, self.nbytes, size):
-            high = min(low + size, self.nbytes)
-            yield Plan(tuple(tuple(_clip(reads, low, high)) for reads in self.sources), high - low)
+        """The same in consecutive windows of at most ``size`` bytes; None is one window for each piece.
+
+        They begin where the blocks of this size do in the pieces of the first source, so that each is read once.
+        """
+        for offset, begin, nbytes in self._runs():
+            size_here, done = size or max(begin + nbytes, 1), 0
+            while done < nbytes:
+                high = min(done + size_here - (begin + done) % size_here, nbytes)
+                yield self._window(offset + done, offset + high)
+                done = high
+
+    def _runs(self) -> Iterator[tuple[int, int, int]]:
+        """Offset, place in its piece and bytes of each read of the first source; all at once where there is none."""
+        if not self.sources:
+            yield 0, 0, self.nbytes
+        for read in self.sources[0] if self.sources else ():
+            yield read.offset, read.begin, read.end - read.begin
+
+    def _window(self, low: int, high: int) -> Plan:
+        return Plan(tuple(tuple(_clip(reads, low, high)) for reads in self.sources), high - low)
 
 
 def plan_reads(index: CheckpointIndex, wanted: Wanted, world_size: int) -> Plan:

@@ -29,6 +29,7 @@ from hf_compressopt.checkpoint.index import (
     Shard,
     TensorEntry,
 )
+from hf_compressopt.checkpoint.reading import bytes_of
 from hf_compressopt.checkpoint.writer import ShardWriter, publish, write_aside
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
@@ -209,11 +210,6 @@ def describe_parameters(state: Checkpointable, names: Sequence[Sequence[str]]) -
 def dtype_name(tensor: Tensor) -> str:
     """Torch's name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _begun(shard: Path) -> Path:

@@ -31,6 +31,8 @@ from hf_compressopt.stages import Stage
 STATE_KEY = "compressopt"
 #: Starts of the names of tensors that a checkpoint brings, whether or not the optimizer has them.
 MASK_PREFIX, OPTIMIZER_PREFIX = "exp_avg_mask/", "optimizer/"
+#: Start of the name of what an ordinary optimizer has once per parameter, as a tensor.
+SCALAR = "scalar:"
 #: What a stub says of itself where the state of an optimizer would be.
 STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,6 +73,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._names: list[list[str]] = []
         self._waiting: list[dist.ProcessGroup | None] = []  # the param groups' own, until their state is made
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
+        self._plain_rows: dict[int, dict[str, Tensor]] = {}  # by number of a parameter, read from a checkpoint
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         super().__init__(params, defaults)
         tensors = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -194,14 +197,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         raise NotImplementedError("abstract")
 
     def _plain_header(self, step: int) -> dict[str, Any]:
-        """The header that a plain Adam state dict at this step stands for; ValueError where it can be none."""
+        """The header that a plain Adam state dict at this step stands for."""
         raise NotImplementedError("abstract")
 
     # -- state dict ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def state_in_shards(self) -> Iterator[None]:
-        """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` takes one: the state is in shards."""
+        """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
         before, self._in_shards = self._in_shards, True
         try:
             yield
@@ -249,7 +252,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     "safetensors files; load it with hf_compressopt.load_state(optimizer, directory), or through "
                     "Trainer or Accelerate with hf_compressopt registered"
                 )
-        else:
+        elif not self._in_shards:
             self._load_full(state_dict, own)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -267,17 +270,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             check_group({**group, **saved}, number)
         for state, index, row in rows:
+            initial = {extra.name: torch.as_tensor(row.get(extra.plain, extra.initial)) for extra in state.extras}
             for name, target in state.torch_state(index).items():
-                if name in row:
-                    target.copy_(torch.as_tensor(row[name]))
-                elif name == "step" or name in _MOMENTS:
-                    target.zero_()
-        for state, saved in zip(self._states, (own or {}).get("group_tensors", []), strict=False):
-            for name, target in state.group_tensors().items():
-                target.copy_(saved[name])
+                target.copy_(torch.as_tensor(row[name]) if name in row else initial.get(name, torch.zeros(())))
+        for number, state in enumerate(self._states):
+            for extra in state.extras:
+                if extra.per == "group":
+                    value = torch.as_tensor(extra.initial) if own is None else own["group_tensors"][number][extra.name]
+                    state.extra[extra.name].copy_(value)
         self._load_errors(own)
         if own is not None:
             self._tensors = {name: tensor.clone() for name, tensor in own["tensors"].items()}
+        for tensor in self._tensors.values() if own is None else ():
+            tensor.zero_()
         self._load_groups(saved_groups)
         self._load_header(header)
         self._state_loaded()
@@ -409,6 +414,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If what it brings cannot be this optimizer's.
         """
+        if "class" in header:
+            return self._wanted_plain(names, described)
         room = {
             name: torch.empty(shape, dtype=dtype)
             for name, (dtype, shape) in described.items()
@@ -427,6 +434,40 @@ class FlatOptimizer(torch.optim.Optimizer):
             if self.communicator.world_size == 1 and state.compressed and f"server_error/group{number}" in described:
                 tensors += state.room_for_errors(number)
         return tensors
+
+    def _wanted_plain(
+        self, names: Sequence[Sequence[str]], described: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> list[StateTensor]:
+        """As :meth:`wanted_tensors`, of a checkpoint of an ordinary Adam or AdamW."""
+        self._plain_rows, wanted = {}, []
+        numbers = self._numbers()
+        for state, called in zip(self._states, names, strict=True):
+            for param, name in zip(state.params, called, strict=True):
+                for key in (*_MOMENTS, "step"):
+                    full = f"{SCALAR if key == 'step' else ''}{key}/{name}"
+                    if full not in described:
+                        continue
+                    dtype, shape = described[full]
+                    if shape != (() if key == "step" else tuple(param.shape)):
+                        raise ValueError(f"{full} has shape {list(shape)}, the parameter {list(param.shape)}")
+                    local = torch.empty(shape, dtype=dtype)
+                    self._plain_rows.setdefault(numbers[param], {})[key] = local
+                    wanted.append(StateTensor(full, shape, 0, local, True))
+        return wanted
+
+    def _numbers(self) -> dict[Tensor, int]:
+        """The number of each parameter among all."""
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        return {param: number for number, param in enumerate(params)}
+
+    def _load_plain(self, groups: Sequence[dict[str, Any]]) -> None:
+        numbers = self._numbers()
+        packed = [
+            {**saved, "params": [numbers[param] for param in group["params"]]}
+            for group, saved in zip(self.param_groups, groups, strict=True)
+        ]
+        rows, self._plain_rows = self._plain_rows, {}
+        self._load_full({"state": rows, "param_groups": packed}, None)
 
     def _check_tensors(self, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
         """Check dtype and shape of the optimizer-wide tensors that a checkpoint brings; this class has none.
@@ -460,18 +501,28 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If it does not; nothing has changed.
         """
-        self._check_header(header)
+        plain = "class" in header  # of an ordinary optimizer
+        self._check_header(self._plain_header(header["step"]) if plain else header)
         own = [number for number, state in enumerate(self._states) if state.own_rank is not None]
+        if plain and own:
+            raise ValueError(
+                f"it is of {header['class']}, and the param groups {own} have a process_group of their own"
+            )
         check_ranks(header["world_size"], self.communicator.world_size, own)
         saved = header.get("param_groups")
         if not isinstance(saved, list) or len(saved) != len(self.param_groups):
             raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer {len(self.param_groups)}")
         for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
-            check_group({**group, **group_from_plain(values)}, number)
+            values = loadable_group(group_from_plain(values)) if plain else group_from_plain(values)
+            check_group({**group, **values}, number)
 
     def load_checkpoint_header(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Take over a checkpoint's header, and what ``saved`` made room for, after the rest was copied in."""
-        self._load_groups([group_from_plain(group) for group in header["param_groups"]])
+        groups = [group_from_plain(group) for group in header["param_groups"]]
+        if "class" in header:
+            self._load_plain(groups)
+            return
+        self._load_groups(groups)
         for number, group in enumerate(self.param_groups):
             if (mask := tensors.get(self._mask_name(number))) is not None:
                 group["exp_avg_mask"] = mask.to(self._states[number].device)

@@ -130,6 +130,13 @@ class FreezingOptimizer(CompressedOptimizer):
     def _set_schedule_options(self, options: dict[str, Any]) -> None:
         self.freeze_step, self.max_freeze_step = options[self.freeze_option], options["max_freeze_step"]
 
+    def _plain_header(self, step: int) -> dict[str, Any]:
+        """As the base class's; where the first stage should have ended by then, it ends with the coming step."""
+        header = super()._plain_header(step)
+        if step >= self.last_warmup_step:
+            header["schedule"] = {**header["schedule"], self.freeze_option: step + 1}
+        return header
+
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
         """Let the variance find ``freeze_step`` within a share of the run, unless it is given.
 

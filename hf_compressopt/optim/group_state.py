@@ -25,12 +25,14 @@ class ExtraState:
         per: "element" (one float32 per element, flat), "parameter" (float32) or "group" (float64).
         initial: The value that it starts with.
         always: Whether groups that are never compressed have it too.
+        plain: Name of what it starts with in the state of a plain Adam that is loaded, where that is not ``initial``.
     """
 
     name: str
     per: str
     initial: float = 0.0
     always: bool = False
+    plain: str = ""
 
 
 class GroupState:

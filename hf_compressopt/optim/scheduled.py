@@ -191,9 +191,7 @@ class ScheduledOptimizer(FlatOptimizer):
         mine = self._schedule_options()
         if header["schedule"] != mine and "auto" not in mine.values() and self.communicator.rank == 0:
             logger.warning(
-                "the schedule of the checkpoint, %s, takes the place of %s",
-                header["schedule"],
-                self._schedule_options(),
+                "the schedule of the state that is loaded, %s, takes the place of %s", header["schedule"], mine
             )
         self._set_schedule_options(header["schedule"])
         self._step = header["step"]
@@ -203,9 +201,4 @@ class ScheduledOptimizer(FlatOptimizer):
         self.step_was_skipped = False
 
     def _plain_header(self, step: int) -> dict[str, Any]:
-        if step > 0 and (not self.plan_at(step).update_variance or self.plan_at(step).ends_stage):
-            raise ValueError(
-                f"a plain Adam state dict at step {step} can be taken over in the warmup stage only, and here step "
-                f"{step} ends or follows it ({self._schedule_options()}): let the warmup end later"
-            )
         return {**self._header(), "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}

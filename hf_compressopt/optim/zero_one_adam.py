@@ -61,7 +61,7 @@ class ZeroOneAdam(FreezingOptimizer):
     extra_state = (
         ExtraState("anchor", "element"),
         ExtraState("local_update", "element"),
-        ExtraState("variance_steps", "parameter"),
+        ExtraState("variance_steps", "parameter", plain="step"),
         ExtraState("lr_sum", "group"),
         ExtraState("decay", "group", 1.0),
     )

@@ -12,8 +12,9 @@ from torch import Tensor
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
+from hf_compressopt.optim.flat_optimizer import SCALAR
 from hf_compressopt.optim.options import check_count, check_plain, group_from_plain, plain_group
-from hf_compressopt.zero.state import FUNCTIONAL, MASTER, NUMBER, SCALAR, value_of_parameter
+from hf_compressopt.zero.state import FUNCTIONAL, MASTER, NUMBER, value_of_parameter
 
 
 class PlainState:

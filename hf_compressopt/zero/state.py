@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import StateTensor
-from hf_compressopt.optim.flat_optimizer import STATE_KEY, STUB_NOTE
+from hf_compressopt.optim.flat_optimizer import SCALAR, STATE_KEY, STUB_NOTE
 from hf_compressopt.optim.options import check_count, check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.gradients import ZeroGradients
 from hf_compressopt.zero.shards import OWN_KEYS, Piece, UpdateBucket, element_state
 
-#: Starts of the names of what has one value per parameter: a tensor, or a number of Python's.
-SCALAR, NUMBER = "scalar:", "number:"
+#: Start of the name of what has one value per parameter and is a number of Python's.
+NUMBER = "number:"
 #: Before the name of a parameter: its master copy.
 MASTER = "master"
 _NOT_SAVED = ("process_group",)
@@ -43,7 +43,7 @@ class ZeroState(ZeroGradients):
 
     @contextmanager
     def state_in_shards(self) -> Iterator[None]:
-        """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` takes one: the state is in shards."""
+        """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
         before, self._in_shards = self._in_shards, True
         try:
             yield
@@ -101,7 +101,7 @@ class ZeroState(ZeroGradients):
                     "safetensors files; load it with hf_compressopt.load_state(optimizer, directory), or through "
                     "Trainer or Accelerate with hf_compressopt registered"
                 )
-        else:
+        elif not self._in_shards:
             self._load_full(state_dict, own)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -134,13 +134,20 @@ class ZeroState(ZeroGradients):
         for bucket, piece, found in rows:
             if "master" in found:
                 piece.tensor.copy_(found["master"].reshape(-1))
-            elif not piece.direct:
-                piece.tensor.copy_(self._params[piece.param].detach().reshape(-1)[piece.span.start : piece.span.stop])
+            else:
+                self._master_from_parameter(piece)
             copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found.get("state", {}).items()}
             self._set_state(bucket, piece, copies)
         self._load_groups(saved_groups)
         if own is not None:
             self._load_header(own)
+        else:
+            steps = [int(row["step"]) for row in state_dict["state"].values() if "step" in row]
+            self.steps = max(steps, default=0)
+
+    def _master_from_parameter(self, piece: Piece) -> None:
+        if not piece.direct:
+            piece.tensor.copy_(self._params[piece.param].detach().reshape(-1)[piece.span.start : piece.span.stop])
 
     def _set_state(self, bucket: UpdateBucket, piece: Piece, state: dict[str, Any]) -> None:
         """Take over a piece's state, element-wise state in the dtype in which it is kept."""
@@ -265,8 +272,8 @@ class ZeroState(ZeroGradients):
         for bucket, piece in self.pieces():
             name, numel = flat[piece.param], piece.span.numel
             keys = of_parameter.get(name, [])
-            if not piece.direct and "master" not in keys:
-                keys = [*keys, "master"]  # its absence is an error
+            if not piece.direct and "master" not in keys and header.get("stage") != 0:
+                keys = [*keys, "master"]  # its absence is an error; an ordinary optimizer has none to save
             for key in keys:
                 whole = tuple(self._params[piece.param].shape)
                 dtype, shape = described.get(f"{key}/{name}", (piece.tensor.dtype, whole))
@@ -313,12 +320,17 @@ class ZeroState(ZeroGradients):
         found: dict[int, tuple[UpdateBucket, Piece, dict[str, Any]]] = {
             id(piece): (bucket, piece, {}) for bucket, piece in self.pieces()
         }
+        for _, piece in self.pieces():
+            self._master_from_parameter(piece)  # where the checkpoint has none
         for _, piece, key, local in self._staged:
             if key == "master":
                 piece.tensor.copy_(local)
             elif key.startswith(NUMBER):
                 found[id(piece)][2][key.removeprefix(NUMBER)] = local.item()
             else:
+                whole = not key.startswith(SCALAR)
+                if whole and not piece.direct and header.get("stage") == 0:
+                    local = local.to(piece.tensor.dtype)  # moments of a 16-bit parameter's, here a master copy's
                 found[id(piece)][2][key.removeprefix(SCALAR)] = local
         self._staged = []
         for bucket, piece, state in found.values():

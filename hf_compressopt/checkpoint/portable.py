@@ -1,0 +1,272 @@
+"""Checkpoints to and from one ordinary file of AdamW's state: ``hf-compressopt consolidate`` and ``import``.
+
+A file of torch.save holds what ``torch.optim.AdamW(...).state_dict()`` gives: parameters have numbers, in the order of
+the param groups. A safetensors file holds ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and ``step/<parameter>``
+(float32 []), where there are any ``max_exp_avg_sq/<parameter>`` and ``master/<parameter>`` (float32 copies of 16-bit
+parameters) too; and in its metadata, as JSON, ``param_groups``: of each param group the hyperparameters, and
+``params``, a list of ``{"name", "shape", "dtype"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from hf_compressopt.checkpoint.adam import MASTER, MOMENTS, STEP, AdamView, Entry
+from hf_compressopt.checkpoint.files import ShardFiles
+from hf_compressopt.checkpoint.index import BY_PLACE, DTYPES, INDEX_NAME, CheckpointError, CheckpointIndex
+from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
+from hf_compressopt.checkpoint.progress import progress
+from hf_compressopt.checkpoint.reading import bytes_of
+from hf_compressopt.checkpoint.torch_file import PendingTensor, TorchFile
+from hf_compressopt.checkpoint.writer import ShardWriter
+from hf_compressopt.optim.flat_optimizer import STATE_KEY
+from hf_compressopt.zero.plain import PlainState
+
+#: What the state dict of torch's AdamW says of each param group beside the hyperparameters.
+_HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "initial_lr", "bias_correction")
+_SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
+
+
+def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
+    """The index of a folder's checkpoint, or None where there is none.
+
+    Raises:
+        ValueError: If there are several and no prefix is given.
+    """
+    folder = Path(directory)
+    found = sorted(folder.glob(INDEX_NAME.format(prefix=f"{DEFAULT_PREFIX}*" if prefix is None else prefix)))
+    if len(found) > 1:
+        prefixes = ", ".join(path.name.removesuffix(INDEX_NAME.format(prefix="")) for path in found)
+        raise ValueError(f"{folder} holds the checkpoints of several optimizers: give --prefix, one of {prefixes}")
+    return found[0] if found else None
+
+
+def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = False) -> list[str]:
+    """Write a checkpoint of any of our optimizers as one file of AdamW's state, in little memory.
+
+    The moments are those by which the run divides: see :mod:`hf_compressopt.checkpoint.adam`. All that is read is
+    verified. The file has its name only when it is whole.
+
+    Args:
+        index_path: The checkpoint's index.
+        out: The file: ``.safetensors``, or ``.pt`` for torch.load.
+        force: Whether to replace a file of that name.
+
+    Returns:
+        What the checkpoint has and the file has not, in sentences.
+
+    Raises:
+        CheckpointError: (a ValueError) If the checkpoint is damaged, or cannot be expressed as AdamW's state.
+        ValueError: For a file of another kind, or one that is part of the checkpoint.
+        FileExistsError: If the file is there.
+        OSError: If it cannot be written.
+    """
+    path = Path(out)
+    if path.suffix not in (_SAFETENSORS, *_TORCH):
+        raise ValueError(f"{path} must end in {_SAFETENSORS} or in one of {', '.join(_TORCH)}")
+    if path.exists() and not force:
+        raise FileExistsError(f"{path} exists: give another name, or --force to replace it")
+    index = CheckpointIndex.read(index_path)
+    if path.resolve() in {(index_path.parent / shard.file).resolve() for shard in index.shards}:
+        raise ValueError(f"{path} is a shard of the checkpoint itself: give another name")
+    try:
+        view = AdamView(index)
+        with ShardFiles(index_path.parent, index) as files:
+            if path.suffix == _SAFETENSORS:
+                _write_safetensors(path, view, files)
+                return view.notes
+            _write_torch_file(path, view, files)
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{index_path} lacks {error} in its header") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{index_path} {error}") from error
+    masters = sum(entry.kind == MASTER for entry in view.entries.values())
+    left_out = [f"{masters} float32 master copies are left out: AdamW has none, and {_SAFETENSORS} files do"]
+    return view.notes + (left_out if masters else [])
+
+
+def _write_safetensors(path: Path, view: AdamView, files: ShardFiles) -> None:
+    groups = [
+        {**group, "params": parameters}
+        for group, parameters in zip(view.param_groups, view.index.parameters, strict=True)
+    ]
+    metadata = {"format": "pt", "optimizer": "AdamW", "param_groups": json.dumps(groups)}
+    layout = {name: (entry.dtype, entry.shape) for name, entry in view.entries.items()}
+    with ShardWriter(path, layout, metadata) as writer, progress(path.name, writer.bytes) as advance:
+        for name in writer.keys:
+            for part in view.read(view.entries[name], files):
+                writer.write(name, bytes_of(part))
+                advance(part.nbytes)
+        writer.finish()
+
+
+def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
+    entries: dict[PendingTensor, Entry] = {}
+    packed: dict[str, Any] = {"state": {}, "param_groups": []}
+    count = 0
+    for group, parameters in zip(view.param_groups, view.index.parameters, strict=True):
+        numbers = list(range(count, count + len(parameters)))
+        count += len(parameters)
+        packed["param_groups"].append({**group, **_HOW_TO_RUN, "params": numbers})
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for kind in (STEP, *MOMENTS, "max_exp_avg_sq"):
+                if (entry := view.entries.get(f"{kind}/{parameter['name']}")) is not None:
+                    tensor = PendingTensor(getattr(torch, entry.dtype), entry.shape)
+                    packed["state"].setdefault(number, {})[kind] = tensor
+                    entries[tensor] = entry
+    with TorchFile(path, packed) as writer:
+        with progress(path.name, sum(tensor.nbytes for tensor in writer.tensors)) as advance:
+            for tensor in writer.tensors:
+                for part in view.read(entries[tensor], files):
+                    writer.write(bytes_of(part))
+                    advance(part.nbytes)
+        writer.finish()
+
+
+# -- the other way ----------------------------------------------------------------------------------------------------
+
+
+class _ByPlace(PlainState):
+    """An optimizer whose parameters are known by their places alone."""
+
+    def checkpoint_header(self) -> dict[str, Any]:
+        return {**super().checkpoint_header(), BY_PLACE: True}
+
+
+def import_state(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    prefix: str = DEFAULT_PREFIX,
+    force: bool = False,
+) -> None:
+    """Make a checkpoint of a file of AdamW's state: a Trainer's ``optimizer.pt``, or what :func:`consolidate` wrote.
+
+    ``load_state`` of any of our optimizers takes it, on any number of ranks. From a file of torch.save it takes the
+    parameters by their places in the param groups, as torch does: it has no names.
+
+    Args:
+        source: The file.
+        directory: The folder; made where missing.
+        prefix: Start of the checkpoint's file names.
+        force: Whether to replace a checkpoint that is there.
+
+    Raises:
+        FileExistsError: If there is a checkpoint of that prefix.
+        ValueError: If the file is not readable, or no state of Adam or AdamW; the message names it.
+        OSError: If the checkpoint cannot be written.
+    """
+    path = Path(source)
+    if has_checkpoint(directory, prefix=prefix) and not force:
+        raise FileExistsError(f"{directory} holds a checkpoint already: give another folder, or --force to replace it")
+    if path.suffix == _SAFETENSORS:
+        save_state(_from_safetensors(path), directory, prefix=prefix)
+        return
+    save_state(_ByPlace(_from_torch_file(path)), directory, prefix=prefix)
+
+
+def _from_safetensors(path: Path) -> torch.optim.Optimizer:
+    try:
+        with safe_open(path, framework="pt") as file:
+            groups = json.loads((file.metadata() or {})["param_groups"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            rows = [[_row(parameter["name"], tensors) for parameter in group["params"]] for group in groups]
+            named = [
+                [(p["name"], _placeholder(p["shape"], getattr(torch, p["dtype"]))) for p in group["params"]]
+                for group in groups
+            ]
+            return _optimizer(groups, named, rows)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not readable as safetensors: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error}: it is none of hf-compressopt consolidate") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no state of AdamW: {error}") from error
+
+
+def _row(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    kinds = (STEP, *MOMENTS, "max_exp_avg_sq", MASTER)
+    return {kind: tensors[f"{kind}/{name}"] for kind in kinds if f"{kind}/{name}" in tensors}
+
+
+def _from_torch_file(path: Path) -> torch.optim.Optimizer:
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} is not readable by torch.load: {str(error).splitlines()[0]}") from error
+    if not isinstance(loaded, dict) or not {"state", "param_groups"} <= loaded.keys():
+        raise ValueError(f"{path} is no optimizer's state dict: it has no 'state' and 'param_groups'")
+    if STATE_KEY in loaded:
+        raise ValueError(
+            f"{path} is of an optimizer of hf_compressopt, one rank's or a stub: the folder beside it is a checkpoint"
+        )
+    try:
+        groups = loaded["param_groups"]
+        rows = [[loaded["state"].get(number, {}) for number in group["params"]] for group in groups]
+        named = [
+            [(f"group{number}.{place}", _placeholder_of(row)) for place, row in enumerate(group)]
+            for number, group in enumerate(rows)
+        ]
+        return _optimizer(groups, named, rows)
+    except KeyError as error:
+        raise ValueError(f"{path} is no state of AdamW: it lacks {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no state of AdamW: {error}") from error
+
+
+def _placeholder_of(row: dict[str, Any]) -> nn.Parameter:
+    """What stands for a parameter whose state this is; where it has none, one that is frozen."""
+    if not row:
+        return nn.Parameter(torch.empty(0), requires_grad=False)
+    missing = [name for name in (STEP, *MOMENTS) if name not in row]
+    if missing or row["exp_avg"].shape != row["exp_avg_sq"].shape:
+        raise ValueError(f"the state of a parameter has {sorted(row)}, and must have step, exp_avg and exp_avg_sq")
+    return _placeholder(row["exp_avg"].shape, row["exp_avg"].dtype)
+
+
+def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
+    """A parameter of this shape that takes the memory of one element."""
+    if dtype not in {getattr(torch, name) for name in DTYPES} or not dtype.is_floating_point:
+        raise ValueError(f"a parameter of dtype {dtype}")
+    return nn.Parameter(torch.empty((), dtype=dtype).expand(tuple(shape)))
+
+
+def _optimizer(
+    groups: Sequence[dict[str, Any]],
+    named: Sequence[Sequence[tuple[str, nn.Parameter]]],
+    rows: Sequence[Sequence[dict[str, Any]]],
+) -> torch.optim.Optimizer:
+    """An optimizer that has this state and never steps."""
+    decoupled = [group.get("decoupled_weight_decay", group.get("adam_w_mode", True)) for group in groups]
+    cls = torch.optim.AdamW if all(decoupled) else torch.optim.Adam
+    made = [
+        {**dict(_hyperparameters(group)), "params": list(params)} for group, params in zip(groups, named, strict=True)
+    ]
+    optimizer = cls(made)
+    for params, states in zip(named, rows, strict=True):
+        for (name, param), row in zip(params, states, strict=True):
+            if row:
+                for kind in MOMENTS:
+                    if row[kind].shape != param.shape:
+                        raise ValueError(f"{kind} of {name} has shape {list(row[kind].shape)}, it {list(param.shape)}")
+                optimizer.state[param] = {key: value for key, value in row.items() if value is not None}
+    return optimizer
+
+
+def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in _HYPERPARAMETERS:
+        if key in group:
+            value = group[key]
+            yield key, tuple(map(float, value)) if key == "betas" else value

@@ -1,0 +1,70 @@
+"""What a plan says, read into memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.checkpoint.files import ShardFiles
+from hf_compressopt.checkpoint.index import CheckpointIndex
+from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
+
+
+class Stored:
+    """A checkpoint as it was saved.
+
+    Attributes:
+        header: What the optimizer checks and takes over beside tensors.
+        described: dtype and shape of each tensor, by name.
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        """Take its description from the index."""
+        self.index, self.header = index, index.header
+        self.described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
+
+    def read(self, wanted: Wanted, world_size: int, files: ShardFiles) -> Tensor:
+        """What one of ``world_size`` ranks wants, flattened.
+
+        Raises:
+            ValueError: If it is not there; the message goes on where the name of the index ends.
+            CheckpointError: If it is not what was saved.
+        """
+        plan = plan_reads(self.index, wanted, world_size)
+        values = torch.empty(wanted.stop - wanted.start, dtype=getattr(torch, wanted.dtype))
+        fill(values, plan, files, self.index)
+        return values
+
+
+def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
+    """Read what a plan says into ``values`` [numel], on the CPU; a mean is summed up in float64, in rank order.
+
+    Raises:
+        CheckpointError: If it is not what was saved.
+    """
+    if len(plan.sources) == 1:
+        _read_source(bytes_of(values), plan, 0, files, index)
+        return
+    values.zero_()
+    if not plan.sources:
+        return
+    start = 0
+    for window in plan.windows(index.block_bytes):
+        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype)
+        mean = torch.zeros(part.numel(), dtype=torch.float64)
+        for source in range(len(window.sources)):
+            _read_source(bytes_of(part), window, source, files, index)
+            mean += part
+        values[start : start + part.numel()] = mean.div_(len(window.sources))
+        start += part.numel()
+
+
+def _read_source(out: memoryview, plan: Plan, source: int, files: ShardFiles, index: CheckpointIndex) -> None:
+    for read in plan.sources[source]:
+        part = out[read.offset : read.offset + read.end - read.begin]
+        files[read.piece.shard].read_blocks(read.piece, read.entry, index.block_bytes, read.begin, read.end, part)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data

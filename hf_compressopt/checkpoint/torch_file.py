@@ -1,0 +1,187 @@
+"""Files of torch.save, written as their bytes come: torch.load reads them, with weights_only=True and mmap=True too.
+
+Such a file is a zip archive whose entries are stored as they are: a pickle that refers to storages by number, and the
+bytes of each storage. (PyTorch's notes on serialization describe it.)
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hf_compressopt.checkpoint.writer import sync_folder
+
+#: Storages begin at multiples of this, as torch.save has them.
+_ALIGNMENT = 64
+_ROOT = "archive"
+#: The class by which torch.save says what the elements of a storage are.
+_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+}
+
+
+class PendingTensor:
+    """A tensor in what is pickled whose bytes come later.
+
+    Attributes:
+        dtype: Its dtype, a floating-point one of 16 bits or more.
+        shape: Its shape.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """See the class."""
+        self.dtype, self.shape = dtype, shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are to come."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a tensor of torch's: a view of a storage."""
+        stride = [1]
+        for size in reversed(self.shape[1:]):
+            stride.append(stride[-1] * max(size, 1))
+        strides = tuple(reversed(stride)) if self.shape else ()
+        arguments: tuple[Any, ...] = (_Storage(self), 0, self.shape, strides, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Storage:
+    def __init__(self, tensor: PendingTensor) -> None:
+        self.tensor = tensor
+
+
+class _Pickler(pickle.Pickler):
+    """Protocol 2, which is what torch.load(weights_only=True) reads."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[PendingTensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        self.tensors.append(obj.tensor)
+        tensor = obj.tensor
+        return "storage", _STORAGES[tensor.dtype], str(len(self.tensors) - 1), "cpu", prod(tensor.shape)
+
+
+class TorchFile:
+    """A file of torch.save under way; a context manager.
+
+    It has the name ``<stem>.tmp`` until :meth:`finish`, and is gone where the context ends without it.
+
+    Attributes:
+        path: The file's name in the end.
+        tensors: The pending tensors, in the order in which their bytes must come.
+    """
+
+    def __init__(self, path: Path, contents: Any) -> None:
+        """Pickle the contents; nothing is written before the context is entered.
+
+        Args:
+            path: The file's name.
+            contents: Dicts, lists and primitives, with a :class:`PendingTensor` for each tensor.
+        """
+        self.path, self._temporary = path, path.with_suffix(".tmp")
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(contents)
+        self._pickle = buffer.getvalue()
+        self.tensors = tuple(pickler.tensors)
+        self._number = self._left = 0  # the tensor that is due, and how many of its bytes
+
+    def __enter__(self) -> TorchFile:
+        """Begin the file.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self._archive = zipfile.ZipFile(self._temporary, "w", zipfile.ZIP_STORED)
+        for name, data in (("data.pkl", self._pickle), ("byteorder", sys.byteorder.encode())):
+            self._begin(name, len(data))
+            self._record.write(data)
+            self._record.close()
+        self._begin_tensor()
+        return self
+
+    def write(self, data: memoryview) -> None:
+        """Write the next bytes of the tensor that is due, all that it has or a part.
+
+        Raises:
+            ValueError: If they are too many.
+            OSError: If they cannot be written.
+        """
+        rest = self._left - len(data)
+        if rest < 0:
+            raise ValueError(f"{self.path}: {len(data)} bytes, due are {self._left}")
+        self._record.write(data)
+        self._left = rest
+        if rest == 0:
+            self._record.close()
+            self._number += 1
+            self._begin_tensor()
+
+    def finish(self) -> None:
+        """Make the file durable, and give it its name.
+
+        Raises:
+            ValueError: If bytes are missing.
+            OSError: If the file cannot be made durable.
+        """
+        if self._number < len(self.tensors):
+            raise ValueError(f"{self.path}: {self._left} bytes of tensor {self._number} are missing")
+        self._begin("version", 2)
+        self._record.write(b"3\n")
+        self._record.close()
+        self._archive.close()
+        with open(self._temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(self._temporary, self.path)
+        sync_folder(self.path.parent)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the file where it was not finished."""
+        if self._archive.fp is not None:
+            self._archive.fp.close()
+            self._archive.fp = None  # nothing to complete: the file goes
+        self._temporary.unlink(missing_ok=True)
+
+    def _begin_tensor(self) -> None:
+        """Begin the record of the next tensor that has bytes; those without have empty ones."""
+        while self._number < len(self.tensors):
+            self._left = self.tensors[self._number].nbytes
+            self._begin(f"data/{self._number}", self._left)
+            if self._left:
+                return
+            self._record.close()
+            self._number += 1
+        self._left = 0
+
+    def _begin(self, name: str, nbytes: int) -> None:
+        """Begin a record, whose bytes begin at a multiple of the alignment: its header has an extra field for that."""
+        info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+        info.file_size = nbytes
+        assert self._archive.fp is not None
+        zip64 = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
+        fixed = self._archive.fp.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4
+        padding = -fixed % _ALIGNMENT
+        info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        self._record = self._archive.open(info, "w")
