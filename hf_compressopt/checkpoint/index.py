@@ -31,6 +31,8 @@ the pieces that its owners hold (whole in stage 0, an ordinary optimizer that is
 ``master/<parameter>``, a float32 copy of a 16-bit parameter;
 ``scalar:<name>/<parameter>`` and ``number:<name>/<parameter>``, what has one value per parameter, a tensor or a number
 in the wrapped optimizer. ``from<r>.`` before a parameter's name says that rank r is the first that holds a copy of it.
+Where the header says ``by_place``, parameters are called ``group<g>.<place>``, by their places among all of their param
+group; those that the checkpoint lacks start anew, and their dtypes may differ.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
 from hf_compressopt.checkpoint.background import wait_for_saves
-from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, async_save_state, has_checkpoint, load_state, save_state
+from hf_compressopt.checkpoint.io import (
+    DEFAULT_PREFIX,
+    async_save_state,
+    has_checkpoint,
+    load_state,
+    save_state,
+    state_is_loaded,
+)
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.grad_sync import GradientSync, ddp_hook
@@ -26,6 +34,7 @@ from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.fused_adam import FusedAdam
 from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.plain import PlainState
 
 logger = logging.getLogger(__name__)
 
@@ -355,14 +364,20 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             save(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
-        for number, optimizer in enumerate(self.our_optimizers()):
-            found = optimizer.communicator.all_gather_object(has_checkpoint(directory, prefix=_prefix(number)))
-            if any(found):  # else the state dict in the folder must be a whole one
+        everybody = [innermost(optimizer) for optimizer in self._optimizers]
+        # as many checkpoints as optimizers: those that are none of ours go on from them too
+        last = len(everybody) - 1
+        whose = everybody if everybody and self._anyone_has(directory, last, everybody[last]) else self.our_optimizers()
+        for number, optimizer in enumerate(whose):
+            if self._anyone_has(directory, number, optimizer):  # else the state dict in the folder must be a whole one
                 load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=_prefix(number))
-                self._compressopt.loading.enter_context(optimizer.state_in_shards())
+                self._compressopt.loading.enter_context(state_is_loaded(optimizer))
                 if isinstance(optimizer, CompressedOptimizer):
                     # Accelerate loads the model next, the same on all ranks
                     self._compressopt.loading.callback(optimizer.own_parameters_restorer())
+
+    def _anyone_has(self, directory: str, number: int, optimizer: torch.optim.Optimizer) -> bool:
+        return anyone(has_checkpoint(directory, prefix=_prefix(number)), optimizer, self.device)
 
 
 def attach(
@@ -406,7 +421,16 @@ def prefixed_metrics(optimizer: OurOptimizer, prefix: str = DEFAULT_PREFIX) -> d
     return {f"{prefix}/{name}": metrics[name] for name in _LOGGED if name in metrics}
 
 
-def parameter_names(optimizer: OurOptimizer, models: Sequence[nn.Module]) -> list[str]:
+def anyone(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether the answer of any rank that has this optimizer is yes. All ranks call."""
+    if isinstance(optimizer, OUR_OPTIMIZERS):
+        return any(optimizer.communicator.all_gather_object(answer))
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return answer
+    return any(TorchCommunicator(device=device).all_gather_object(answer))
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:
     """Names of the optimizer's trainable parameters in the models that hold them, else the optimizer's own."""
     names: dict[int, str] = {}
     for number, model in enumerate(models):
@@ -414,8 +438,10 @@ def parameter_names(optimizer: OurOptimizer, models: Sequence[nn.Module]) -> lis
         inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
         for name, param in _without_compile(inner).named_parameters():
             names.setdefault(id(param), name if len(models) == 1 else f"model{number}.{name}")
-    own = [name for group in optimizer.parameter_names() for name in group]
-    return [names.get(id(p), name) for p, name in zip(optimizer.trainable_parameters, own, strict=True)]
+    state = optimizer if isinstance(optimizer, OUR_OPTIMIZERS) else PlainState(optimizer)
+    params = state.trainable_parameters if isinstance(state, OUR_OPTIMIZERS) else chain(*state.shared_parameters())
+    own = chain.from_iterable(state.parameter_names())
+    return [names.get(id(p), name) for p, name in zip(params, own, strict=True)]
 
 
 def _prefix(number: int) -> str:

@@ -11,13 +11,21 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback, trainer, trainer_utils, training_args
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.background import wait_for_saves
-from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, async_save_state, has_checkpoint, load_state, save_state
-from hf_compressopt.integrations.accelerate import OUR_OPTIMIZERS, attach, parameter_names, prefixed_metrics
+from hf_compressopt.checkpoint.io import (
+    DEFAULT_PREFIX,
+    async_save_state,
+    has_checkpoint,
+    load_state,
+    save_state,
+    state_is_loaded,
+)
+from hf_compressopt.integrations.accelerate import OUR_OPTIMIZERS, anyone, attach, parameter_names, prefixed_metrics
 from hf_compressopt.integrations.log import show_log
 from hf_compressopt.integrations.options import COMPRESSED, OPTIMIZERS, parse_options, take_async_save
 from hf_compressopt.integrations.zero import ZERO_NAMES, refuse_zero_stage, zero_options
@@ -228,18 +236,18 @@ def _was_cut_off(checkpoint: str) -> bool:
 
 
 def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, checkpoint: str | None) -> Any:
+    """A checkpoint of ours goes to the optimizer of this run, also where it is none of ours, such as AdamW."""
     inner = innermost(self.optimizer)
-    if checkpoint is None or not isinstance(inner, OUR_OPTIMIZERS):
+    if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
         return original(self, checkpoint)
     wait_for_saves()
-    saved = inner.communicator.all_gather_object(has_checkpoint(checkpoint))
-    if not any(saved):
+    if not anyone(has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
-        if not has_plain:
+        if not has_plain and isinstance(inner, OUR_OPTIMIZERS):
             logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts anew", checkpoint)
         return original(self, checkpoint)
     load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
-    with inner.state_in_shards():
+    with state_is_loaded(inner):
         return original(self, checkpoint)
 
 

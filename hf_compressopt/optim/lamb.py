@@ -149,7 +149,7 @@ class Lamb(torch.optim.Optimizer):
     def get_lamb_coeffs(self) -> list[float]:
         """The last trust ratio of every tensor that has taken a step."""
         params = (param for group in self.param_groups for param in group["params"])
-        ratios = [self.state[param]["trust_ratio"] for param in params if self.state.get(param)]
+        ratios = [ratio for param in params if (ratio := self.state.get(param, {}).get("trust_ratio")) is not None]
         return torch.stack(ratios).tolist() if ratios else []
 
     @torch.no_grad()
