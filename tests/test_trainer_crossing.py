@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from hf_compressopt import cli
 from tests.harness import run_ranks, run_ranks_expecting_error
-from tests.trainer_runs import Run, equal_params, train
+from tests.trainer_runs import Run, equal_params, train, use_accelerate
 
 STEPS, SAVED, AGAIN = 16, 6, 14
 OPTIMIZERS: dict[str, str] = {
@@ -162,3 +162,41 @@ def test_what_adamw_cannot_go_on_from_is_refused_on_all_ranks(folder: Path, whol
     errors = run_ranks_expecting_error(2, train, run)
     said = "the state is of ZeroOptimizer(AdamW), this optimizer is Adafactor"
     assert all(said in error for error in errors.values())
+
+
+def accelerate_loop(rank: int, world_size: int, name: str, folder: str, first: int, last: int) -> list[torch.Tensor]:
+    """Steps [first, last) with gradients that are alike on all ranks; saved at the end, and loaded where first > 0."""
+    use_accelerate(rank, world_size)
+    import hf_compressopt
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+
+    zero = int(name.removeprefix("zero")) if name.startswith("zero") else 0
+    plugin = CompressOptPlugin(zero_stage=zero) if zero else None
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(7, 3)
+    cls = getattr(hf_compressopt, name, torch.optim.AdamW)
+    model, optimizer = accelerator.prepare(model, cls(model.parameters(), lr=0.01, weight_decay=0.01))
+    if first:
+        accelerator.load_state(folder)
+    for step in range(first, last):
+        inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if not first:
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+
+
+@pytest.mark.invariant(2)
+def test_accelerate_goes_on_with_another_optimizer_on_another_number_of_ranks(tmp_path: Path) -> None:
+    (expected,) = run_ranks(1, accelerate_loop, "AdamW", str(tmp_path / "whole"), 0, 8)
+    for saved, name in (("zero2", "AdamW"), ("AdamW", "OnebitAdam"), ("OnebitAdam", "zero1"), ("OnebitAdam", "AdamW")):
+        folder = str(tmp_path / saved)
+        if not Path(folder).exists():
+            run_ranks(2, accelerate_loop, saved, folder, 0, 5)
+        for world_size in (1, 2):
+            for found in run_ranks(world_size, accelerate_loop, name, folder, 5, 8):
+                assert all(torch.allclose(p, q, rtol=0, atol=1e-6) for p, q in zip(found, expected, strict=True)), name

@@ -20,6 +20,7 @@ from hf_compressopt.checkpoint.adam import source_of
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
 from hf_compressopt.checkpoint.files import ShardFiles, absent_shards
 from hf_compressopt.checkpoint.index import BY_PLACE, INDEX_NAME, CheckpointError, CheckpointIndex, name_by_place
+from hf_compressopt.checkpoint.progress import progress
 from hf_compressopt.checkpoint.reading import Stored
 from hf_compressopt.checkpoint.reshard import Wanted
 from hf_compressopt.checkpoint.saving import (
@@ -182,7 +183,7 @@ def load_state(
                 wanted = mine.wanted_tensors(grouped, stored.header, stored.described)
             except (ValueError, TypeError) as error:
                 raise CheckpointError(f"{path} does not fit: {error}") from error
-            return stored.header, _read_tensors(files, stored, wanted, mine.communicator.world_size, path)
+            return stored.header, _read_tensors(files, stored, wanted, mine.communicator, path)
 
     header, tensors = run_together(mine.communicator, read, others=CheckpointError)
     brought = {state.name: state.local for state, _ in tensors}
@@ -352,16 +353,18 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
 
 
 def _read_tensors(
-    files: ShardFiles, stored: Stored, wanted: Sequence[StateTensor], world_size: int, path: Path
+    files: ShardFiles, stored: Stored, wanted: Sequence[StateTensor], communicator: Communicator, path: Path
 ) -> list[tuple[StateTensor, Tensor]]:
-    read = []
-    for tensor in wanted:
-        dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
-        want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
-        try:
-            read.append((tensor, stored.read(want, world_size, files)))
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(f"{path} {error}") from None
+    read, nbytes = [], sum(tensor.local.nbytes for tensor in wanted)
+    with progress(f"loading {path.name}", nbytes, shown=None if communicator.rank == 0 else False) as advance:
+        for tensor in wanted:
+            dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
+            want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
+            try:
+                read.append((tensor, stored.read(want, communicator.world_size, files)))
+            except CheckpointError:
+                raise
+            except ValueError as error:
+                raise CheckpointError(f"{path} {error}") from None
+            advance(tensor.local.nbytes)
     return read
