@@ -106,7 +106,7 @@ Saved = tuple[Path, list[dict[str, tuple[list[Tensor], dict[str, Tensor]]]]]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
-    return folder, run_ranks(RANKS, save_all, str(folder))
+    return folder, run_ranks(RANKS, save_all, str(folder), timeout=240)
 
 
 def command(*arguments: object, expect: int = 0) -> None:
@@ -295,7 +295,7 @@ def test_compressed_optimizers_go_on_from_adamw_by_every_way(saved: Saved, tmp_p
     command("consolidate", folder / "AdamW", tmp_path / "adam.pt")
     command("import", tmp_path / "adam.pt", tmp_path / "imported")
     torch.save(ranks[0]["AdamW"][0], tmp_path / "params.pt")
-    run_ranks(RANKS, go_on_compressed, str(tmp_path))
+    run_ranks(RANKS, go_on_compressed, str(tmp_path), timeout=240)
 
 
 def test_import_goes_by_places_where_there_are_no_names(tmp_path: Path) -> None:
