@@ -1,0 +1,322 @@
+"""Speed and memory of checkpoints beside the disk's own speed, torch.save and torch.distributed.checkpoint (DCP).
+
+    python scripts/benchmark_checkpoint.py --out build/benchmark_checkpoint.json
+
+Every rank holds the state of ZeRO-1 (its share of two moments per parameter) or of OnebitAdam (two moments that all
+ranks hold, and its errors). In each round every variant saves and loads it once, in turn, and so does the disk alone:
+
+- disk: each rank writes as many bytes as its shard has, from memory, and calls fsync; then reads them into memory. As
+  root the page cache is dropped before every read (--keep-cache leaves it).
+- save: seconds until the checkpoint is durable, of the slowest rank; without fsync where the variant has none.
+- blocked: seconds that the training stands still; of a save in the background until the call returns.
+- RSS: growth of the resident set at its peak, in save and load, of the rank that grew most; in the first round.
+
+The disk's seconds over a variant's are its share of the disk's speed: 1 is as fast.
+"""
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+
+from hf_compressopt import OnebitAdam, ZeroOptimizer, async_save_state, load_state, save_state
+from hf_compressopt.zero.memory import release_memory, resident_bytes
+
+MB = 2**20
+BLOCK = 4 * MB
+
+
+def make(options: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer with state, on parameters of 1024 x 1024 elements."""
+    torch.manual_seed(0)
+    count = max(options["parameters"] // options["width"] ** 2, 1)
+    params = [nn.Parameter(torch.randn(options["width"], options["width"])) for _ in range(count)]
+    if options["optimizer"] == "onebit":
+        return OnebitAdam(params, lr=1e-3, freeze_step=1)
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-3)
+    sum(p.square().mean() for p in params).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def tensors_of(optimizer: Any) -> dict[str, torch.Tensor]:
+    """What this rank writes, as torch.save and DCP are given it: plain tensors under names of this rank's own."""
+    from hf_compressopt.checkpoint.io import _begin
+
+    snapshot, communicator = _begin(optimizer, tempfile.mkdtemp(dir=optimizer_folder()), None, "names")
+    snapshot.remove()
+    dist.barrier()
+    del communicator
+    return {f"rank{dist.get_rank()}/{tensor.name}@{tensor.start}": tensor.local for tensor in snapshot.tensors}
+
+
+def optimizer_folder() -> str:
+    return os.environ["BENCHMARK_FOLDER"]
+
+
+class Variant:
+    """One way to write a state and to read it back; ``save`` returns what finishes it, where it goes on behind."""
+
+    def __init__(self, optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+        self.optimizer, self.tensors, self.folder = optimizer, tensors, folder
+
+    def save(self) -> Callable[[], Any] | None:
+        raise NotImplementedError
+
+    def load(self) -> None:
+        raise NotImplementedError
+
+
+class Disk(Variant):
+    """The same bytes from one buffer, and fsync."""
+
+    def _file(self) -> Path:
+        return self.folder / f"bytes-{dist.get_rank()}"
+
+    def _blocks(self) -> list[memoryview]:
+        nbytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        buffer = memoryview(self.buffer)
+        return [buffer[: min(BLOCK, nbytes - low)] for low in range(0, nbytes, BLOCK)]
+
+    buffer = os.urandom(BLOCK)
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self._file(), "wb", buffering=0) as file:
+            for block in self._blocks():
+                file.write(block)
+            os.fsync(file.fileno())
+
+    def load(self) -> None:
+        room = bytearray(BLOCK)
+        with open(self._file(), "rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
+
+
+class Ours(Variant):
+    def save(self) -> None:
+        save_state(self.optimizer, self.folder)
+
+    def load(self) -> None:
+        load_state(self.optimizer, self.folder)
+
+
+class OursBehind(Ours):
+    def save(self) -> Callable[[], Any]:  # type: ignore[override]
+        return async_save_state(self.optimizer, self.folder).result
+
+
+class TorchSave(Variant):
+    """A file for each rank."""
+
+    def _file(self) -> Path:
+        return self.folder / f"{dist.get_rank()}.pt"
+
+    def save(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.tensors, self._file())
+
+    def load(self) -> None:
+        for key, value in torch.load(self._file(), weights_only=True).items():
+            self.tensors[key].copy_(value)
+
+
+class Dcp(Variant):
+    def _writer(self) -> Any:
+        return dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True)
+
+    def save(self) -> None:
+        dcp.save(self.tensors, storage_writer=self._writer())
+
+    def load(self) -> None:
+        dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(self.folder))
+
+
+class DcpBehind(Dcp):
+    def save(self) -> Callable[[], Any]:  # type: ignore[override]
+        return dcp.async_save(self.tensors, storage_writer=self._writer()).result
+
+
+VARIANTS: dict[str, type[Variant]] = {
+    "disk": Disk,
+    "save_state": Ours,
+    "async_save_state": OursBehind,
+    "torch.save (no fsync)": TorchSave,
+    "DCP save": Dcp,
+    "DCP async_save": DcpBehind,
+}
+
+
+@contextmanager
+def growth() -> Iterator[list[int]]:
+    """How far the resident set grows inside, at its peak; read every 2 ms."""
+    release_memory()
+    before, grown, over = resident_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            grown[0] = max(grown[0], resident_bytes() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield grown
+    finally:
+        grown[0] = max(grown[0], resident_bytes() - before)
+        over.set()
+        thread.join()
+
+
+def drop_cache(keep: bool) -> bool:
+    """Make the disk be read. Whether that worked."""
+    dist.barrier()
+    if keep or os.geteuid() != 0:
+        return False
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        return False
+    dist.barrier()
+    return True
+
+
+def measure(variant: Variant, keep_cache: bool) -> dict[str, float]:
+    dist.barrier()
+    with growth() as save_growth:
+        dist.barrier()
+        start = time.perf_counter()
+        finish = variant.save()
+        blocked = time.perf_counter() - start
+        if finish is not None:
+            finish()
+        saved = time.perf_counter() - start
+    dropped = drop_cache(keep_cache)
+    with growth() as load_growth:
+        dist.barrier()
+        start = time.perf_counter()
+        variant.load()
+        loaded = time.perf_counter() - start
+    return {
+        "save": saved,
+        "blocked": blocked,
+        "load": loaded,
+        "rss_save": save_growth[0],
+        "rss_load": load_growth[0],
+        "from_disk": dropped,
+    }
+
+
+def work(rank: int, options: dict[str, Any], folder: str) -> None:
+    warnings.filterwarnings("ignore")
+    os.environ["BENCHMARK_FOLDER"] = folder
+    torch.set_num_threads(options["threads"])
+    store = dist.FileStore(f"{folder}/store", options["ranks"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options["ranks"])
+    optimizer = make(options)
+    tensors = tensors_of(optimizer)
+    variants = {n: cls(optimizer, tensors, Path(folder, f"v{i}")) for i, (n, cls) in enumerate(VARIANTS.items())}
+    result: dict[str, Any] = {name: [] for name in variants}
+    names = list(variants)
+    for number in range(options["rounds"]):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            found = measure(variants[name], options["keep_cache"])
+            result[name].append(found)
+            gc.collect()
+            if rank == 0:
+                print(f"round {number + 1}: {name}: {found['save']:.2f} s, {found['load']:.2f} s", flush=True)
+    result["bytes"] = sum(t.numel() * t.element_size() for t in tensors.values())
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    time.sleep(0.3)  # gloo's threads come to rest
+
+
+def table(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
+    def seconds(name: str, what: str, number: int) -> float:
+        return max(r[name][number][what] for r in ranks)
+
+    def median(name: str, what: str) -> float:
+        return statistics.median(seconds(name, what, n) for n in range(options["rounds"]))
+
+    def share(name: str, what: str) -> float:
+        """Of the disk's speed in the same round, the median."""
+        rounds = range(options["rounds"])
+        return statistics.median(seconds("disk", what, n) / seconds(name, what, n) for n in rounds)
+
+    total = sum(r["bytes"] for r in ranks)
+    cached = "" if ranks[0]["disk"][0]["from_disk"] else ", reads from the page cache"
+    lines = [
+        f"{options['optimizer']}, {options['ranks']} ranks, {total / MB:.0f} MiB in all, medians of "
+        f"{options['rounds']} rounds{cached}",
+        "",
+        "| | save, s | of the disk's speed | blocked, s | load, s | of the disk's speed | RSS +, save, MiB | "
+        "RSS +, load, MiB |",
+        "|---|" + "---:|" * 7,
+    ]
+    for name in VARIANTS:
+        grown = [max(r[name][0][what] for r in ranks) / MB for what in ("rss_save", "rss_load")]
+        lines.append(
+            f"| {name} | {median(name, 'save'):.2f} | {share(name, 'save'):.2f} | {median(name, 'blocked'):.2f} | "
+            f"{median(name, 'load'):.2f} | {share(name, 'load'):.2f} | {grown[0]:.0f} | {grown[1]:.0f} |"
+        )
+    ratio = statistics.median(
+        seconds("async_save_state", "blocked", n) / seconds("save_state", "save", n) for n in range(options["rounds"])
+    )
+    return [*lines, "", f"blocked by async_save_state: {ratio:.1%} of the time of save_state", ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimizer", choices=["zero1", "onebit"], default="zero1")
+    parser.add_argument("--parameters", type=lambda text: int(float(text)), default=100_000_000)
+    parser.add_argument("--width", type=int, default=1024, help="of the square matrices that the parameters are")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--keep-cache", action="store_true", help="do not drop the page cache before reads")
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one where not given")
+    parser.add_argument("--out", type=Path, help="write everything that was measured to this JSON file")
+    options = vars(parser.parse_args())
+    out, place = options.pop("out"), options.pop("folder")
+    folder = tempfile.mkdtemp(prefix="benchmark_checkpoint-", dir=place)
+    processes: list[Any] = []
+    try:
+        context = mp.spawn(work, args=(options, folder), nprocs=options["ranks"], join=False)
+        processes += context.processes
+        while not context.join():
+            pass
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options["ranks"])]
+    finally:
+        for process in processes:  # nobody writes any more where the folder goes
+            process.kill()
+            process.join()
+        shutil.rmtree(folder, ignore_errors=True)
+    print("\n" + "\n".join(table(ranks, options)), flush=True)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        everything = {"options": options, "torch": torch.__version__, "cores": os.cpu_count(), "ranks": ranks}
+        out.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()
