@@ -1,9 +1,6 @@
 """A step takes no second copy of the model: beside what it holds between steps it needs buckets, as /proc counts."""
 
-import ctypes
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +8,8 @@ import torch
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.harness import run_ranks
+from tests.memory import MIB, peak_beyond
 
-MIB = 1 << 20
 NUMEL = 12 * MIB  # 48 MiB of float32 parameters, in tensors of 1 MiB
 TENSORS = 48
 BUCKET_CAP_MB = 1
@@ -33,21 +30,7 @@ STEPS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
 }
 
 
-def kilobytes(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
-
-
-def peak_beyond(action: Callable[[], object]) -> int:
-    """MiB by which resident memory rises at most while an action runs."""
-    ctypes.CDLL(None).malloc_trim(0)  # so that nothing is taken from what was freed earlier
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again at the present size
-    before = kilobytes("VmRSS:")
-    action()
-    return (kilobytes("VmHWM:") - before) // 1024
-
-
-def peaks_of_steps(rank: int, world_size: int, names: list[str]) -> dict[str, int]:
+def peaks_of_steps(rank: int, world_size: int, names: list[str]) -> dict[str, float]:
     found = {"a copy": peak_beyond(lambda: torch.ones(NUMEL))}
     for name in names:
         cls, options, steps = STEPS[name]

@@ -274,17 +274,15 @@ class AdamSource(Stored):
             "param_groups": view.param_groups,
         }
 
-    def read(self, wanted: Wanted, world_size: int, files: ShardFiles) -> Tensor:
+    def read(self, wanted: Wanted, world_size: int, files: ShardFiles, out: Tensor) -> None:
         """As the base class's; which of the ranks wants it makes no difference."""
         entry = self._entries.get(wanted.name)
         if entry is None:
             raise ValueError(f"has no tensor {wanted.name!r}")
-        values = torch.empty(wanted.stop - wanted.start, dtype=getattr(torch, entry.dtype))
         done = 0
         for part in self._view.read(entry, files, wanted.start, wanted.stop):
-            values[done : done + part.numel()] = part
+            out[done : done + part.numel()] = part
             done += part.numel()
-        return values
 
 
 def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:

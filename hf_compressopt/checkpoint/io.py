@@ -190,7 +190,8 @@ def load_state(
     with torch.no_grad():
         while tensors:  # each value is let go of as soon as it is in place
             state, values = tensors.pop()
-            state.local.copy_(values.view(state.local.shape))
+            if not state.staged:
+                state.local.copy_(values.view(state.local.shape))
     mine.load_checkpoint_header(header, brought)
 
 
@@ -360,11 +361,14 @@ def _read_tensors(
         for tensor in wanted:
             dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
             want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
+            values = tensor.local.view(-1)
+            values = values if tensor.staged else torch.empty_like(values, device="cpu")
             try:
-                read.append((tensor, stored.read(want, communicator.world_size, files)))
+                stored.read(want, communicator.world_size, files, values)
             except CheckpointError:
                 raise
             except ValueError as error:
                 raise CheckpointError(f"{path} {error}") from None
+            read.append((tensor, values))
             advance(tensor.local.nbytes)
     return read

@@ -23,17 +23,14 @@ class Stored:
         self.index, self.header = index, index.header
         self.described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
 
-    def read(self, wanted: Wanted, world_size: int, files: ShardFiles) -> Tensor:
-        """What one of ``world_size`` ranks wants, flattened.
+    def read(self, wanted: Wanted, world_size: int, files: ShardFiles, out: Tensor) -> None:
+        """Read what one of ``world_size`` ranks wants into ``out``, flattened, on the CPU and of its dtype.
 
         Raises:
             ValueError: If it is not there; the message goes on where the name of the index ends.
             CheckpointError: If it is not what was saved.
         """
-        plan = plan_reads(self.index, wanted, world_size)
-        values = torch.empty(wanted.stop - wanted.start, dtype=getattr(torch, wanted.dtype))
-        fill(values, plan, files, self.index)
-        return values
+        fill(out, plan_reads(self.index, wanted, world_size), files, self.index)
 
 
 def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:

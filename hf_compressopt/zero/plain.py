@@ -122,7 +122,7 @@ class PlainState:
                     raise ValueError(f"{key}/{name} has shape {list(shape)}, the parameter {list(param.shape)}")
                 local = torch.empty(shape, dtype=dtype)
                 self._read.append((number, key, local))
-                wanted.append(StateTensor(f"{key}/{name}", shape, 0, local, True))
+                wanted.append(StateTensor(f"{key}/{name}", shape, 0, local, True, staged=True))
         return wanted
 
     def checkpoint_header(self) -> dict[str, Any]:

@@ -283,7 +283,7 @@ class ZeroState(ZeroGradients):
                 local = torch.empty(shape if single else (numel,), dtype=dtype)
                 self._staged.append((bucket, piece, key, local))
                 start = 0 if single else piece.span.start
-                wanted.append(StateTensor(f"{key}/{name}", shape, start, local, False))
+                wanted.append(StateTensor(f"{key}/{name}", shape, start, local, False, staged=True))
         return wanted
 
     def _qualified(self, names: Sequence[Sequence[str]]) -> list[str]:
