@@ -313,7 +313,7 @@ def set_up_logging(training_args: TrainingArguments) -> None:
     datasets.utils.logging.set_verbosity(level)
     transformers.utils.logging.set_verbosity(level)
     if training_args.local_process_index != 0:
-        datasets.disable_progress_bars()
+        datasets.utils.logging.disable_progress_bar()
 
 
 def main() -> None:
