@@ -7,12 +7,17 @@ TOOLS  := build/tools
 # Of the tests, those that a wheel must pass where it is installed: they need nothing of the tree but each other.
 WHEEL_TESTS := test_cli test_compressed_all_reduce test_onebit_adam test_checkpoint test_entry
 
-.PHONY: help install kernels demo test test-gpu style wheel test-wheel clean
+# Those that run Trainer and Accelerate, for `make test-compat`.
+HOST_TESTS := test_trainer test_accelerate test_entry test_fused_adam_hosts test_zero_trainer test_zero_accelerate test_recipes
+COMPAT     := oldest newest
+
+.PHONY: help install kernels demo test test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
 	@echo "make test      the tests (real process groups, a real Trainer), under 12 minutes on 2 cores"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them"
 	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs cmake and a C++ compiler; nvcc for CUDA)"
 	@echo "make wheel     the manylinux wheel and the sdist, checked, and tested where they are installed"
 	@echo "make style     ruff and mypy --strict"
@@ -48,6 +53,22 @@ test: install
 test-gpu: install
 	@echo "== tests that need a CUDA device =="
 	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers" tests/gpu
+
+build/compat-%/.installed: compat/%.txt pyproject.toml
+	@echo "== installing the $* versions into build/compat-$* (once; about two minutes) =="
+	@rm -rf build/compat-$* && $(PYTHON) -m venv build/compat-$*
+	@build/compat-$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@HATCH_BUILD_NO_HOOKS=true build/compat-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c $< -e . pytest pytest-timeout matplotlib tensorboard
+	@touch $@
+
+$(COMPAT:%=test-compat-%): test-compat-%: build/compat-%/.installed kernels
+	@echo "== Trainer and Accelerate tests, $* versions =="
+	@build/compat-$*/bin/python -m pip list --disable-pip-version-check 2>/dev/null \
+	    | grep -E "^(torch|transformers|accelerate|datasets|safetensors) "
+	@env -u PYTHONPATH build/compat-$*/bin/python -m pytest $(HOST_TESTS:%=tests/%.py)
+
+test-compat: $(COMPAT:%=test-compat-%)
 
 style: $(STAMP)
 	@echo "== style: ruff, mypy --strict =="
