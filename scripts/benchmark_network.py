@@ -6,7 +6,7 @@
 Every rank has a network namespace and a shaped link of its own (slow_network.py). Each trains the same GPT-2-like model
 with transformers' Trainer, one method after the other, and that several times over, so that a slow spell of the machine
 meets all methods. Times are those of whole steps in the stage that a method spends most of a run in; bytes are the
-interface's own. A report that is there already keeps its rows of other models, numbers of ranks and links.
+interface's own. A report that is there already keeps its rows of other models, numbers of ranks, links and methods.
 """
 
 from __future__ import annotations
@@ -193,8 +193,10 @@ class Row:
     sent: float
 
     @property
-    def place(self) -> tuple[str, int, str]:
-        return self.model, self.ranks, self.link
+    def place(self) -> tuple[int, int, int, int]:
+        """Where it stands among all rows."""
+        columns = (list(MODELS).index(self.model), self.ranks, list(RATES).index(self.link))
+        return *columns, list(METHODS).index(self.method)
 
 
 def steps_for(link: str, arguments: argparse.Namespace) -> int:
@@ -230,11 +232,9 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
 
 
 def merged(known: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
-    """What was measured now, and of what was known what was measured elsewhere; in the order of MODELS and RATES."""
-    places = {row.place for row in fresh}
-    rows = [*(row for row in known if row.place not in places), *fresh]
-    models, links = list(MODELS), list(RATES)
-    return sorted(rows, key=lambda row: (models.index(row.model), row.ranks, links.index(row.link)))
+    """What was measured now, and of what was known the other places; in their order."""
+    rows = {row.place: row for row in (*known, *fresh)}
+    return [rows[place] for place in sorted(rows)]
 
 
 # ------------------------------------------------------------------------------------------------------ the report
