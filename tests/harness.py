@@ -149,6 +149,7 @@ def _run_task(task: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
+    environment = dict(os.environ)
     try:
         fn, rank, world_size, args, path, timeout = pickle.loads(task)
         torch.manual_seed(0)
@@ -166,6 +167,9 @@ def _run_task(task: bytes) -> Any:
         if dist.is_initialized():
             dist.destroy_process_group()
         return Failure(type(error).__name__, str(error), traceback.format_exc())
+    finally:  # the next task must not find what this one has set, such as Trainer's WORLD_SIZE
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 _pool = RankPool()
