@@ -25,7 +25,8 @@ from hf_compressopt.planner.units import bandwidth
 CORES = 2
 MEMORY_BANDWIDTH = 63.4e9  # bytes per second of both cores, "a += b" with 2 threads
 UPDATE_SECONDS = 3.36e-9  # per parameter: torch's AdamW as a loop over tensors, 84 ms for 25 million
-HOST_BANDWIDTH = 1.08e9  # bytes that one core sends per second: 100 MB of all_reduce in 105.9 - 13.0 ms
+# Bytes per second that a rank sends in an all-reduce, by ranks on a core: recipes/multi_node/check_link.py --params 29e6.
+HOST_BANDWIDTH = {1: 1.61e9, 2: 1.19e9}
 LATENCY = 160e-6  # an all_reduce of two values by gloo
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
@@ -39,7 +40,7 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         gpus_per_node=1,
         bandwidth=math.inf if row["link"] == "unshaped" else bandwidth(row["link"]),
         memory_bandwidth=MEMORY_BANDWIDTH / ranks,
-        host_bandwidth=HOST_BANDWIDTH / crowd,
+        host_bandwidth=HOST_BANDWIDTH[math.ceil(crowd)],
         latency=LATENCY,
     )
     model = Model(Training(row["numel"], compute_seconds, UPDATE_SECONDS * crowd * row["numel"]), cluster)
