@@ -25,7 +25,7 @@ from hf_compressopt.planner.units import bandwidth
 CORES = 2
 MEMORY_BANDWIDTH = 63.4e9  # bytes per second of both cores, "a += b" with 2 threads
 UPDATE_SECONDS = 3.36e-9  # per parameter: torch's AdamW as a loop over tensors, 84 ms for 25 million
-# Bytes per second that a rank sends in an all-reduce, by ranks on a core: recipes/multi_node/check_link.py --params 29e6.
+# Bytes per second that a rank sends in an all-reduce, by ranks on a core: check_link.py of recipes/multi_node.
 HOST_BANDWIDTH = {1: 1.61e9, 2: 1.19e9}
 LATENCY = 160e-6  # an all_reduce of two values by gloo
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam

@@ -106,7 +106,7 @@ def async_save_state(
     copied = run_together(communicator, lambda: background.copy.take(snapshot), snapshot.remove)
     _BACKGROUNDS[inner] = background
     channel = background.channel
-    background.save = PendingSave(snapshot.index_file, lambda: write_snapshot(copied, channel))
+    background.save = PendingSave(snapshot.index_file, lambda: write_snapshot(copied, channel, quiet=True))
     return background.save
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -29,6 +30,7 @@ from hf_compressopt.checkpoint.index import (
     Shard,
     TensorEntry,
 )
+from hf_compressopt.checkpoint.progress import progress
 from hf_compressopt.checkpoint.reading import bytes_of
 from hf_compressopt.checkpoint.writer import ShardWriter, publish, write_aside
 from hf_compressopt.collectives.communicator import Communicator
@@ -141,13 +143,20 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[Sequence[
     return run_together(communicator, describe, empty.remove)
 
 
-def write_snapshot(snapshot: Snapshot, communicator: Communicator) -> None:
+def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: bool = False) -> None:
     """Write shards, then the index; then remove the shards of earlier saves. All ranks call, and return together.
+
+    Args:
+        snapshot: What this rank writes.
+        communicator: All ranks.
+        quiet: Show no progress.
 
     Raises:
         OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
     """
-    shards = communicator.all_gather_object(run_together(communicator, lambda: _write_shard(snapshot), snapshot.remove))
+    shards = communicator.all_gather_object(
+        run_together(communicator, partial(_write_shard, snapshot, quiet), snapshot.remove)
+    )
     leads, aside = snapshot.peers[snapshot.rank] == snapshot.rank, []
 
     def write_index() -> None:
@@ -230,14 +239,20 @@ def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[
     return mine
 
 
-def _write_shard(snapshot: Snapshot) -> dict[str, Any]:
+def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
     """Write this rank's shard durably. Returns its size and, for each tensor, what the index says of it."""
     file = snapshot.shard_file(snapshot.rank)
     stored = {_key(tensor): tensor for tensor in snapshot.tensors}
     layout = {key: (dtype_name(t.local), t.shape if _is_whole(t) else (t.local.numel(),)) for key, t in stored.items()}
-    with ShardWriter(file, layout, {"format": "pt", "save_id": snapshot.save_id}) as writer:
+    shown = False if quiet or snapshot.rank != 0 else None
+    with (
+        ShardWriter(file, layout, {"format": "pt", "save_id": snapshot.save_id}) as writer,
+        progress(f"saving {file.name}", writer.bytes, shown=shown) as advance,
+    ):
         for key in writer.keys:
-            writer.write(key, bytes_of(stored[key].local.detach().cpu().contiguous()))
+            data = bytes_of(stored[key].local.detach().cpu().contiguous())
+            writer.write(key, data)
+            advance(len(data))
         checksums = writer.finish()
     entries = [
         {
