@@ -13,7 +13,9 @@ from tests.memory import MIB, peak_beyond
 NUMEL = 12 * MIB  # 48 MiB of float32 parameters, in tensors of 1 MiB
 TENSORS = 48
 BUCKET_CAP_MB = 1
-MOST = 12  # MiB: buckets under way, and temporaries of a tensor or two where the reference steps in
+MOST = 6  # MiB: buckets under way
+MOST_BY_TORCH = 24  # temporaries of a few tensors where PyTorch steps, and what the C library keeps of them
+BY_TORCH = {"OnebitAdam, warmup", "Lamb"}
 
 # class, options, steps before the one that is measured
 STEPS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], int]] = {
@@ -50,4 +52,5 @@ def peaks_of_steps(rank: int, world_size: int, names: list[str]) -> dict[str, fl
 def test_peak_of_a_step_is_buckets() -> None:
     for found in run_ranks(2, peaks_of_steps, list(STEPS), timeout=120):
         assert 46 <= found.pop("a copy") <= 60, found  # the measure itself
-        assert max(found.values()) <= MOST, found
+        beyond = {name: peak for name, peak in found.items() if peak > (MOST_BY_TORCH if name in BY_TORCH else MOST)}
+        assert not beyond, found
