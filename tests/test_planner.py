@@ -49,8 +49,8 @@ def test_bytes_are_those_that_the_interface_counted(row: dict[str, Any]) -> None
         "zero_one_adam": model.local_steps(16),
     }
     if row["method"] in steps:
-        headers = 5000  # of messages so small that a share would not tell
-        assert row["sent"] == pytest.approx(steps[row["method"]].sent, rel=0.03, abs=headers)
+        headers = 0.0075 * row["ranks"]  # and acknowledgements: more connections have more of them
+        assert row["sent"] == pytest.approx(steps[row["method"]].sent, rel=headers)
         assert steps[row["method"]].on_link == pytest.approx(steps[row["method"]].sent)  # one rank on each node
 
 

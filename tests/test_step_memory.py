@@ -14,7 +14,7 @@ NUMEL = 12 * MIB  # 48 MiB of float32 parameters, in tensors of 1 MiB
 TENSORS = 48
 BUCKET_CAP_MB = 1
 MOST = 6  # MiB: buckets under way
-MOST_BY_TORCH = 24  # temporaries of a few tensors where PyTorch steps, and what the C library keeps of them
+MOST_BY_TORCH = 12  # temporaries of a few tensors where PyTorch steps
 BY_TORCH = {"OnebitAdam, warmup", "Lamb"}
 
 # class, options, steps before the one that is measured
