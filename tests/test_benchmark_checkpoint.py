@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from tests.launching import REPO_ROOT, environment
@@ -17,7 +18,13 @@ def test_every_variant_saves_and_loads_and_ctrl_c_leaves_no_files(tmp_path: Path
     folder, out = tmp_path / "disk", tmp_path / "found.json"
     folder.mkdir()
     command = [sys.executable, SCRIPT, *TINY, "--folder", str(folder)]
-    interrupted = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    interrupted = subprocess.Popen(
+        command,
+        env=environment(),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # what a shell starts with `&` ignores it
+    )
     deadline = time.monotonic() + 120
     while not list(folder.glob("*/store")) and time.monotonic() < deadline:
         time.sleep(0.05)

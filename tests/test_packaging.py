@@ -51,7 +51,9 @@ def sdist(hatchling: Path) -> Path:
 
 def unpack(sdist: Path, folder: Path) -> Path:
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # not in the first releases of Python 3.10 and 3.11
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
     (source,) = folder.iterdir()
     return source
 
