@@ -65,7 +65,7 @@ build/compat-%/.installed: compat/%.txt pyproject.toml
 $(COMPAT:%=test-compat-%): test-compat-%: build/compat-%/.installed kernels
 	@echo "== Trainer and Accelerate tests, $* versions =="
 	@build/compat-$*/bin/python -m pip list --disable-pip-version-check 2>/dev/null \
-	    | grep -E "^(torch|transformers|accelerate|datasets|safetensors) "
+	    | grep -E "^(torch|transformers|accelerate|datasets|safetensors|xxhash) "
 	@env -u PYTHONPATH build/compat-$*/bin/python -m pytest $(HOST_TESTS:%=tests/%.py)
 
 test-compat: $(COMPAT:%=test-compat-%)

@@ -123,7 +123,6 @@ class StateTensor:
         replicated: True where every rank holds the same whole tensor, so that any of them may write it.
         of_ranks: Where the tensor is each rank's own: its name, with ``{rank}`` for the rank's number. Else "".
         is_error: Whether it is an error of error feedback, which a run of one rank does not have.
-        staged: Whether ``local`` is no part of the optimizer's state yet, so that it may be written before all is read.
     """
 
     name: str
@@ -133,4 +132,3 @@ class StateTensor:
     replicated: bool
     of_ranks: str = ""
     is_error: bool = False
-    staged: bool = False

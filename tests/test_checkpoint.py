@@ -367,10 +367,12 @@ def cut_the_index(folder: Path) -> str:
     return "compressopt.index.json"
 
 
-def later_format(folder: Path) -> str:
-    index = read_index(folder)
-    write_index(folder, {**index, "version": 99})
-    return "compressopt.index.json"
+def index_with(**values: Any) -> Any:
+    def damage(folder: Path) -> str:
+        write_index(folder, {**read_index(folder), **values})
+        return "compressopt.index.json"
+
+    return damage
 
 
 def wrong_dtype(folder: Path) -> str:
@@ -422,10 +424,14 @@ HOSTILE = [
     overlap_the_pieces,
     cut_the_index,
     deep,
-    later_format,
     wrong_dtype,
 ]
 NAMED = {
+    "a later format": index_with(version=99),
+    "an unknown checksum": index_with(checksum="md5"),
+    "a checksum that is no name": index_with(checksum=["xxh3_128"]),
+    "blocks too big for memory": index_with(block_bytes=1 << 60),
+    "blocks of no bytes": index_with(block_bytes=0),
     "a file in the folder above": name_a_file("../{file}"),
     "a file deeper": name_a_file("./{file}"),
     "an absolute path": name_a_file("{folder}/{file}"),
@@ -460,6 +466,36 @@ def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any
     file = damage(saved)
     errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {})
     assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
+
+
+def damage_after_check(rank: int, world_size: int, directory: str) -> None:
+    """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
+    from hf_compressopt import load_state
+    from hf_compressopt.checkpoint import io
+
+    together, turns = io.run_together, []
+
+    def between(communicator: Any, action: Any, **options: Any) -> Any:
+        if getattr(action, "__name__", "") == "read":
+            turns.append(action)
+            if rank == 0:
+                flip_a_bit(Path(directory))
+            communicator.all_gather_object(None)
+        return together(communicator, action, **options)
+
+    _, optimizer = make(world_size)
+    io.run_together = between
+    try:
+        load_state(optimizer, directory)
+    finally:
+        io.run_together = together
+        assert len(turns) == 1
+
+
+@pytest.mark.invariant(27)
+def test_what_is_damaged_between_check_and_load_is_not_loaded_silently(saved: Path) -> None:
+    errors = run_ranks_expecting_error(2, damage_after_check, str(saved))
+    assert all("is damaged" in text and "the state is half loaded" in text for text in errors.values()), errors
 
 
 @pytest.mark.invariant(27)

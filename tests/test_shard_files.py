@@ -8,37 +8,40 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 
 from hf_compressopt.checkpoint.files import ShardFile
 from hf_compressopt.checkpoint.index import DTYPES, CheckpointError, Piece, TensorEntry
 
 
-@pytest.mark.parametrize("block_bytes", [7, 64, None])
-def test_what_safetensors_writes_is_read_range_by_range(block_bytes: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checksum", ["xxh3_128", "sha256"])
+@pytest.mark.parametrize("block_bytes", [7, 64, 4096])
+def test_what_safetensors_writes_is_read_range_by_range(block_bytes: int, checksum: str, tmp_path: Path) -> None:
     written = {dtype: torch.arange(30).to(getattr(torch, dtype)).view(5, 6) for dtype in DTYPES if dtype != "bool"}
     written |= {"bool": torch.arange(30).view(5, 6) % 3 == 0, "empty": torch.zeros(0, 3), "one": torch.tensor(2.5)}
     save_file(written, tmp_path / "file", metadata={"save_id": "1"})
-    file = ShardFile(tmp_path / "file")
+    file = ShardFile(tmp_path / "file", checksum, block_bytes)
     assert file.metadata == {"save_id": "1"} and file.tensors.keys() == written.keys()
+    hashed = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}[checksum]
     for key, tensor in written.items():
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         entry = TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
-        block = block_bytes or max(len(data), 1)
-        sums = tuple(hashlib.sha256(data[low : low + block]).hexdigest() for low in range(0, len(data), block))
-        piece = Piece(0, key, 0, tensor.numel(), sums)
+        blocks = [data[low : low + block_bytes] for low in range(0, len(data), block_bytes)]
+        piece = Piece(0, key, 0, tensor.numel(), tuple(hashed(block).hexdigest() for block in blocks))
+        assert [bytes(part) for _, part in file.blocks(piece, entry)] == blocks
         for begin in range(0, len(data), 5):
             for end in range(begin, len(data) + 1, 3):
                 out = bytearray(end - begin)
-                file.read_blocks(piece, entry, block_bytes, begin, end, memoryview(out))
+                for offset, part in file.blocks(piece, entry, begin, end):
+                    out[offset - begin : offset - begin + len(part)] = part
                 assert out == data[begin:end]
-        file.verify_piece(piece, entry, block_bytes)
         if data:
-            wrong = Piece(0, key, 0, tensor.numel(), (*sums[:-1], "0" * 64))
+            wrong = Piece(0, key, 0, tensor.numel(), (*piece.checksums[:-1], "0" * len(piece.checksums[-1])))
             with pytest.raises(CheckpointError, match="file is damaged"):
-                file.verify_piece(wrong, entry, block_bytes)
+                list(file.blocks(wrong, entry))
             with pytest.raises(CheckpointError, match="file is damaged"):
-                file.read_blocks(wrong, entry, block_bytes, len(data) - 1, len(data), memoryview(bytearray(1)))
+                list(file.blocks(wrong, entry, len(data) - 1, len(data)))
     file.close()
 
 

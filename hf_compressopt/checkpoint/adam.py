@@ -274,15 +274,23 @@ class AdamSource(Stored):
             "param_groups": view.param_groups,
         }
 
+    def check(self, wanted: Wanted, world_size: int, files: ShardFiles) -> None:
+        """As the base class's; which of the ranks wants it makes no difference."""
+        for _ in self._parts(wanted, files):
+            pass
+
     def read(self, wanted: Wanted, world_size: int, files: ShardFiles, out: Tensor) -> None:
         """As the base class's; which of the ranks wants it makes no difference."""
+        done = 0
+        for part in self._parts(wanted, files):
+            out[done : done + part.numel()] = part
+            done += part.numel()
+
+    def _parts(self, wanted: Wanted, files: ShardFiles) -> Iterator[Tensor]:
         entry = self._entries.get(wanted.name)
         if entry is None:
             raise ValueError(f"has no tensor {wanted.name!r}")
-        done = 0
-        for part in self._view.read(entry, files, wanted.start, wanted.stop):
-            out[done : done + part.numel()] = part
-            done += part.numel()
+        return self._view.read(entry, files, wanted.start, wanted.stop)
 
 
 def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:

@@ -1,20 +1,21 @@
 """Shards on disk: byte ranges of the tensors in a safetensors file, each verified by its checksums; knows no torch.
 
-Bytes are read into the caller's memory, never mapped, so that reading a part of a file costs the memory of that part.
+Bytes are read block by block, never mapped, so that reading takes the memory of a block, however large the file.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_compressopt.checkpoint.index import (
     BLOCK_BYTES,
+    CHECKSUM,
+    CHECKSUMS,
     DTYPES,
     CheckpointError,
     CheckpointIndex,
@@ -46,15 +47,29 @@ class ShardFile:
         tensors: What it holds, by key.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self,
+        path: Path,
+        checksum: str = CHECKSUM,
+        block_bytes: int = BLOCK_BYTES,
+        room: memoryview | None = None,
+    ) -> None:
         """Open the file and check its header.
+
+        Args:
+            path: The file.
+            checksum: Of its blocks, by a name of :data:`CHECKSUMS`.
+            block_bytes: Bytes under each.
+            room: [block_bytes] bytes, where a block is read; files that are read by turns may share it. None: its own.
 
         Raises:
             CheckpointError: If it is not readable, or no whole safetensors file.
         """
         self.path = path
+        self._checksum, self._block_bytes = CHECKSUMS[checksum], block_bytes
+        self._room = memoryview(bytearray(block_bytes)) if room is None else room
         try:
-            self._file = open(path, "rb")
+            self._file = open(path, "rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"{path} is not readable: {error}") from error
         try:
@@ -106,58 +121,34 @@ class ShardFile:
             )
         return found
 
-    def read_blocks(
-        self, piece: Piece, entry: TensorEntry, block_bytes: int | None, begin: int, end: int, out: memoryview
-    ) -> None:
-        """Read bytes [begin, end) of a piece, and verify every block that they touch.
+    def blocks(
+        self, piece: Piece, entry: TensorEntry, begin: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Bytes [begin, end) of a piece, a block at a time; every block that they touch is read whole and verified.
 
         Args:
             piece: The piece.
             entry: The tensor that it is a piece of.
-            block_bytes: Bytes of each of its blocks; None where it is one block.
             begin: First byte, from the start of the piece.
-            end: One past the last byte.
-            out: [end - begin] bytes, where they go.
+            end: One past the last byte; None is the piece's last.
 
-        Raises:
-            CheckpointError: If they are not what was saved.
-        """
-        if begin == end:
-            return
-        stored = self.check_piece(piece, entry)
-        nbytes = stored.end - stored.begin
-        block = block_bytes or nbytes
-        for number in range(begin // block, -(-end // block)):
-            low, high = number * block, min((number + 1) * block, nbytes)
-            first, last = max(low, begin), min(high, end)
-            whole = (first, last) == (low, high)
-            part = out[first - begin : last - begin] if whole else memoryview(bytearray(high - low))
-            self._read(stored.begin + low, part)
-            self._compare(piece, number, hashlib.sha256(part))
-            if not whole:
-                out[first - begin : last - begin] = part[first - low : last - low]
-
-    def verify_piece(self, piece: Piece, entry: TensorEntry, block_bytes: int | None) -> None:
-        """Read all bytes of a piece, in little memory, and compare its checksums.
+        Yields:
+            Where each part begins, from the start of the piece, and its bytes, until the next is taken.
 
         Raises:
             CheckpointError: If they are not what was saved.
         """
         stored = self.check_piece(piece, entry)
-        block = block_bytes or max(stored.end - stored.begin, 1)
-        scratch = memoryview(bytearray(min(BLOCK_BYTES, stored.end - stored.begin)))
-        for number in range(len(piece.sha256)):
-            low, high = stored.begin + number * block, min(stored.begin + (number + 1) * block, stored.end)
-            checksum = hashlib.sha256()
-            for offset in range(low, high, max(len(scratch), 1)):
-                part = scratch[: min(len(scratch), high - offset)]
-                self._read(offset, part)
-                checksum.update(part)
-            self._compare(piece, number, checksum)
-
-    def _compare(self, piece: Piece, block: int, found: hashlib._Hash) -> None:
-        if found.hexdigest() != piece.sha256[block]:
-            raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not the index's")
+        nbytes, size = stored.end - stored.begin, self._block_bytes
+        end = nbytes if end is None else end
+        for number in range(begin // size, -(-end // size) if begin < end else 0):
+            low = number * size
+            block = self._room[: min(size, nbytes - low)]
+            self._read(stored.begin + low, block)
+            if self._checksum(block).hexdigest() != piece.checksums[number]:
+                raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not the index's")
+            first, last = max(low, begin), min(low + len(block), end)
+            yield first, block[first - low : last - low]
 
     def _read(self, offset: int, part: memoryview) -> None:
         try:
@@ -196,13 +187,13 @@ def _absence(folder: Path, shard: Shard) -> str:
     return f"{file} is missing" if size is None else f"{file} has {size} bytes, the index says {shard.bytes}"
 
 
-def open_shard(folder: Path, index: CheckpointIndex, number: int) -> ShardFile:
-    """Open the shard of this number.
+def open_shard(folder: Path, index: CheckpointIndex, number: int, room: memoryview | None = None) -> ShardFile:
+    """Open the shard of this number; ``room`` as :class:`ShardFile` has it.
 
     Raises:
         CheckpointError: If it is no whole safetensors file, or of another save.
     """
-    file = ShardFile(folder / index.shards[number].file)
+    file = ShardFile(folder / index.shards[number].file, index.checksum, index.block_bytes, room)
     if (found := file.metadata.get("save_id")) != index.save_id:
         file.close()
         raise CheckpointError(f"{file.path} belongs to save {found!r}, the index is of {index.save_id!r}")
@@ -227,6 +218,7 @@ class ShardFiles:
         self._folder, self._index = folder, index
         self._out_of_reach = out_of_reach or {}
         self._open: dict[int, ShardFile] = {}
+        self._room = memoryview(bytearray(index.block_bytes))
         for number, shard in enumerate(index.shards):
             if number not in self._out_of_reach:
                 check_size(folder, shard)
@@ -245,7 +237,7 @@ class ShardFiles:
         if number in self._out_of_reach:
             raise CheckpointError(self._out_of_reach[number])
         if number not in self._open:
-            self._open[number] = open_shard(self._folder, self._index, number)
+            self._open[number] = open_shard(self._folder, self._index, number, self._room)
         return self._open[number]
 
 

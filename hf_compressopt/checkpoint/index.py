@@ -1,6 +1,6 @@
 """The index of a checkpoint: what was saved, and where every tensor lies.
 
-**Format, version 2.** A checkpoint is a folder that holds
+**Format, version 3.** A checkpoint is a folder that holds
 
 1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. Where the ranks write
    into several folders each has one; of what several ranks have written it names the copy in its folder, if any;
@@ -9,17 +9,20 @@
 
 The index is an object with these keys:
 
-- ``format``: "hf_compressopt"; ``version``: 2; ``save_id``: the hexadecimal number in the shards' names;
+- ``format``: "hf_compressopt"; ``version``: 3; ``save_id``: the hexadecimal number in the shards' names;
 - ``block_bytes``: bytes that have a checksum of their own, so that a part of a tensor can be read and verified alone;
+- ``checksum``: which one, "xxh3_128" (the 128 bits of XXH3, seed 0) or "sha256";
 - ``header``: the optimizer's class, step, stage, schedule, world_size, and the hyperparameters of each param group;
 - ``parameters``: for each param group a list of ``{"name", "shape", "dtype"}``;
 - ``shards``: for each rank ``{"file", "bytes"}``; files are plain names, beside the index;
 - ``tensors``: for each tensor ``{"dtype", "shape", "pieces"}``; dtype is torch's name, such as "float32".
 
-A piece is ``{"shard", "key", "start", "stop", "sha256"}``: elements [start, stop) of the flattened tensor are the
-tensor ``key`` of shard number ``shard``, and sha256 lists those of its bytes, one for every ``block_bytes`` of them
-(the last may be of fewer). The pieces of a tensor are in order and cover it. In version 1, which is still read, sha256
-was one for the whole piece.
+A piece is ``{"shard", "key", "start", "stop", "checksums"}``: elements [start, stop) of the flattened tensor are the
+tensor ``key`` of shard number ``shard``, and checksums lists those of its bytes in hexadecimal, one for every
+``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. In version 2,
+which is still read, the checksum was always SHA-256, and the key of a piece's ``sha256``.
+
+The checksum finds damage. It is no signature: who can write the shards can write the index, too.
 
 Tensors are ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
 ``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
@@ -37,20 +40,30 @@ group; those that the checkpoint lacks start anew, and their dtypes may differ.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
-FORMAT, VERSION = "hf_compressopt", 2
+FORMAT, VERSION = "hf_compressopt", 3
 #: Key of a header: True where parameters are called by their places in the param groups, for want of names.
 BY_PLACE = "by_place"
 #: Bytes under one checksum.
 BLOCK_BYTES = 1 << 22
+#: The most that a reader takes, which holds one block in memory.
+MOST_BLOCK_BYTES = 1 << 26
+#: Functions that take bytes and give an object with ``update`` and ``hexdigest``, as hashlib's.
+CHECKSUMS: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+#: What a save writes: as fast as memory, where SHA-256 would be slower than disks.
+CHECKSUM = "xxh3_128"
 
 #: What safetensors calls torch's dtypes, and the bytes of an element.
 DTYPES = {
@@ -88,14 +101,14 @@ class CheckpointError(ValueError):
 class Piece:
     """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``.
 
-    ``sha256`` are those of its blocks, in order.
+    ``checksums`` are those of its blocks, in order.
     """
 
     shard: int
     key: str
     start: int
     stop: int
-    sha256: tuple[str, ...]
+    checksums: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -127,13 +140,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The whole index; see the module's docstring for the meaning of its fields.
-
-    ``block_bytes`` is None where a piece is one block, whatever its size.
-    """
+    """The whole index; see the module's docstring for the meaning of its fields."""
 
     save_id: str
-    block_bytes: int | None
+    block_bytes: int
+    checksum: str
     header: dict[str, Any]
     parameters: list[list[dict[str, Any]]]
     shards: list[Shard]
@@ -159,16 +170,17 @@ class CheckpointIndex:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{path} is no index of {FORMAT}")
         version = data.get("version")
-        if version not in (1, VERSION):
-            raise CheckpointError(f"{path} is of format version {version!r}; this version reads 1 and {VERSION}")
+        if version not in (2, VERSION):
+            raise CheckpointError(f"{path} is of format version {version!r}; this version reads 2 and {VERSION}")
         try:
             index = cls(
                 save_id=str(data["save_id"]),
-                block_bytes=None if version == 1 else _count(data["block_bytes"], low=1),
+                block_bytes=_count(data["block_bytes"], low=1),
+                checksum="sha256" if version == 2 else str(data["checksum"]),
                 header=dict(data["header"]),
                 parameters=[[_parameter(parameter) for parameter in group] for group in data["parameters"]],
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
-                tensors={name: _tensor_entry(entry) for name, entry in data["tensors"].items()},
+                tensors={name: _tensor_entry(entry, version) for name, entry in data["tensors"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} lacks what an index must have: {type(error).__name__}: {error}") from error
@@ -179,11 +191,15 @@ class CheckpointIndex:
         return index
 
     def validate(self) -> None:
-        """Check that names are plain, and that the pieces of every tensor cover it once and fit into their shards.
+        """Check that names are plain and known, and that the pieces of every tensor cover it once and fit into shards.
 
         Raises:
             ValueError: If not; the message goes on where the file's name ends.
         """
+        if self.checksum not in CHECKSUMS:
+            raise ValueError(f"has the checksum {self.checksum!r}; legal are {sorted(CHECKSUMS)}")
+        if self.block_bytes > MOST_BLOCK_BYTES:
+            raise ValueError(f"has block_bytes {self.block_bytes}; legal are 1 to {MOST_BLOCK_BYTES}")
         for shard in self.shards:
             if not _PLAIN_NAME.fullmatch(shard.file):
                 raise ValueError(f"names the shard {shard.file!r}; legal are plain names beside the index")
@@ -199,9 +215,9 @@ class CheckpointIndex:
                 if room[piece.shard] < 0 or (piece.shard, piece.key) in keys:
                     raise ValueError(f"gives tensor {name!r} a piece that shard {piece.shard} has no room for")
                 keys.add((piece.shard, piece.key))
-                blocks = 1 if self.block_bytes is None else -(-nbytes // self.block_bytes)
-                if len(piece.sha256) != blocks:
-                    raise ValueError(f"gives tensor {name!r} {len(piece.sha256)} checksums for {blocks} blocks")
+                blocks = -(-nbytes // self.block_bytes)
+                if len(piece.checksums) != blocks:
+                    raise ValueError(f"gives tensor {name!r} {len(piece.checksums)} checksums for {blocks} blocks")
             if reached != entry.numel:
                 raise ValueError(f"gives tensor {name!r} {reached} of its {entry.numel} elements")
 
@@ -220,22 +236,16 @@ def _parameter(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tensor_entry(entry: dict[str, Any]) -> TensorEntry:
+def _tensor_entry(entry: dict[str, Any], version: int) -> TensorEntry:
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"dtype {entry['dtype']!r}")
     return TensorEntry(
         entry["dtype"],
         tuple(_count(size) for size in entry["shape"]),
-        tuple(_piece(piece) for piece in entry["pieces"]),
+        tuple(_piece(piece, piece["sha256" if version == 2 else "checksums"]) for piece in entry["pieces"]),
     )
 
 
-def _piece(piece: dict[str, Any]) -> Piece:
-    sums = piece["sha256"]
-    return Piece(
-        _count(piece["shard"]),
-        str(piece["key"]),
-        _count(piece["start"]),
-        _count(piece["stop"]),
-        (sums,) if isinstance(sums, str) else tuple(str(checksum) for checksum in sums),
-    )
+def _piece(piece: dict[str, Any], checksums: list[str]) -> Piece:
+    start, stop = _count(piece["start"]), _count(piece["stop"])
+    return Piece(_count(piece["shard"]), str(piece["key"]), start, stop, tuple(map(str, checksums)))

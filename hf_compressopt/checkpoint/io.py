@@ -6,15 +6,15 @@ state -> shards (safetensors) -> index (JSON) -> reshard plan (pure) -> reads
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 
 from hf_compressopt.checkpoint.adam import source_of
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
@@ -146,10 +146,11 @@ def load_state(
 ) -> None:
     """Load what :func:`save_state` wrote, on any number of ranks, into the optimizer's buffers. All ranks call.
 
-    Each rank reads what it will hold, and everything is read and verified before anything is changed. On as many ranks
-    as saved it, the run goes on bit for bit. On another number moments, variances, master weights and steps are exact
-    too; server errors stay with their elements; what was each rank's own (worker errors, and 0/1 Adam's momentum,
-    update and parameters inside a local interval) becomes its mean over the ranks that saved it.
+    Each rank reads what it will hold: first to verify it, before anything is changed, and then once more, verified
+    again, into the optimizer's memory, so that a load takes no memory of its own. On as many ranks as saved it, the run
+    goes on bit for bit. On another number moments, variances, master weights and steps are exact too; server errors
+    stay with their elements; what was each rank's own (worker errors, and 0/1 Adam's momentum, update and parameters
+    inside a local interval) becomes its mean over the ranks that saved it.
 
     Args:
         optimizer: The optimizer, made as the saved one was. A ZeroOptimizer may be of another stage and other sizes of
@@ -163,7 +164,8 @@ def load_state(
 
     Raises:
         CheckpointError: (a ValueError) If the checkpoint is damaged or does not fit; on all ranks, and nothing has
-            changed. The message names the file.
+            changed. The message names the file. Where a file was damaged between the two readings, it says that the
+            state is half loaded.
     """
     wait_for_saves()
     mine = _checkpointable(optimizer)
@@ -173,26 +175,26 @@ def load_state(
     index, path = _agreed_index(mine.communicator, path)
     places = _places(mine.communicator, folder, index)
 
-    def read() -> tuple[dict[str, Any], list[tuple[StateTensor, Tensor]]]:
-        inner = _innermost(optimizer)
-        grouped = _names_by_place(mine, inner) if index.header.get(BY_PLACE) else mine.parameter_names(names)
-        stored = _source(index, inner, path)
-        _check_fits(mine, index, stored.header, grouped, path)
-        with ShardFiles(folder, index, _out_of_reach(places, mine.communicator.rank, index)) as files:
+    with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
+
+        def check() -> _Found:
+            inner = _innermost(optimizer)
+            grouped = _names_by_place(mine, inner) if index.header.get(BY_PLACE) else mine.parameter_names(names)
+            stored = _source(index, inner, path)
+            _check_fits(mine, index, stored.header, grouped, path)
+            out_of_reach = _out_of_reach(places, mine.communicator.rank, index)
+            files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
             try:
-                wanted = mine.wanted_tensors(grouped, stored.header, stored.described)
+                tensors = mine.wanted_tensors(grouped, stored.header, stored.described)
             except (ValueError, TypeError) as error:
                 raise CheckpointError(f"{path} does not fit: {error}") from error
-            return stored.header, _read_tensors(files, stored, wanted, mine.communicator, path)
+            found = _Found(stored, tensors, files, mine.communicator, path)
+            found.check()
+            return found
 
-    header, tensors = run_together(mine.communicator, read, others=CheckpointError)
-    brought = {state.name: state.local for state, _ in tensors}
-    with torch.no_grad():
-        while tensors:  # each value is let go of as soon as it is in place
-            state, values = tensors.pop()
-            if not state.staged:
-                state.local.copy_(values.view(state.local.shape))
-    mine.load_checkpoint_header(header, brought)
+        found = run_together(mine.communicator, check, others=CheckpointError)
+        run_together(mine.communicator, found.read, others=CheckpointError)
+    mine.load_checkpoint_header(found.stored.header, {tensor.name: tensor.local for tensor in found.tensors})
 
 
 @contextmanager
@@ -353,22 +355,50 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
     return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
 
 
-def _read_tensors(
-    files: ShardFiles, stored: Stored, wanted: Sequence[StateTensor], communicator: Communicator, path: Path
-) -> list[tuple[StateTensor, Tensor]]:
-    read, nbytes = [], sum(tensor.local.nbytes for tensor in wanted)
-    with progress(f"loading {path.name}", nbytes, shown=None if communicator.rank == 0 else False) as advance:
-        for tensor in wanted:
-            dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
-            want = Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)
-            values = tensor.local.view(-1)
-            values = values if tensor.staged else torch.empty_like(values, device="cpu")
-            try:
-                stored.read(want, communicator.world_size, files, values)
-            except CheckpointError:
-                raise
-            except ValueError as error:
-                raise CheckpointError(f"{path} {error}") from None
-            read.append((tensor, values))
-            advance(tensor.local.nbytes)
-    return read
+@dataclass(frozen=True)
+class _Found:
+    """What a rank loads of a checkpoint, and where it is."""
+
+    stored: Stored
+    tensors: Sequence[StateTensor]
+    files: ShardFiles
+    communicator: Communicator
+    path: Path
+
+    def check(self) -> None:
+        """Read and verify it all, and change nothing."""
+        ranks = self.communicator.world_size
+        self._each("checking", lambda tensor: self.stored.check(_wanted(tensor), ranks, self.files))
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read it all once more, from memory where the system has kept it there, into the tensors."""
+        ranks = self.communicator.world_size
+
+        def read(tensor: StateTensor) -> None:
+            self.stored.read(_wanted(tensor), ranks, self.files, tensor.local.detach().view(-1))
+
+        try:
+            self._each("loading", read)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}; it was whole when checked; the state is half loaded: load again"
+            ) from error
+
+    def _each(self, doing: str, action: Callable[[StateTensor], None]) -> None:
+        nbytes = sum(tensor.local.nbytes for tensor in self.tensors)
+        shown = None if self.communicator.rank == 0 else False
+        with progress(f"{doing} {self.path.name}", nbytes, shown=shown) as advance:
+            for tensor in self.tensors:
+                try:
+                    action(tensor)
+                except CheckpointError:
+                    raise
+                except ValueError as error:
+                    raise CheckpointError(f"{self.path} {error}") from None
+                advance(tensor.local.nbytes)
+
+
+def _wanted(tensor: StateTensor) -> Wanted:
+    dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
+    return Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)

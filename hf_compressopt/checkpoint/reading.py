@@ -23,24 +23,36 @@ class Stored:
         self.index, self.header = index, index.header
         self.described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
 
-    def read(self, wanted: Wanted, world_size: int, files: ShardFiles, out: Tensor) -> None:
-        """Read what one of ``world_size`` ranks wants into ``out``, flattened, on the CPU and of its dtype.
+    def check(self, wanted: Wanted, world_size: int, files: ShardFiles) -> None:
+        """Read and verify what one of ``world_size`` ranks wants, and keep nothing of it.
 
         Raises:
             ValueError: If it is not there; the message goes on where the name of the index ends.
             CheckpointError: If it is not what was saved.
         """
+        for source in plan_reads(self.index, wanted, world_size).sources:
+            for read in source:
+                for _ in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
+                    pass
+
+    def read(self, wanted: Wanted, world_size: int, files: ShardFiles, out: Tensor) -> None:
+        """Read what one of ``world_size`` ranks wants into ``out``, flattened, of its dtype, on any device.
+
+        Raises:
+            ValueError: As :meth:`check`.
+            CheckpointError: As :meth:`check`; a part of ``out`` is overwritten.
+        """
         fill(out, plan_reads(self.index, wanted, world_size), files, self.index)
 
 
 def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
-    """Read what a plan says into ``values`` [numel], on the CPU; a mean is summed up in float64, in rank order.
+    """Read what a plan says into ``values`` [numel], on any device; a mean is summed up in float64, in rank order.
 
     Raises:
         CheckpointError: If it is not what was saved.
     """
     if len(plan.sources) == 1:
-        _read_source(bytes_of(values), plan, 0, files, index)
+        _read_source(values, plan, 0, files)
         return
     values.zero_()
     if not plan.sources:
@@ -50,16 +62,18 @@ def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) 
         part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype)
         mean = torch.zeros(part.numel(), dtype=torch.float64)
         for source in range(len(window.sources)):
-            _read_source(bytes_of(part), window, source, files, index)
+            _read_source(part, window, source, files)
             mean += part
         values[start : start + part.numel()] = mean.div_(len(window.sources))
         start += part.numel()
 
 
-def _read_source(out: memoryview, plan: Plan, source: int, files: ShardFiles, index: CheckpointIndex) -> None:
+def _read_source(values: Tensor, plan: Plan, source: int, files: ShardFiles) -> None:
+    out = values.view(torch.uint8)
     for read in plan.sources[source]:
-        part = out[read.offset : read.offset + read.end - read.begin]
-        files[read.piece.shard].read_blocks(read.piece, read.entry, index.block_bytes, read.begin, read.end, part)
+        for begin, part in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
+            offset = read.offset + begin - read.begin
+            out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -64,15 +64,15 @@ class Plan:
     sources: tuple[tuple[Read, ...], ...]
     nbytes: int
 
-    def windows(self, size: int | None) -> Iterator[Plan]:
-        """The same in consecutive windows of at most ``size`` bytes; None is one window for each piece.
+    def windows(self, size: int) -> Iterator[Plan]:
+        """The same in consecutive windows of at most ``size`` bytes.
 
         They begin where the blocks of this size do in the pieces of the first source, so that each is read once.
         """
         for offset, begin, nbytes in self._runs():
-            size_here, done = size or max(begin + nbytes, 1), 0
+            done = 0
             while done < nbytes:
-                high = min(done + size_here - (begin + done) % size_here, nbytes)
+                high = min(done + size - (begin + done) % size, nbytes)
                 yield self._window(offset + done, offset + high)
                 done = high
 

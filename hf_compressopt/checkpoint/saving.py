@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.index import (
     BLOCK_BYTES,
+    CHECKSUM,
     INDEX_NAME,
     SHARD_NAME,
     CheckpointIndex,
@@ -262,7 +263,7 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
             "key": key,
             "start": tensor.start,
             "stop": tensor.start + tensor.local.numel(),
-            "sha256": checksums[key],
+            "checksums": checksums[key],
         }
         for key, tensor in stored.items()
     ]
@@ -289,11 +290,12 @@ def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> Chec
                 continue
             seen.add(part)
             described[entry["name"]] = (entry["dtype"], tuple(entry["shape"]))
-            piece = Piece(number, entry["key"], entry["start"], entry["stop"], tuple(entry["sha256"]))
+            piece = Piece(number, entry["key"], entry["start"], entry["stop"], tuple(entry["checksums"]))
             pieces.setdefault(entry["name"], []).append(piece)
     return CheckpointIndex(
         save_id=snapshot.save_id,
         block_bytes=BLOCK_BYTES,
+        checksum=CHECKSUM,
         header=snapshot.header,
         parameters=snapshot.parameters,
         shards=[Shard(shard["file"], shard["bytes"]) for shard in shards],

@@ -1,25 +1,21 @@
 """Files written durably; shards as their bytes come, hashed in the same pass. Knows no torch.
 
 The header of a safetensors file goes first, since dtypes and shapes are known beforehand, and of the data nothing is
-kept: a file of any size takes no memory. Hashing and writing release the interpreter's lock, so that a thread writes a
-block while the caller's hashes it.
+kept: a file of any size takes no memory.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from hf_compressopt.checkpoint.files import HEADER_CAP
-from hf_compressopt.checkpoint.index import BLOCK_BYTES, DTYPES
+from hf_compressopt.checkpoint.index import BLOCK_BYTES, CHECKSUM, CHECKSUMS, DTYPES
 
 Bytes = bytes | bytearray | memoryview
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
@@ -68,10 +64,7 @@ class ShardWriter:
         self._checksums: dict[str, list[str]] = {key: [] for key in self.keys}
         self._due = [key for key in reversed(self.keys) if self._sizes[key]]  # the last is next
         self._done = 0  # bytes of it
-        self._hash = hashlib.sha256()
-        self._blocks: SimpleQueue[Bytes | None] = SimpleQueue()
-        self._outcomes: SimpleQueue[OSError | None] = SimpleQueue()
-        self._thread = Thread(target=self._write_blocks, name="shard writer", daemon=True)
+        self._checksum = CHECKSUMS[CHECKSUM]()
         self._descriptor = -1
 
     def __enter__(self) -> ShardWriter:
@@ -87,7 +80,6 @@ class ShardWriter:
         except BaseException as error:
             self._discard()
             raise self._named(error) from None
-        self._thread.start()
         return self
 
     def write(self, key: str, data: Bytes) -> None:
@@ -104,14 +96,15 @@ class ShardWriter:
         self._check_due(key, len(rest))
         while rest:
             block = rest[: BLOCK_BYTES - self._done % BLOCK_BYTES]
-            self._blocks.put(block)
-            self._hash.update(block)
-            if (error := self._outcomes.get()) is not None:
-                raise self._named(error)
+            self._checksum.update(block)
+            try:
+                _write_all(self._descriptor, block)
+            except OSError as error:
+                raise self._named(error) from None
             self._done += len(block)
             if self._done % BLOCK_BYTES == 0 or self._done == self._sizes[key]:
-                self._checksums[key].append(self._hash.hexdigest())
-                self._hash = hashlib.sha256()
+                self._checksums[key].append(self._checksum.hexdigest())
+                self._checksum = CHECKSUMS[CHECKSUM]()
             if self._done == self._sizes[key]:
                 self._due.pop()
                 self._done = 0
@@ -121,7 +114,7 @@ class ShardWriter:
         """Make the file durable, and give it its name.
 
         Returns:
-            For each tensor the SHA-256 of every BLOCK_BYTES of it.
+            For each tensor the checksums of every BLOCK_BYTES of it.
 
         Raises:
             ValueError: If bytes are missing.
@@ -130,7 +123,6 @@ class ShardWriter:
         if self._due:
             key = self._due[-1]
             raise ValueError(f"{self.path}: {key!r} was given {self._done} of its {self._sizes[key]} bytes")
-        self._stop()
         try:
             os.fsync(self._descriptor)
             os.close(self._descriptor)
@@ -142,7 +134,6 @@ class ShardWriter:
 
     def __exit__(self, *_: object) -> None:
         """Remove the file where it was not finished."""
-        self._stop()
         if self._descriptor >= 0:
             self._discard()
 
@@ -158,18 +149,6 @@ class ShardWriter:
         if key != due or nbytes > self._sizes[key] - self._done:
             left = "none" if due is None else f"{self._sizes[due] - self._done} of {due!r}"
             raise ValueError(f"{self.path}: {nbytes} bytes of {key!r}, due are {left}")
-
-    def _write_blocks(self) -> None:
-        while (block := self._blocks.get()) is not None:
-            try:
-                _write_all(self._descriptor, block)
-                self._outcomes.put(None)
-            except OSError as error:
-                self._outcomes.put(error)
-
-    def _stop(self) -> None:
-        self._blocks.put(None)
-        self._thread.join()
 
     def _discard(self) -> None:
         os.close(self._descriptor)

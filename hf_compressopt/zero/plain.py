@@ -14,7 +14,7 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import SCALAR
 from hf_compressopt.optim.options import check_count, check_plain, group_from_plain, plain_group
-from hf_compressopt.zero.state import FUNCTIONAL, MASTER, NUMBER, value_of_parameter
+from hf_compressopt.zero.state import FUNCTIONAL, MASTER, NUMBER, room_for, value_of_parameter
 
 
 class PlainState:
@@ -120,9 +120,12 @@ class PlainState:
                     raise ValueError(f"it has a master copy of {name}, and an optimizer without ZeRO no place for it")
                 if shape != tuple(param.shape) and not key.startswith((SCALAR, NUMBER)):
                     raise ValueError(f"{key}/{name} has shape {list(shape)}, the parameter {list(param.shape)}")
-                local = torch.empty(shape, dtype=dtype)
+                live = self._optimizer.state.get(param, {}).get(
+                    key
+                )  # what has one value per parameter is called otherwise
+                local = room_for(live, shape, dtype)
                 self._read.append((number, key, local))
-                wanted.append(StateTensor(f"{key}/{name}", shape, 0, local, True, staged=True))
+                wanted.append(StateTensor(f"{key}/{name}", shape, 0, local, True))
         return wanted
 
     def checkpoint_header(self) -> dict[str, Any]:

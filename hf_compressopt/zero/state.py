@@ -280,10 +280,11 @@ class ZeroState(ZeroGradients):
                 single = key.startswith((SCALAR, NUMBER))
                 if shape != whole and not single or key.startswith(NUMBER) and shape != ():
                     raise ValueError(f"{key}/{name} has shape {list(shape)}, the parameter {list(whole)}")
-                local = torch.empty(shape if single else (numel,), dtype=dtype)
+                live = None if single else piece.tensor if key == MASTER else bucket.state_of(piece).get(key)
+                local = room_for(live, shape if single else (numel,), dtype)
                 self._staged.append((bucket, piece, key, local))
                 start = 0 if single else piece.span.start
-                wanted.append(StateTensor(f"{key}/{name}", shape, start, local, False, staged=True))
+                wanted.append(StateTensor(f"{key}/{name}", shape, start, local, False))
         return wanted
 
     def _qualified(self, names: Sequence[Sequence[str]]) -> list[str]:
@@ -320,10 +321,12 @@ class ZeroState(ZeroGradients):
         found: dict[int, tuple[UpdateBucket, Piece, dict[str, Any]]] = {
             id(piece): (bucket, piece, {}) for bucket, piece in self.pieces()
         }
+        with_master = {id(piece) for _, piece, key, _ in self._staged if key == MASTER}
         for _, piece in self.pieces():
-            self._master_from_parameter(piece)  # where the checkpoint has none
+            if id(piece) not in with_master:
+                self._master_from_parameter(piece)
         for _, piece, key, local in self._staged:
-            if key == "master":
+            if key == MASTER:
                 piece.tensor.copy_(local)
             elif key.startswith(NUMBER):
                 found[id(piece)][2][key.removeprefix(NUMBER)] = local.item()
@@ -337,6 +340,13 @@ class ZeroState(ZeroGradients):
             self._set_state(bucket, piece, state)
         self._load_groups([group_from_plain(group) for group in header["param_groups"]])
         self._load_header(header)
+
+
+def room_for(live: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Where a tensor of a checkpoint is read to: the state's own memory if it is such a tensor, or else new memory."""
+    if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == dtype and live.is_contiguous():
+        return live
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def value_of_parameter(name: str, value: Any, *, replicated: bool = False) -> StateTensor:
