@@ -164,6 +164,9 @@ def _run_task(task: bytes) -> Any:
         pickle.dumps(outcome)  # a result that does not pickle is the rank's own error
         return outcome
     except BaseException as error:
+        # A thread of gloo may wait for the interpreter's lock, to let go of its last collective's tensors: who drops
+        # the group holds the lock and waits for the thread.
+        time.sleep(0.1)
         if dist.is_initialized():
             dist.destroy_process_group()
         return Failure(type(error).__name__, str(error), traceback.format_exc())
