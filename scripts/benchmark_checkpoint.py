@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer, async_save_state, load_state, save_state
+from hf_compressopt.checkpoint.saving import take_snapshot
 from hf_compressopt.zero.memory import release_memory, resident_bytes
 
 MB = 2**20
@@ -58,30 +60,24 @@ def make(options: dict[str, Any]) -> torch.optim.Optimizer:
 
 def tensors_of(optimizer: Any) -> dict[str, torch.Tensor]:
     """What this rank writes, as torch.save and DCP are given it: plain tensors under names of this rank's own."""
-    from hf_compressopt.checkpoint.io import _begin
-
-    snapshot, communicator = _begin(optimizer, tempfile.mkdtemp(dir=optimizer_folder()), None, "names")
+    folder = Path(tempfile.mkdtemp(dir=os.environ["BENCHMARK_FOLDER"]))
+    snapshot = take_snapshot(optimizer, folder, optimizer.parameter_names(), "names")
     snapshot.remove()
     dist.barrier()
-    del communicator
     return {f"rank{dist.get_rank()}/{tensor.name}@{tensor.start}": tensor.local for tensor in snapshot.tensors}
 
 
-def optimizer_folder() -> str:
-    return os.environ["BENCHMARK_FOLDER"]
-
-
-class Variant:
+class Variant(ABC):
     """One way to write a state and to read it back; ``save`` returns what finishes it, where it goes on behind."""
 
     def __init__(self, optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
         self.optimizer, self.tensors, self.folder = optimizer, tensors, folder
 
-    def save(self) -> Callable[[], Any] | None:
-        raise NotImplementedError
+    @abstractmethod
+    def save(self) -> Callable[[], Any] | None: ...
 
-    def load(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self) -> None: ...
 
 
 class Disk(Variant):
