@@ -471,9 +471,9 @@ def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any
 def damage_after_check(rank: int, world_size: int, directory: str) -> None:
     """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
     from hf_compressopt import load_state
-    from hf_compressopt.checkpoint import io
+    from hf_compressopt.checkpoint import loading
 
-    together, turns = io.run_together, []
+    together, turns = loading.run_together, []
 
     def between(communicator: Any, action: Any, **options: Any) -> Any:
         if getattr(action, "__name__", "") == "read":
@@ -484,11 +484,11 @@ def damage_after_check(rank: int, world_size: int, directory: str) -> None:
         return together(communicator, action, **options)
 
     _, optimizer = make(world_size)
-    io.run_together = between
+    loading.run_together = between
     try:
         load_state(optimizer, directory)
     finally:
-        io.run_together = together
+        loading.run_together = together
         assert len(turns) == 1
 
 

@@ -13,6 +13,7 @@ ROWS = [
     ["integrations"],
     ["checkpoint.portable"],
     ["checkpoint.io", "checkpoint.inspect", "amp"],
+    ["checkpoint.loading"],
     ["checkpoint.saving"],
     ["zero"],
     ["optim"],
