@@ -21,7 +21,8 @@ def test_compress(device: torch.device, scale_block: int | None) -> None:
 @pytest.mark.parametrize("scale_block", cases.SCALE_BLOCKS)
 def test_average_compress(device: torch.device, scale_block: int | None) -> None:
     for numel in cases.NUMELS:
-        cases.check_average_compress(device, numel, 1 + numel % 4, scale_block, shift=numel % 3)
+        for world_size in (1 + numel % 4, 5 + numel % 5):
+            cases.check_average_compress(device, numel, world_size, scale_block, shift=numel % 3)
 
 
 @pytest.mark.parametrize("world_size", [0, 1, 3, 8])

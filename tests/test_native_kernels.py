@@ -67,8 +67,23 @@ def test_compress(instruction_set: str, scale_block: int | None) -> None:
 @pytest.mark.parametrize("scale_block", cases.SCALE_BLOCKS)
 def test_average_compress(instruction_set: str, scale_block: int | None) -> None:
     for numel in (*cases.NUMELS, 70_001):
-        for world_size in (1, 2, 3, 8):
+        for world_size in (1, 2, 3, 8, 13):
             cases.check_average_compress(CPU, numel, world_size, scale_block, shift=numel % 3)
+    for world_size in range(4, 18):
+        cases.check_average_compress(CPU, 1511, world_size, scale_block)
+
+
+def test_sums_of_messages_keep_the_sign_of_zero(instruction_set: str) -> None:
+    numel, random = 5_000, torch.Generator().manual_seed(2)
+    for world_size in range(1, 11):
+        nbytes = message_nbytes(numel, None)
+        messages = torch.randint(256, (world_size, nbytes), dtype=torch.uint8, generator=random)
+        messages[:, :4] = 0  # the scale: a sum of zeros is -0 only where all signs are negative
+        expected, error = torch.full((numel,), -0.0), torch.full((numel,), -0.0)
+        reference.average_compress_(messages.view(-1), expected, torch.empty(nbytes).byte(), world_size, None)
+        assert 0 < int(expected.signbit().sum()) < numel
+        native.average_compress_(messages.view(-1), error, torch.empty(nbytes).byte(), world_size, None)
+        cases.assert_same_bits(error, expected)
 
 
 @pytest.mark.parametrize("scale_block", cases.SCALE_BLOCKS)
@@ -221,11 +236,11 @@ def everything(numel: int) -> list[Tensor]:
         error, messages = normal(), torch.zeros(sum(chunk_message_nbytes(numel, 2, block)), dtype=torch.uint8)
         native.compress_(z, error, messages, 2, block)
         nbytes = message_nbytes(numel, block)
-        both, server, out = torch.zeros(2 * nbytes, dtype=torch.uint8), normal(), torch.zeros(nbytes, dtype=torch.uint8)
-        for part in both.view(2, -1):
+        several, server, out = torch.zeros(6, nbytes, dtype=torch.uint8), normal(), torch.zeros(nbytes).byte()
+        for part in several:
             native.compress_(Combination.of(normal()), normal(), part, 1, block)
-        native.average_compress_(both, server, out, 2, block)
-        written += [error, messages, both, server, out]
+        native.average_compress_(several.view(-1), server, out, 6, block)
+        written += [error, messages, several, server, out]
     y = Average(numel, None, out, 1, None, out.numel())
     param = normal()
     params = [Segment(param, 0, cut, 0), Segment(param, cut, numel - cut, 1)]

@@ -66,7 +66,7 @@ def average_compress_(
 ) -> None:
     """The server's part: a = mean of the decompressed messages + error; out <- Q(a); error <- a - Q(a).
 
-    The sum runs in rank order, in float32.
+    The sum is taken in float32: messages in groups of four, in rank order, and then the groups' sums, in order.
 
     Args:
         messages: [world_size * message_nbytes(n, scale_block)] uint8, one message of the same chunk per rank, read.

@@ -17,6 +17,7 @@ from hf_compressopt.kernels.operands import Average, Combination, Descent, LambO
 # byte as its least significant bit; no partial sums meet, so there are no carries.
 _GATHER_BITS = 0x0102040810204080
 _TOP_BYTE_SHIFT = 56
+_GROUP = 4  # messages that are summed by themselves: few enough for a table of the sums that their signs can make
 # Norms are taken in float32 over runs of this length, and in float64 over the runs: longer ones lose digits.
 _RUN = 256
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that are turned to float64 at once, on a CPU and elsewhere
@@ -112,10 +113,17 @@ def decompress_message(message: Tensor, numel: int, scale_block: int | None) -> 
 
 
 def mean_of_messages(messages: Tensor, numel: int, scale_block: int | None) -> Tensor:
-    """Mean over ranks of one chunk's messages, summed in rank order. messages: [W, bytes] uint8. Returns [numel]."""
-    total = decompress_message(messages[0], numel, scale_block)
-    for message in messages[1:]:
-        total.add_(decompress_message(message, numel, scale_block))
+    """Mean over ranks of one chunk's messages. messages: [W, bytes] uint8. Returns [numel].
+
+    Groups of four are summed, in rank order, and then the groups' sums, in order.
+    """
+    total = None
+    for group in torch.split(messages, _GROUP):
+        part = decompress_message(group[0], numel, scale_block)
+        for message in group[1:]:
+            part.add_(decompress_message(message, numel, scale_block))
+        total = part if total is None else total.add_(part)
+    assert total is not None
     return total.mul_(1.0 / messages.shape[0])
 
 

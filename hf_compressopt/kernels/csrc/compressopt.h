@@ -101,8 +101,9 @@ CO_API const char *co_last_error(void);
 CO_API int32_t co_compress(const co_combination *z, float *error, uint8_t *messages, int64_t numel,
                            int64_t scale_block, int32_t world_size, const co_exec *exec);
 
-/* a = (the sum of world_size decompressed messages, in order) * (1 / world_size) + error; out <- Q(a), padding included;
- * error <- a - Q(a). The messages are of one chunk of numel elements, one after another. */
+/* a = (the sum of world_size decompressed messages) * (1 / world_size) + error; out <- Q(a), padding included;
+ * error <- a - Q(a). The messages are of one chunk of numel elements, one after another. Groups of four messages are
+ * summed, in order, and then the groups' sums, in order: (((m0 + m1) + m2) + m3) + (((m4 + m5) + m6) + m7) + ... */
 CO_API int32_t co_average_compress(const uint8_t *messages, float *error, uint8_t *out, int64_t numel,
                                    int64_t scale_block, int32_t world_size, const co_exec *exec);
 

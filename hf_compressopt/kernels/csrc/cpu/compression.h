@@ -6,7 +6,8 @@ namespace compressopt {
 namespace CO_VECTOR {
 namespace {
 
-constexpr int kGroup = 4;                   /* vectors whose sums over messages are kept in registers */
+constexpr int kGroup = 4;                    /* messages that are summed by themselves */
+constexpr int64_t kRound = 2 * kGroup;       /* messages whose signs are read together */
 constexpr int64_t kAhead = 512;              /* bytes of a message */
 constexpr int64_t kStep = 1024;              /* elements that are worked on, and fetched, at a time */
 constexpr int64_t kSumTile = 4096;           /* elements of a longer block that are summed by themselves */
@@ -119,59 +120,81 @@ struct Combination {
     }
 };
 
-/* The mean of world_size messages of one chunk. */
+/* The mean of world_size messages of one chunk. A group of messages has sixteen sums in a block, one for each pattern of
+ * their signs: they make a table, and an element takes its own by its signs. */
 struct Mean {
     const uint8_t *messages;
-    int64_t numel, scale_block, world_size;
+    int64_t scale_block, world_size, stride;
+    int64_t offset; /* of the signs in a message */
+    Mean(const uint8_t *m, int64_t numel, int64_t block, int64_t count)
+        : messages(m),
+          scale_block(block),
+          world_size(count),
+          stride(message_nbytes(numel, block)),
+          offset(signs_offset(numel, block)) {}
     bool missing() const { return false; }
     int64_t bytes() const { return world_size / 8; }
 
     /* out <- mean + out of elements [begin, end) of one block, whose squares are added to the sum; begin is a multiple
      * of 8. */
     void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
-        int64_t stride = message_nbytes(numel, scale_block), n = end - begin;
         const uint8_t *scales = messages + (scale_block == 0 ? 0 : 4 * (begin / scale_block));
-        const uint8_t *signs = messages + signs_offset(numel, scale_block) + begin / 8;
+        const uint8_t *signs = messages + offset;
         Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
-        NormSum norm = sum; /* in registers */
-        int64_t i = 0;
-        for (; i + kGroup * kLanes <= n; i += kGroup * kLanes) {
-            Vec mean[kGroup];
-            auto add = [&](int64_t j, bool first) {
-                Scale scale(load_scale(scales + j * stride));
-                const uint8_t *bits = signs + j * stride + i / 8;
-                prefetch(bits + kAhead); /* so many slow streams escape the hardware's own prefetching */
-#pragma GCC unroll 8
-                for (int k = 0; k < kGroup; k += 2) {
-                    Vec part[2];
-                    scale.with_signs(bits + 2 * k, part);
-                    mean[k] = first ? part[0] : mean[k] + part[0];
-                    mean[k + 1] = first ? part[1] : mean[k + 1] + part[1];
-                }
-            };
-            add(0, true);
-            for (int64_t j = 1; j < world_size; ++j) add(j, false);
-#pragma GCC unroll 8
-            for (int k = 0; k < kGroup; ++k) {
-                float *at = out + i + kLanes * k;
-                mean[k] = mean[k] * inverse + load(at);
-                store(at, mean[k]);
+        static_assert(kStep % kTransposed == 0);
+        alignas(64) uint8_t patterns[kStep];
+        alignas(64) float sums[kStep]; /* of the rounds before */
+        for (; begin < end; begin += kStep, out += kStep) {
+            int64_t n = least(kStep, end - begin);
+            for (int64_t j = 0; j < world_size; j += kRound) {
+                write_patterns(j, signs + begin / 8, n, patterns);
+                with_sums(j, scales, patterns, sums, [&](const auto &sum_at) {
+                    if (j + kRound < world_size) {
+                        for (int64_t i = 0; i < n; i += kLanes) store(sums + i, sum_at(i));
+                        return;
+                    }
+                    sum.add(n, [&](int64_t i, auto lanes) {
+                        Vec u = sum_at(i) * inverse + lanes.get(out + i);
+                        lanes.put(out + i, u);
+                        return u;
+                    });
+                });
             }
-            for (int k = 0; k < kGroup; k += 2) norm.add(mean[k], mean[k + 1]);
         }
-        norm.add(n - i, [&](int64_t rest, auto lanes) {
-            int64_t at = i + rest;
-            Vec mean = set1(0.0f);
-            for (int64_t j = 0; j < world_size; ++j) {
-                const uint8_t *bits = signs + j * stride + at / 8;
-                Vec part = Scale(load_scale(scales + j * stride)).with_signs(few_bits(bits, n - at));
-                mean = j == 0 ? part : mean + part;
-            }
-            mean = mean * inverse + lanes.get(out + at);
-            lanes.put(out + at, mean);
-            return mean;
-        });
-        sum = norm;
+    }
+
+    /* The signs of a round of messages, from the j-th on: a byte for each of n elements. */
+    void write_patterns(int64_t j, const uint8_t *signs, int64_t n, uint8_t *patterns) const {
+        int count = static_cast<int>(least(kRound, world_size - j));
+        for (int64_t i = 0; i < n; i += kTransposed) {
+            const uint8_t *bits = signs + j * stride + i / 8;
+            /* so many slow streams escape the hardware's own prefetching */
+            for (int k = 0; k < count; ++k) prefetch(bits + k * stride + kAhead);
+            transpose_signs(bits, stride, count, ceil_div(least(n - i, kTransposed), 8), patterns + i);
+        }
+    }
+
+    /* use(sum_at), sum_at(i) being the sums of all messages up to those of this round. */
+    template <class Use>
+    void with_sums(int64_t j, const uint8_t *scales, const uint8_t *patterns, const float *sums, const Use &use) const {
+        Table low = table(j, scales), high = table(j + kGroup, scales);
+        if (j > 0) {
+            use([&](int64_t i) { return load(sums + i) + low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
+        } else if (world_size > kGroup) {
+            use([&](int64_t i) { return low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
+        } else {
+            use([&](int64_t i) { return low.at<0>(patterns + i); });
+        }
+    }
+
+    /* The sums of the group from the j-th message on. -0, for what is missing, changes no bit of what it is added to. */
+    Table table(int64_t j, const uint8_t *scales) const {
+        const uint32_t negative[kGroup] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00}; /* for which patterns */
+        Vec sums = set1(-0.0f);
+        for (int k = 0; k < kGroup && j + k < world_size; ++k) {
+            sums = sums + Scale(load_scale(scales + (j + k) * stride)).with_signs(negative[k]);
+        }
+        return Table(sums);
     }
 
     static float load_scale(const uint8_t *p) {
@@ -340,8 +363,7 @@ int32_t compress(const co_combination *z, float *error, uint8_t *messages, int64
 
 int32_t average_compress(const uint8_t *messages, float *error, uint8_t *out, int64_t numel, int64_t scale_block,
                          int32_t world_size, const co_exec *exec) {
-    Mean mean{messages, numel, scale_block, world_size};
-    return compress_source(mean, error, out, numel, scale_block, 1, exec);
+    return compress_source(Mean(messages, numel, scale_block, world_size), error, out, numel, scale_block, 1, exec);
 }
 
 int32_t combine(const co_combination *z, float *out, int64_t numel, const co_exec *exec) {

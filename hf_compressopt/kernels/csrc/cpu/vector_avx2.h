@@ -101,6 +101,71 @@ struct Scale {
     __m256 flip(__m256 set) const { return _mm256_xor_ps(plus, _mm256_and_ps(set, _mm256_set1_ps(-0.0f))); }
 };
 
+constexpr int64_t kTransposed = 256;
+
+/* In bytes, exchange the bits of a that are not kept with those of b that are, kBits places lower. */
+template <int kBits>
+inline void exchange(__m256i &a, __m256i &b, int kept) {
+    const __m256i mask = _mm256_set1_epi8(static_cast<char>(kept));
+    __m256i moved = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi16(a, kBits), b), mask);
+    a = _mm256_xor_si256(a, _mm256_slli_epi16(moved, kBits));
+    b = _mm256_xor_si256(b, moved);
+}
+
+inline __m256i load_bytes(const uint8_t *p, int64_t n) {
+    if (n == 32) return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    alignas(32) uint8_t part[32] = {};
+    memcpy(part, p, static_cast<size_t>(n));
+    return _mm256_load_si256(reinterpret_cast<const __m256i *>(part));
+}
+
+inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int64_t nbytes, uint8_t *patterns) {
+    __m256i r[8], s[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) r[j] = j < count ? load_bytes(signs + j * stride, nbytes) : _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) exchange<4>(r[j], r[j + 4], 0x0f);
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) exchange<2>(r[j + (j & 2)], r[j + (j & 2) + 2], 0x33);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j += 2) exchange<1>(r[j], r[j + 1], 0x55);
+    /* r[k] holds the patterns of the elements 8 i + k */
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+        s[j] = _mm256_unpacklo_epi8(r[2 * j], r[2 * j + 1]);
+        s[j + 4] = _mm256_unpackhi_epi8(r[2 * j], r[2 * j + 1]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+        r[j] = _mm256_unpacklo_epi16(s[2 * j], s[2 * j + 1]);
+        r[j + 4] = _mm256_unpackhi_epi16(s[2 * j], s[2 * j + 1]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+        int from = (j & 1) * 4 + (j & 2);
+        __m256i x = _mm256_unpacklo_epi32(r[from], r[from + 1]), y = _mm256_unpackhi_epi32(r[from], r[from + 1]);
+        __m256i *out = reinterpret_cast<__m256i *>(patterns + 32 * j);
+        _mm256_storeu_si256(out, _mm256_permute2x128_si256(x, y, 0x20));
+        _mm256_storeu_si256(out + 4, _mm256_permute2x128_si256(x, y, 0x31));
+    }
+}
+
+struct Table {
+    Vec of;
+    explicit Table(Vec numbers) : of(numbers) {}
+    template <int kShift>
+    Vec at(const uint8_t *bytes) const {
+        return {eight<kShift>(bytes), eight<kShift>(bytes + 8)};
+    }
+    template <int kShift>
+    __m256 eight(const uint8_t *bytes) const { /* the lowest three bits count, and then the fourth of them */
+        __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(bytes)));
+        if (kShift > 0) index = _mm256_srli_epi32(index, kShift);
+        __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(of.a, index), _mm256_permutevar8x32_ps(of.b, index), fourth);
+    }
+};
+
 inline __m256 nan_or_greater(__m256 most, __m256 x) {
     __m256 take = _mm256_or_ps(_mm256_cmp_ps(most, x, _CMP_LT_OQ), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_blendv_ps(most, x, take);

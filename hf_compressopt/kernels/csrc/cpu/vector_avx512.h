@@ -89,6 +89,64 @@ struct Scale {
     }
 };
 
+constexpr int64_t kTransposed = 512;
+
+/* In bytes, exchange the bits of a that are not kept with those of b that are, kBits places lower. */
+template <int kBits>
+inline void exchange(__m512i &a, __m512i &b, int kept) {
+    const __m512i mask = _mm512_set1_epi8(static_cast<char>(kept));
+    __m512i up = _mm512_slli_epi16(b, kBits), down = _mm512_srli_epi16(a, kBits);
+    a = _mm512_ternarylogic_epi32(a, up, mask, 0xe4);
+    b = _mm512_ternarylogic_epi32(down, b, mask, 0xe4);
+}
+
+inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int64_t nbytes, uint8_t *patterns) {
+    /* 16-bit words, ordered so that unpacking, which stays in lanes of 128 bits, leaves the elements in order */
+    const __m512i order = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2, 29, 25, 21, 17,
+                                           13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
+    const __mmask64 there = ~uint64_t{0} >> (64 - nbytes);
+    __m512i r[8], s[8];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+        r[j] = _mm512_maskz_loadu_epi8(j < count ? there : 0, signs + (j < count ? j : 0) * stride);
+        r[j] = _mm512_permutexvar_epi16(order, r[j]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) exchange<4>(r[j], r[j + 4], 0x0f);
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) exchange<2>(r[j + (j & 2)], r[j + (j & 2) + 2], 0x33);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j += 2) exchange<1>(r[j], r[j + 1], 0x55);
+    /* r[k] holds the patterns of the elements 8 i + k */
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+        s[j] = _mm512_unpacklo_epi8(r[2 * j], r[2 * j + 1]);
+        s[j + 4] = _mm512_unpackhi_epi8(r[2 * j], r[2 * j + 1]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+        r[j] = _mm512_unpacklo_epi16(s[2 * j], s[2 * j + 1]);
+        r[j + 4] = _mm512_unpackhi_epi16(s[2 * j], s[2 * j + 1]);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+        /* r[0], r[1]: words 0, 1 of bytes; r[4], r[5]: 2, 3; r[2], r[3]: 4, 5; r[6], r[7]: 6, 7 */
+        int from = (j & 1) * 4 + (j & 2);
+        _mm512_store_si512(patterns + 128 * j, _mm512_unpacklo_epi32(r[from], r[from + 1]));
+        _mm512_store_si512(patterns + 128 * j + 64, _mm512_unpackhi_epi32(r[from], r[from + 1]));
+    }
+}
+
+struct Table {
+    __m512 of;
+    explicit Table(Vec numbers) : of(numbers.v) {}
+    template <int kShift>
+    Vec at(const uint8_t *bytes) const { /* bits above the lowest four count for nothing */
+        __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
+        return {_mm512_permutexvar_ps(kShift == 0 ? index : _mm512_srli_epi32(index, kShift), of)};
+    }
+};
+
 inline Vec nan_or_greater(Vec most, Vec a) {
     __mmask16 take = _mm512_cmp_ps_mask(most.v, a.v, _CMP_LT_OQ) | _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     return {_mm512_mask_blend_ps(take, most.v, a.v)};

@@ -130,6 +130,37 @@ struct Scale {
     }
 };
 
+/* The signs of the same kTransposed elements in count <= 8 messages, of which nbytes are there: bit j of patterns[i] is
+ * that of element i in the j-th message. 0 where there is no message, or no byte. */
+constexpr int64_t kTransposed = 64;
+inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int64_t nbytes, uint8_t *patterns) {
+    for (int64_t byte = 0; byte < kTransposed / 8; ++byte) {
+        uint64_t rows = 0; /* byte j: the j-th message */
+        for (int j = 0; j < count && byte < nbytes; ++j) {
+            rows |= static_cast<uint64_t>(signs[j * stride + byte]) << 8 * j;
+        }
+        uint64_t moved = (rows ^ rows >> 28) & 0x00000000f0f0f0f0; /* the two quarters off the diagonal change places */
+        rows ^= moved ^ moved << 28;
+        moved = (rows ^ rows >> 14) & 0x0000cccc0000cccc; /* and so in each quarter */
+        rows ^= moved ^ moved << 14;
+        moved = (rows ^ rows >> 7) & 0x00aa00aa00aa00aa;
+        rows ^= moved ^ moved << 7;
+        memcpy(patterns + 8 * byte, &rows, 8);
+    }
+}
+
+/* Sixteen numbers, one of which is taken by four bits of a byte: those from kShift on. */
+struct Table {
+    Vec of;
+    explicit Table(const Vec &numbers) : of(numbers) {}
+    template <int kShift>
+    Vec at(const uint8_t *bytes) const {
+        Vec r;
+        for (int i = 0; i < 16; ++i) r.v[i] = of.v[bytes[i] >> kShift & 15];
+        return r;
+    }
+};
+
 /* The greater; NaN where either is NaN. */
 inline Vec nan_or_greater(const Vec &most, const Vec &x) {
     Vec r;

@@ -10,6 +10,8 @@ namespace {
 
 constexpr int64_t kWarpBlock = kTileQuads * kQuad * kWarp;  // largest scale_block that a warp keeps in registers
 
+constexpr int kMessageGroup = 4;  // messages that are summed by themselves
+
 // Up to kTile consecutive elements of the bucket, and this thread's quads of them, kGroup quads apart. Offsets count from
 // the first of them; they fit in 32 bits, and are constants but for the thread's own.
 template <int kGroup>
@@ -126,15 +128,23 @@ struct Mean {
     template <int kGroup>
     __device__ void get(Quad (&z)[kTileQuads], const Tile<kGroup>& tile) const {
         const uint8_t* message = messages;
+        Quad sum[kTileQuads];  // of a group
+#pragma unroll
+        for (int q = 0; q < kTileQuads; ++q) z[q] = same(-0.0f);  // to which a sum is added without a change
         for (int rank = 0; rank < world_size; ++rank, message += stride) {
             const float scale = scale_at(message, tile.scale);
             const uint8_t* const bits = message + 4 * blocks + tile.inside / 8;
+            const bool begins = rank % kMessageGroup == 0;
+            const bool ends = rank % kMessageGroup == kMessageGroup - 1 || rank == world_size - 1;
 #pragma unroll
             for (int q = 0; q < kTileQuads; ++q) {
                 const unsigned signs = tile.has(q) ? signs_at(bits, tile.offset(q)) : 0;
                 const Quad value = each([&](int k) { return with_sign(scale, signs >> k); });
-                z[q] = rank == 0 ? value : z[q] + value;
+                sum[q] = begins ? value : sum[q] + value;
             }
+            if (!ends) continue;
+#pragma unroll
+            for (int q = 0; q < kTileQuads; ++q) z[q] = z[q] + sum[q];
         }
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) z[q] = z[q] * inverse;
