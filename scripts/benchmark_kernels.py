@@ -29,7 +29,7 @@ from hf_compressopt.kernels import Average, Combination, Descent, Segment, messa
 
 CPU = torch.device("cpu")
 BLOCK = 4096
-SERVERS = 8
+AVERAGED = (2, 4, 8)  # messages
 DESCENT = Descent(1e-3, 1 - 1e-5, 1e-8, False)
 
 Variants = dict[str, Callable[[], object]]
@@ -78,7 +78,7 @@ class Buffers:
         self.param, self.variance = torch.randn(numel), torch.rand(numel) + 0.1
         self.message = torch.zeros(message_nbytes(numel, BLOCK), dtype=torch.uint8)
         self.whole = torch.zeros(message_nbytes(numel, None), dtype=torch.uint8)
-        self.messages = self.message.new_zeros(SERVERS, self.message.numel())
+        self.messages = self.message.new_zeros(max(AVERAGED), self.message.numel())
         for message in self.messages:
             message.random_()
             message[: 4 * num_blocks(numel, BLOCK)].view(torch.float32).fill_(0.01)
@@ -94,16 +94,20 @@ class Buffers:
         def compress(z: Combination, message: Tensor, block: int | None) -> None:
             kernels.compress_(z, self.error, message, world_size=1, scale_block=block)
 
-        def average_compress() -> None:
-            received = self.messages.view(-1)
-            kernels.average_compress_(received, self.error, self.message, world_size=SERVERS, scale_block=BLOCK)
+        def average_compress(count: int) -> tuple[Callable[[], None], float]:
+            received = self.messages[:count].view(-1)
+
+            def call() -> None:
+                kernels.average_compress_(received, self.error, self.message, world_size=count, scale_block=BLOCK)
+
+            return call, 8 + (count + 1) * sent
 
         return {
             "compress": (lambda: compress(Combination.of(self.x), self.message, BLOCK), 12 + sent),
             "momentum + compress": (lambda: compress(momentum, self.message, BLOCK), 16 + sent),
             "compress, one scale": (lambda: compress(Combination.of(self.x), self.whole, None), 20 + sent),
             "decompress": (lambda: kernels.decompress_(y, self.out), 4 + sent),
-            f"decompress + average of {SERVERS}, compress": (average_compress, 8 + (SERVERS + 1) * sent),
+            **{f"decompress + average of {count}, compress": average_compress(count) for count in AVERAGED},
             "decompress + apply": (
                 lambda: kernels.apply_adam_(y, self.out, self.variance, segments, DESCENT),
                 16 + sent,
