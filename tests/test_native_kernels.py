@@ -24,7 +24,8 @@ from tests import kernel_cases as cases
 
 CPU = torch.device("cpu")
 BEST = "portable" if native.why_not(CPU) else native.instruction_set("cpu")
-INSTRUCTION_SETS = ("portable", "avx2", "avx512")[: ("portable", "avx2", "avx512").index(BEST) + 1]
+KNOWN = ("portable", "avx2", "avx512", "avx512_gfni")
+INSTRUCTION_SETS = KNOWN[: KNOWN.index(BEST) + 1]
 STILL = Descent(0.0, 1.0, 1e-8, False)
 LARGE = 700_001  # enough for several threads
 

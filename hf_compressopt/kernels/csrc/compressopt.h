@@ -83,10 +83,10 @@ typedef struct {
 /* ---- about the library ------------------------------------------------------------------------------------------- */
 
 CO_API int32_t co_abi_version(void);
-/* Host string: "avx512", "avx2", "portable"; of the CUDA library the architectures it has code for, such as
+/* Host string: "avx512_gfni", "avx512", "avx2", "portable"; of the CUDA library the architectures it has code for, such as
  * "sm_75 sm_80 ... compute_120". */
 CO_API const char *co_instruction_set(void);
-/* CPU: use "avx512", "avx2" or "portable" from now on (for tests). CUDA: CO_BAD_ARGUMENT. */
+/* CPU: use one of these that the machine has from now on (for tests). CUDA: CO_BAD_ARGUMENT. */
 CO_API int32_t co_use_instruction_set(const char *name);
 /* CUDA: whether kernels can run on this device; co_last_error() says why not (no driver; a driver too old, and which is
  * needed; no code for this GPU). CPU: 0. */

@@ -18,6 +18,7 @@ const Kernels *best_kernels() {
                 __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && __builtin_cpu_supports("gfni")) return &avx512_gfni_kernels;
     if (avx512) return &avx512_kernels;
     if (avx2) return &avx2_kernels;
 #endif
@@ -132,7 +133,9 @@ int32_t co_use_instruction_set(const char *name) {
     if (strcmp(name, "portable") == 0) wanted = &portable_kernels;
 #if defined(CO_X86_64)
     if (strcmp(name, "avx2") == 0 && best != &portable_kernels) wanted = &avx2_kernels;
-    if (strcmp(name, "avx512") == 0 && best == &avx512_kernels) wanted = &avx512_kernels;
+    bool avx512 = best == &avx512_kernels || best == &avx512_gfni_kernels;
+    if (strcmp(name, "avx512") == 0 && avx512) wanted = &avx512_kernels;
+    if (strcmp(name, "avx512_gfni") == 0 && best == &avx512_gfni_kernels) wanted = best;
 #endif
     CO_CHECK(wanted != nullptr, "this machine cannot run \"%s\"; the best that it can is \"%s\"", name, best->name);
     chosen.store(wanted, std::memory_order_release);

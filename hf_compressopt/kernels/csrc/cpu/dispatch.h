@@ -26,6 +26,7 @@ extern const Kernels portable_kernels;
 #define CO_X86_64 1
 extern const Kernels avx2_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels avx512_gfni_kernels;
 #endif
 
 /* Keeps the message for co_last_error, and returns the code. */

@@ -142,7 +142,7 @@ inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int
     }
 #pragma GCC unroll 8
     for (int j = 0; j < 4; ++j) {
-        int from = (j & 1) * 4 + (j & 2);
+        int from = (j & 1) * 4 + (j & 2); /* in the order of bytes */
         __m256i x = _mm256_unpacklo_epi32(r[from], r[from + 1]), y = _mm256_unpackhi_epi32(r[from], r[from + 1]);
         __m256i *out = reinterpret_cast<__m256i *>(patterns + 32 * j);
         _mm256_storeu_si256(out, _mm256_permute2x128_si256(x, y, 0x20));

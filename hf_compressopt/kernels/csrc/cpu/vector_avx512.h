@@ -1,16 +1,24 @@
-/* Sixteen floats in one AVX-512 register. See vector_portable.h for what every function means. */
+/* Sixteen floats in one AVX-512 register, with and without GFNI. See vector_portable.h for what every function means. */
 #pragma once
 #include <immintrin.h>
 
 #include "elements.h"
 
+#ifdef __GFNI__
+#define CO_VECTOR avx512_gfni
+#else
 #define CO_VECTOR avx512
+#endif
 
 namespace compressopt {
-namespace avx512 {
+namespace CO_VECTOR {
 namespace {
 
+#ifdef __GFNI__
+constexpr const char *kName = "avx512_gfni";
+#else
 constexpr const char *kName = "avx512";
+#endif
 
 struct Vec {
     __m512 v;
@@ -91,6 +99,14 @@ struct Scale {
 
 constexpr int64_t kTransposed = 512;
 
+/* Bits of eight messages are transposed before their bytes are interleaved, or, by GFNI, in each eight bytes after it. */
+#ifdef __GFNI__
+inline int register_of(int message) { return 7 - message; } /* the instruction counts rows from the last */
+inline void transpose_before(__m512i *) {}
+inline __m512i transpose_after(__m512i x) {
+    return _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(static_cast<int64_t>(0x8040201008040201)), x, 0);
+}
+#else
 /* In bytes, exchange the bits of a that are not kept with those of b that are, kBits places lower. */
 template <int kBits>
 inline void exchange(__m512i &a, __m512i &b, int kept) {
@@ -100,6 +116,18 @@ inline void exchange(__m512i &a, __m512i &b, int kept) {
     b = _mm512_ternarylogic_epi32(down, b, mask, 0xe4);
 }
 
+inline int register_of(int message) { return message; }
+inline void transpose_before(__m512i *r) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) exchange<4>(r[j], r[j + 4], 0x0f);
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) exchange<2>(r[j + (j & 2)], r[j + (j & 2) + 2], 0x33);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j += 2) exchange<1>(r[j], r[j + 1], 0x55);
+}
+inline __m512i transpose_after(__m512i x) { return x; }
+#endif
+
 inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int64_t nbytes, uint8_t *patterns) {
     /* 16-bit words, ordered so that unpacking, which stays in lanes of 128 bits, leaves the elements in order */
     const __m512i order = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2, 29, 25, 21, 17,
@@ -108,16 +136,10 @@ inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int
     __m512i r[8], s[8];
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
-        r[j] = _mm512_maskz_loadu_epi8(j < count ? there : 0, signs + (j < count ? j : 0) * stride);
-        r[j] = _mm512_permutexvar_epi16(order, r[j]);
+        __m512i bytes = _mm512_maskz_loadu_epi8(j < count ? there : 0, signs + (j < count ? j : 0) * stride);
+        r[register_of(j)] = _mm512_permutexvar_epi16(order, bytes);
     }
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) exchange<4>(r[j], r[j + 4], 0x0f);
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) exchange<2>(r[j + (j & 2)], r[j + (j & 2) + 2], 0x33);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j += 2) exchange<1>(r[j], r[j + 1], 0x55);
-    /* r[k] holds the patterns of the elements 8 i + k */
+    transpose_before(r);
 #pragma GCC unroll 8
     for (int j = 0; j < 4; ++j) {
         s[j] = _mm512_unpacklo_epi8(r[2 * j], r[2 * j + 1]);
@@ -130,10 +152,10 @@ inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int
     }
 #pragma GCC unroll 8
     for (int j = 0; j < 4; ++j) {
-        /* r[0], r[1]: words 0, 1 of bytes; r[4], r[5]: 2, 3; r[2], r[3]: 4, 5; r[6], r[7]: 6, 7 */
-        int from = (j & 1) * 4 + (j & 2);
-        _mm512_store_si512(patterns + 128 * j, _mm512_unpacklo_epi32(r[from], r[from + 1]));
-        _mm512_store_si512(patterns + 128 * j + 64, _mm512_unpackhi_epi32(r[from], r[from + 1]));
+        int from = (j & 1) * 4 + (j & 2); /* in the order of bytes */
+        __m512i *out = reinterpret_cast<__m512i *>(patterns + 128 * j);
+        _mm512_store_si512(out, transpose_after(_mm512_unpacklo_epi32(r[from], r[from + 1])));
+        _mm512_store_si512(out + 1, transpose_after(_mm512_unpackhi_epi32(r[from], r[from + 1])));
     }
 }
 
@@ -167,5 +189,5 @@ struct SquareSum {
 };
 
 }  // namespace
-}  // namespace avx512
+}  // namespace CO_VECTOR
 }  // namespace compressopt
