@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 
 // For blocks too large to be kept in registers: u waits in `error`, where each thread reads what it wrote itself.
 template <class Source>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     compress_large_blocks(const Source __grid_constant__ source, const Bucket __grid_constant__ bucket) {
     const Part part = bucket.part(blockIdx.x, bucket.scale_block, bucket.blocks);
     Quad u[kTileQuads];
