@@ -265,10 +265,13 @@ def test_memory_layout_does_not_matter(kernels: str) -> None:
     assert_close(strange, plain, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("change", ["gradient", "data", "smaller", "state", "dtype", "group"])
+CHANGES = ["gradient", "data", "smaller", "state", "swapped", "emptied", "order", "key", "dtype", "parameter", "group"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_nothing_is_remembered_that_has_changed(change: str, kernels: str) -> None:
     """What is cached from step to step notices new tensors, of the same shape or another, wherever they come from."""
-    shapes = [(6, 4), (5,), (3, 3)]
+    shapes = [(6, 4), (5,), (3, 3), (5,)]
     params, exact = parameters(shapes), parameters(shapes, torch.float64)
     optimizer, reference = FusedAdam(params, lr=0.01), torch.optim.AdamW(exact, lr=0.01, weight_decay=0.0)
     for t in range(6):
@@ -285,9 +288,26 @@ def test_nothing_is_remembered_that_has_changed(change: str, kernels: str) -> No
             for row, owner in ((params, optimizer), (exact, reference)):
                 owner.state[row[0]]["exp_avg"] = torch.zeros_like(row[0])
                 owner.state[row[1]]["exp_avg_sq"].data = torch.ones_like(row[1])
+        elif t == 3 and change == "swapped":  # the same states and keys, of other parameters
+            for row, owner in ((params, optimizer), (exact, reference)):
+                state = owner.state
+                state[row[1]], state[row[3]] = state[row[3]], state[row[1]]
+        elif t == 3 and change == "emptied":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                owner.state[row[1]] = {}
+        elif t == 3 and change == "order":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                owner.state[row[1]] = owner.state.pop(row[1])
+        elif t == 3 and change == "key":  # the states in their order, the last one of no parameter any more
+            for row, owner in ((params, optimizer), (exact, reference)):
+                owner.state[nn.Parameter(torch.ones(5))] = owner.state.pop(row[3])
         elif t == 3 and change == "dtype":
             params[1].data = params[1].data.double()
         elif t == 3 and change == "group":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                row.append(nn.Parameter(torch.ones(5, dtype=row[0].dtype)))
+                owner.add_param_group({"params": row[-1:], "lr": 0.02})
+        elif t == 3 and change == "parameter":
             for row, owner in ((params, optimizer), (exact, reference)):
                 row[2] = owner.param_groups[0]["params"][2] = nn.Parameter(torch.ones(2, 2, dtype=row[2].dtype))
         for row in (params, exact):
@@ -299,6 +319,60 @@ def test_nothing_is_remembered_that_has_changed(change: str, kernels: str) -> No
         optimizer.step()
         reference.step()
     assert_close(params, exact)
+
+
+def test_states_may_begin_in_any_order(kernels: str) -> None:
+    """Three groups whose parameters get their first gradients late, and some of the time."""
+    params = parameters([(5,)] * 6)
+    others = twins(params)
+    optimizer, reference = (
+        cls([{"params": row[:2]}, {"params": row[2:4], "lr": 0.03}, {"params": row[4:]}], lr=0.01, weight_decay=0.1)
+        for cls, row in ((FusedAdam, params), (torch.optim.AdamW, others))
+    )
+    for t in range(STEPS):
+        draw(t, params, others, missing=[{0, 3}, {3}, (), (), {1}, {2, 3}, (), {4}, (), ()][t])
+        optimizer.step()
+        reference.step()
+    assert_close(params, others)
+    assert [*map(id, optimizer.state)] != [*map(id, params)]
+
+
+@pytest.mark.parametrize("change", ["dropped", "all dropped", "replaced", "moved", "added", "master", "master moved"])
+def test_masters_and_copies_that_have_changed(change: str, kernels: str) -> None:
+    """What was a copy or a master is left alone; what is one now is written."""
+    params = parameters([(5,), (7,), (3,)], torch.bfloat16)
+    optimizer = FusedAdam(params, lr=0.01, master_weights=True)
+    copies = optimizer.copies
+    copies.update({p: torch.zeros_like(p, dtype=torch.float32) for p in params[:2]})
+    for t in range(2):
+        draw(t, params)
+        optimizer.step()
+    state, kept = optimizer.state[params[0]], [copies[params[0]], optimizer.state[params[0]]["master_param"]]
+    if change == "dropped":
+        del copies[params[0]]
+    elif change == "all dropped":
+        optimizer.copies = {}
+    elif change == "replaced":
+        copies[params[0]] = torch.zeros(5)
+    elif change == "moved":
+        kept[0] = copies[params[0]].detach()
+        copies[params[0]].data = torch.zeros(5)
+    elif change == "added":
+        copies[params[2]] = torch.zeros(3)
+    elif change == "master":
+        state["master_param"] = torch.zeros(5)
+    elif change == "master moved":
+        kept[1] = state["master_param"].detach()
+        state["master_param"].data = torch.zeros(5)
+    before = [tensor.clone() for tensor in kept]
+    draw(2, params)
+    optimizer.step()
+    assert torch.equal(kept[0], before[0]) == (change in ("dropped", "all dropped", "replaced", "moved"))
+    assert torch.equal(kept[1], before[1]) == change.startswith("master")
+    for p in params:
+        master = optimizer.state[p]["master_param"]
+        assert torch.equal(p, master.to(p.dtype)) and torch.equal(optimizer.copies.get(p, master), master)
+    assert not change.startswith("master") or params[0].abs().max() < 0.02
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

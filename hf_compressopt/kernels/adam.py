@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -20,6 +19,7 @@ from hf_compressopt.kernels.adam_native import AdamTable
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # other types, such as DTensor, are torch's to work on
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
+_Places = list[tuple[ref[Tensor], int] | None] | None
 
 
 @dataclass(frozen=True)
@@ -154,26 +154,34 @@ class AdamPlan:
         self._parts = [_Part(kind, device, indices, tensors) for (kind, device), indices in parts.items()]
         self._reusable = all(part.kind in (_Kind.NATIVE, _Kind.TORCH) for part in self._parts)
         if self._reusable:
-            self._params, self._steps = tensors.params, tensors.steps
-            self._others = [list(column) for column in _others(tensors)]
-            self._pointers = _pointers(tensors)
-            self._contiguous = all(map(Tensor.is_contiguous, tensors.grads))
-            self._layout = _layout(tensors.grads, self._contiguous)
+            self._seen = [_seen(*row) for row in tensors.rows()]
+            self._masters, self._copies = _places(tensors.masters), _places(tensors.copies)
 
     def holds(self, tensors: AdamTensors) -> bool:
         """Whether it fits these tensors too: new gradients may lie elsewhere, all else must be the same.
 
-        torch keeps a gradient and its parameter alike in shape and dtype, so that looking at the one is enough.
+        torch keeps a gradient and its parameter alike in shape and dtype, so that looking at the one is enough. Nobody
+        moves steps without their moments.
         """
-        return (
-            self._reusable
-            and len(tensors.params) == len(self._params)
-            and all(map(is_, tensors.params, self._params))
-            and all(map(is_, tensors.steps, self._steps))
-            and all(all(map(is_, new, old)) for new, old in zip(_others(tensors), self._others, strict=False))
-            and _layout(tensors.grads, self._contiguous) == self._layout
-            and _pointers(tensors) == self._pointers
-        )
+        if not self._reusable or len(tensors.params) != len(self._seen):
+            return False
+        columns = tensors.grads, tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs, tensors.steps
+        for seen, g, p, m, v, t in zip(self._seen, *columns, strict=True):  # one loop: most of a small step's time
+            param, param_at, exp_avg, exp_avg_at, exp_avg_sq, exp_avg_sq_at, step, numel, dtype, strides = seen
+            if (
+                p is not param
+                or m is not exp_avg()
+                or v is not exp_avg_sq()
+                or t is not step
+                or p.data_ptr() != param_at
+                or m.data_ptr() != exp_avg_at
+                or v.data_ptr() != exp_avg_sq_at
+                or g.numel() != numel
+                or g.dtype is not dtype
+                or (None if g.is_contiguous() else g.stride()) != strides
+            ):
+                return False
+        return _still(tensors.masters, self._masters) and _still(tensors.copies, self._copies)
 
     def run(self, tensors: AdamTensors, step: AdamStep) -> None:
         """Take the step."""
@@ -254,29 +262,30 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.stride() == strides for tensor in tensors)
 
 
-def _others(tensors: AdamTensors) -> list[Iterable[ref[Tensor] | None]]:
-    """Which tensors these are; not kept alive, since a state may be moved elsewhere to save memory."""
-    others: list[Iterable[ref[Tensor] | None]] = [map(ref, tensors.exp_avgs), map(ref, tensors.exp_avg_sqs)]
-    for column in (tensors.masters, tensors.copies):
-        if column is not None:
-            others.append([None if tensor is None else ref(tensor) for tensor in column])
-    return others
+def _seen(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
+    """What :meth:`AdamPlan.holds` compares. Moments are not kept alive: they may be moved elsewhere to save memory."""
+    strides = None if g.is_contiguous() else g.stride()
+    places = p, p.data_ptr(), ref(m), m.data_ptr(), ref(v), v.data_ptr()
+    return *places, t, g.numel(), g.dtype, strides
 
 
-def _layout(grads: list[Tensor], contiguous: bool) -> tuple[object, ...]:
-    """Dtypes, numbers of elements, and how they lie in memory; contiguous: whether they are expected to be."""
-    strides = all(map(Tensor.is_contiguous, grads)) if contiguous else [*map(Tensor.stride, grads)]
-    return strides, [*map(Tensor.numel, grads)], [grad.dtype for grad in grads]
+def _places(tensors: list[Tensor | None] | None) -> _Places:
+    if tensors is None:
+        return None
+    return [None if tensor is None else (ref(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
-def _pointers(tensors: AdamTensors) -> list[list[int]]:
-    """Where everything lies but the gradients; and the steps, which nobody moves without their moments."""
-    columns = (tensors.params, tensors.exp_avgs, tensors.exp_avg_sqs)
-    pointers = [[*map(Tensor.data_ptr, column)] for column in columns]
-    for others in (tensors.masters, tensors.copies):
-        if others is not None:
-            pointers.append([0 if tensor is None else tensor.data_ptr() for tensor in others])
-    return pointers
+def _still(tensors: list[Tensor | None] | None, places: _Places) -> bool:
+    """Whether these are the same tensors, where they were."""
+    if tensors is None or places is None:
+        return tensors is places
+    for tensor, place in zip(tensors, places, strict=True):
+        if tensor is None or place is None:
+            if tensor is not None or place is not None:
+                return False
+        elif place[0]() is not tensor or place[1] != tensor.data_ptr():
+            return False
+    return True
 
 
 def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:

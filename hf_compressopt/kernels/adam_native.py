@@ -66,6 +66,7 @@ class AdamTable:
         self._rows = (_Row * len(tensors.params))(*(_row(*row) for row in tensors.rows()))
         words = memoryview(self._rows).cast("B").cast("Q")
         self._grads = words[_Row.grad.offset // 8 :: ctypes.sizeof(_Row) // 8]
+        self._grads_at = self._grads.tolist()
 
     def run(self, grads: list[Tensor], step: AdamStep, device: torch.device) -> None:
         """Take a step with these gradients, which have the dtypes and strides of the table's.
@@ -73,7 +74,9 @@ class AdamTable:
         Raises:
             RuntimeError: If the device reports an error.
         """
-        self._grads[:] = array("Q", map(Tensor.data_ptr, grads))
+        grads_at = [*map(Tensor.data_ptr, grads)]
+        if grads_at != self._grads_at:
+            self._grads[:], self._grads_at = array("Q", grads_at), grads_at
         lr = step.lr
         options = _Options(
             0.0 if isinstance(lr, Tensor) else lr,

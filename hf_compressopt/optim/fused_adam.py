@@ -150,8 +150,9 @@ class FusedAdam(torch.optim.Optimizer):
         self._last_found_inf = found_inf
         clip = self._clip_factor(grad_scale) if self.max_grad_norm > 0 else None
         _check_capture(self.param_groups)
+        known = _Known(self.state)
         for number, group in enumerate(self.param_groups):
-            tensors = self._tensors_with_gradient(group)
+            tensors = self._tensors_with_gradient(group, known)
             if tensors.params:
                 beta1, beta2 = group["betas"]
                 step = AdamStep(
@@ -181,19 +182,19 @@ class FusedAdam(torch.optim.Optimizer):
         norm = torch.stack([sum_of_squares(part, on).to(first) for on, part in by_device.items()]).sum().sqrt()
         return clip_factor(norm if grad_scale is None else norm / grad_scale.to(first), self.max_grad_norm)
 
-    def _tensors_with_gradient(self, group: dict[str, Any]) -> AdamTensors:
+    def _tensors_with_gradient(self, group: dict[str, Any], known: _Known) -> AdamTensors:
         params, grads = list(group["params"]), [p.grad for p in group["params"]]
         if any(map(is_, grads, repeat(None))):
             params = [p for p in params if p.grad is not None]
             grads = [p.grad for p in params]
-        states = [self.state[p] or self._new_state(p) for p in params]
+        states = known.next(params) or [self.state[p] or self._new_state(p) for p in params]
         return AdamTensors(
             grads=grads,
             params=params,
             exp_avgs=[state["exp_avg"] for state in states],
             exp_avg_sqs=[state["exp_avg_sq"] for state in states],
             steps=[state["step"] for state in states],
-            masters=[self._master(p) for p in params] if self.master_weights else None,
+            masters=[*map(self._master, params, states)] if self.master_weights else None,
             copies=[self.copies.get(p) for p in params] if self.copies else None,
         )
 
@@ -207,10 +208,9 @@ class FusedAdam(torch.optim.Optimizer):
     def _moment_dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_moments and param.dtype != torch.float64 else param.dtype
 
-    def _master(self, param: Tensor) -> Tensor | None:
+    def _master(self, param: Tensor, state: dict[str, Tensor]) -> Tensor | None:
         if param.dtype not in (torch.bfloat16, torch.float16):
             return None
-        state: dict[str, Tensor] = self.state[param]
         if "master_param" not in state:
             state["master_param"] = param.detach().float()
         return state["master_param"]
@@ -280,6 +280,22 @@ class FusedAdam(torch.optim.Optimizer):
         for name, tensor in state.items():
             tensor.copy_(values[name]) if isinstance(values[name], Tensor) else tensor.fill_(values[name])
         return state
+
+
+class _Known:
+    """The states of one step in their order, which is mostly that of the parameters: then no parameter is hashed."""
+
+    def __init__(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
+        self._params, self._states = [*state], [*state.values()]
+        self._begin = 0
+
+    def next(self, params: list[Tensor]) -> list[dict[str, Tensor]] | None:
+        """Those of the parameters of the next group; None where they lie otherwise, or one is missing or empty."""
+        begin, end = self._begin, self._begin + len(params)
+        self._begin = end
+        states = self._states[begin:end]
+        same = len(states) == len(params) and all(map(is_, self._params[begin:end], params))
+        return states if same and all(states) else None
 
 
 def _refuse(**arguments: Any) -> None:
