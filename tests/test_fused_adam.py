@@ -265,7 +265,8 @@ def test_memory_layout_does_not_matter(kernels: str) -> None:
     assert_close(strange, plain, rtol=1e-6, atol=1e-7)
 
 
-CHANGES = ["gradient", "data", "smaller", "state", "swapped", "emptied", "order", "key", "dtype", "parameter", "group"]
+CHANGES = ["gradient", "data", "smaller", "swapped", "emptied", "order", "key", "dtype", "parameter", "group", "step"]
+CHANGES += [f"{name} {how}" for name in MOMENTS for how in ("replaced", "moved", "transposed")] + ["transposed"]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -284,10 +285,24 @@ def test_nothing_is_remembered_that_has_changed(change: str, kernels: str) -> No
                 row[0].grad = None
                 for name in ("exp_avg", "exp_avg_sq"):
                     owner.state[row[0]][name] = owner.state[row[0]][name][:3]
-        elif t == 3 and change == "state":
+        elif t == 3 and change.startswith(MOMENTS):
+            name, how = change.split()
             for row, owner in ((params, optimizer), (exact, reference)):
-                owner.state[row[0]]["exp_avg"] = torch.zeros_like(row[0])
-                owner.state[row[1]]["exp_avg_sq"].data = torch.ones_like(row[1])
+                state = owner.state[row[2]]
+                if how == "replaced":
+                    state[name] = torch.ones_like(row[2])
+                elif how == "moved":
+                    state[name].data = torch.ones_like(row[2])
+                else:  # at the same address
+                    state[name] = state[name].t()
+        elif t == 3 and change == "transposed":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                state = owner.state.pop(row[2])
+                row[2] = owner.param_groups[0]["params"][2] = nn.Parameter(row[2].detach().t())
+                owner.state[row[2]] = state
+        elif t == 3 and change == "step":
+            for row, owner in ((params, optimizer), (exact, reference)):
+                owner.state[row[1]]["step"] = torch.full((), 100.0)
         elif t == 3 and change == "swapped":  # the same states and keys, of other parameters
             for row, owner in ((params, optimizer), (exact, reference)):
                 state = owner.state
@@ -337,13 +352,17 @@ def test_states_may_begin_in_any_order(kernels: str) -> None:
     assert [*map(id, optimizer.state)] != [*map(id, params)]
 
 
-@pytest.mark.parametrize("change", ["dropped", "all dropped", "replaced", "moved", "added", "master", "master moved"])
+COPY_CHANGES = ["dropped", "all dropped", "replaced", "moved", "another dtype", "added", "master", "master moved"]
+
+
+@pytest.mark.parametrize("change", COPY_CHANGES)
 def test_masters_and_copies_that_have_changed(change: str, kernels: str) -> None:
     """What was a copy or a master is left alone; what is one now is written."""
     params = parameters([(5,), (7,), (3,)], torch.bfloat16)
     optimizer = FusedAdam(params, lr=0.01, master_weights=True)
     copies = optimizer.copies
-    copies.update({p: torch.zeros_like(p, dtype=torch.float32) for p in params[:2]})
+    copies.update({p: torch.zeros_like(p, dtype=torch.float32) for p in params[1:2]})
+    copies[params[0]] = torch.zeros(5, dtype=torch.float16)
     for t in range(2):
         draw(t, params)
         optimizer.step()
@@ -356,7 +375,9 @@ def test_masters_and_copies_that_have_changed(change: str, kernels: str) -> None
         copies[params[0]] = torch.zeros(5)
     elif change == "moved":
         kept[0] = copies[params[0]].detach()
-        copies[params[0]].data = torch.zeros(5)
+        copies[params[0]].data = torch.zeros(5, dtype=torch.float16)
+    elif change == "another dtype":
+        copies[params[0]] = copies[params[0]].view(torch.bfloat16)
     elif change == "added":
         copies[params[2]] = torch.zeros(3)
     elif change == "master":
@@ -371,8 +392,26 @@ def test_masters_and_copies_that_have_changed(change: str, kernels: str) -> None
     assert torch.equal(kept[1], before[1]) == change.startswith("master")
     for p in params:
         master = optimizer.state[p]["master_param"]
-        assert torch.equal(p, master.to(p.dtype)) and torch.equal(optimizer.copies.get(p, master), master)
+        low = optimizer.copies.get(p, master)
+        assert torch.equal(p, master.to(p.dtype)) and torch.equal(low, master.to(low.dtype))
     assert not change.startswith("master") or params[0].abs().max() < 0.02
+
+
+def test_parameters_of_another_dtype_at_the_same_address(kernels: str) -> None:
+    params = parameters([(5,), (3, 4)], torch.float16)
+    optimizer = FusedAdam(params, lr=0.01)
+    for t in range(2):
+        draw(t, params)
+        optimizer.step()
+    for p in params:
+        p.grad, p.data = None, p.data.view(torch.bfloat16)
+    others = twins(params)
+    other = FusedAdam(others)
+    other.load_state_dict(optimizer.state_dict())
+    draw(2, params, others)
+    optimizer.step()
+    other.step()
+    assert_same(params, others)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
