@@ -159,6 +159,12 @@ def test_adam(instruction_set: str) -> None:
             )
 
 
+def test_adam_on_several_threads(instruction_set: str) -> None:
+    torch.set_num_threads(3)
+    step = replace(cases.STEP, grad_scale=torch.tensor([3.0]), write_grads=True)
+    cases.check_adam(CPU, (5, LARGE, 1000, 300_001), step, copies=True, shift=1)
+
+
 def test_sums_of_squares(instruction_set: str) -> None:
     cases.check_square_sums(CPU, (1, 5, 0, 1000, 65_536, 65_537, 200_003), shift=1)
     assert not math.isfinite(native.sum_of_squares([torch.tensor([1.0, math.inf])], CPU))

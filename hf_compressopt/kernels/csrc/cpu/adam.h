@@ -8,6 +8,10 @@ namespace {
 
 constexpr int64_t kAdamTile = 512; /* elements converted at a time */
 constexpr int64_t kNormPiece = 65536;
+constexpr int64_t kAdamBytesPerThread = 4 << 20; /* so much may lie in a cache, where one thread is quick */
+
+/* Elements to prefetch ahead, since the hardware's own prefetching ends with the page. */
+constexpr int64_t kAdamAhead = 256, kNormAhead = 2048;
 
 /* What happens to a gradient before Adam sees it. */
 struct GradChange {
@@ -59,14 +63,18 @@ struct AdamNumbers {
 
 enum Decay { kNone, kDecoupled, kL2 };
 
-/* One step of n elements. written: where the changed gradient goes, or NULL. */
+/* One step of n elements. written, copy: where the changed gradient and a copy of the parameter go, or NULL. */
 template <bool kChange, Decay kDecay, class G>
-inline void adam_elements(int64_t n, float *p, const G *g, float *m, float *v, G *written, const AdamNumbers &a,
-                          const GradChange &change) {
+inline void adam_elements(int64_t n, float *p, const G *g, float *m, float *v, G *written, bfloat16 *copy,
+                          const AdamNumbers &a, const GradChange &change) {
     Vec rest1 = set1(a.rest1), beta2 = set1(a.beta2), rest2 = set1(a.rest2), eps = set1(a.eps);
     Vec decay = set1(kDecay == kL2 ? a.decay : a.shrink), size = set1(a.step_size), root2 = set1(a.correction2_sqrt);
     Vec divisor = set1(change.divisor), factor = set1(change.factor), sign = set1(change.sign);
     each_vector(n, [&](int64_t i, auto lanes) {
+        prefetch(g + i + kAdamAhead);
+        prefetch(p + i + kAdamAhead);
+        prefetch(m + i + kAdamAhead);
+        prefetch(v + i + kAdamAhead);
         Vec grad = lanes.get(g + i), param = lanes.get(p + i), old = lanes.get(m + i);
         if (kChange) {
             grad = (change.inverted ? grad * divisor : grad / divisor) * factor;
@@ -79,7 +87,9 @@ inline void adam_elements(int64_t n, float *p, const G *g, float *m, float *v, G
         Vec second = beta2 * lanes.get(v + i) + rest2 * grad * grad;
         lanes.put(m + i, first);
         lanes.put(v + i, second);
-        lanes.put(p + i, param - size * first / (square_root(second) / root2 + eps));
+        param = param - size * first / (square_root(second) / root2 + eps);
+        lanes.put(p + i, param);
+        if (copy != nullptr) lanes.put(copy + i, param);
     });
 }
 
@@ -109,7 +119,8 @@ struct AdamStep {
     void operator()(const co_adam_tensor &t, const AdamNumbers &numbers, int64_t begin, int64_t end) const {
         bool wide_param = t.master != nullptr || t.param_dtype == CO_FLOAT32;
         bool wide_moments = t.moment_dtype == CO_FLOAT32;
-        bool plain = wide_param && wide_moments && t.master == nullptr && t.copy == nullptr;
+        auto *copy = t.copy_dtype == CO_BFLOAT16 ? static_cast<bfloat16 *>(t.copy) : nullptr; /* what most copies are */
+        bool plain = wide_param && wide_moments && t.master == nullptr && t.copy == copy;
         int64_t tile = plain ? end - begin : kAdamTile;
         alignas(64) float narrow[3][kAdamTile];
         for (int64_t i = begin; i < end; i += tile) {
@@ -126,10 +137,10 @@ struct AdamStep {
             }
             with_dtype(t.grad_dtype, [&](auto type) {
                 using G = typename decltype(type)::type;
-                elements(n, p, static_cast<G *>(t.grad) + i, m, v, numbers);
+                elements(n, p, static_cast<G *>(t.grad) + i, m, v, copy == nullptr ? copy : copy + i, numbers);
             });
             if (p != param) convert_out(param, t.param_dtype, p, n);
-            if (t.copy != nullptr) convert_out(element(t.copy, t.copy_dtype, i), t.copy_dtype, p, n);
+            if (t.copy != copy) convert_out(element(t.copy, t.copy_dtype, i), t.copy_dtype, p, n);
             if (!wide_moments) {
                 convert_out(first, t.moment_dtype, m, n);
                 convert_out(second, t.moment_dtype, v, n);
@@ -138,16 +149,16 @@ struct AdamStep {
     }
 
     template <class G>
-    void elements(int64_t n, float *p, G *g, float *m, float *v, const AdamNumbers &numbers) const {
+    void elements(int64_t n, float *p, G *g, float *m, float *v, bfloat16 *copy, const AdamNumbers &a) const {
         G *written = options.write_grads != 0 ? g : nullptr;
         if (change.any) {
-            if (decay == kNone) adam_elements<true, kNone>(n, p, g, m, v, written, numbers, change);
-            if (decay == kDecoupled) adam_elements<true, kDecoupled>(n, p, g, m, v, written, numbers, change);
-            if (decay == kL2) adam_elements<true, kL2>(n, p, g, m, v, written, numbers, change);
+            if (decay == kNone) adam_elements<true, kNone>(n, p, g, m, v, written, copy, a, change);
+            if (decay == kDecoupled) adam_elements<true, kDecoupled>(n, p, g, m, v, written, copy, a, change);
+            if (decay == kL2) adam_elements<true, kL2>(n, p, g, m, v, written, copy, a, change);
         } else {
-            if (decay == kNone) adam_elements<false, kNone>(n, p, g, m, v, written, numbers, change);
-            if (decay == kDecoupled) adam_elements<false, kDecoupled>(n, p, g, m, v, written, numbers, change);
-            if (decay == kL2) adam_elements<false, kL2>(n, p, g, m, v, written, numbers, change);
+            if (decay == kNone) adam_elements<false, kNone>(n, p, g, m, v, written, copy, a, change);
+            if (decay == kDecoupled) adam_elements<false, kDecoupled>(n, p, g, m, v, written, copy, a, change);
+            if (decay == kL2) adam_elements<false, kL2>(n, p, g, m, v, written, copy, a, change);
         }
     }
 };
@@ -168,7 +179,7 @@ int32_t adam(const co_adam_tensor *tensors, int64_t count, const co_adam_options
     }
     AdamStep step(*options);
     int64_t numel = starts.at[count];
-    parallel(exec, numel * 28, ceil_div(numel, kPiece), 1, [&](int64_t piece) {
+    auto work = [&](int64_t piece) {
         int64_t begin = piece * kPiece, end = least(begin + kPiece, numel);
         for (int64_t i = starts.find(begin); begin < end; ++i) {
             int64_t stop = least(starts.at[i + 1], end);
@@ -176,7 +187,8 @@ int32_t adam(const co_adam_tensor *tensors, int64_t count, const co_adam_options
             step(tensors[i], numbers[i], begin - starts.at[i], stop - starts.at[i]);
             begin = stop;
         }
-    });
+    };
+    parallel(exec, numel * 28, ceil_div(numel, kPiece), 1, work, kAdamBytesPerThread);
     return CO_OK;
 }
 
@@ -197,7 +209,11 @@ int32_t square_sums(const co_segment *segments, int64_t count, double *sums, con
         int64_t n = least(kNormPiece, segment.numel - begin);
         with_dtype(segment.dtype, [&](auto type) {
             NormSum sum;
-            sum.add(static_cast<const typename decltype(type)::type *>(segment.data) + begin, n);
+            const auto *x = static_cast<const typename decltype(type)::type *>(segment.data) + begin;
+            sum.add(n, [&](int64_t at, auto lanes) {
+                prefetch(x + at + kNormAhead);
+                return lanes.get(x + at);
+            });
             parts[piece] = sum.total();
         });
     });

@@ -192,20 +192,21 @@ struct Segments {
 
 /* ---- threads ----------------------------------------------------------------------------------------------------- */
 
-inline int threads_for(const co_exec *exec, int64_t bytes) {
-    int64_t useful = bytes / kBytesPerThread;
+inline int threads_for(const co_exec *exec, int64_t bytes, int64_t per_thread) {
+    int64_t useful = bytes / per_thread;
     return static_cast<int>(useful < 1 ? 1 : least(useful, exec->threads));
 }
 
 /* body(i) for every i in [0, count), on as many threads as the bytes that it moves are worth. */
 template <class Body>
-inline void parallel(const co_exec *exec, int64_t bytes, int64_t count, int64_t grain, const Body &body) {
+inline void parallel(const co_exec *exec, int64_t bytes, int64_t count, int64_t grain, const Body &body,
+                     int64_t per_thread = kBytesPerThread) {
     auto work = [](const void *context, int64_t begin, int64_t end) {
         const Body &todo = *static_cast<const Body *>(context);
         for (int64_t i = begin; i < end; ++i) todo(i);
         stream_done();
     };
-    parallel_for(threads_for(exec, bytes), count, grain, work, &body);
+    parallel_for(threads_for(exec, bytes, per_thread), count, grain, work, &body);
 }
 
 /* body(begin, end) for every tile of numel elements. */
