@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -514,9 +515,14 @@ def lamb_apply_(
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """See :func:`hf_compressopt.kernels.sum_of_squares`."""
-    flats = [tensor.detach().contiguous() for tensor in tensors]
-    segments = [Segment(flat, 0, flat.numel(), 0) for flat in flats]
-    table = _Segments("tensors", segments, device, sum(flat.numel() for flat in flats))
+    flats = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
+    for flat in flats:
+        if flat.device != device or flat.dtype not in DTYPES:
+            raise ValueError(
+                f"tensors must be float32, bfloat16 or float16 on {device}, got {flat.dtype} on {flat.device}"
+            )
+    rows = ((_address("tensors", flat), flat.numel(), DTYPES[flat.dtype], 0) for flat in flats)
+    table = array("q", chain.from_iterable(rows))
     sums = torch.zeros(len(flats), dtype=torch.float64, device=device)
-    call("co_square_sums", device, table.address, table.count, sums.data_ptr())
+    call("co_square_sums", device, table.buffer_info()[0], len(flats), sums.data_ptr())
     return sums.sum()

@@ -9,7 +9,7 @@ For every tensor:
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -172,7 +172,8 @@ class FusedAdam(torch.optim.Optimizer):
                 self._plans[number] = adam_(tensors, step, self._plans.get(number))
 
     def _clip_factor(self, grad_scale: Tensor | None) -> Tensor | None:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        grads = [grad for p in params if (grad := p.grad) is not None]
         if not grads:
             return None
         by_device: dict[torch.device, list[Tensor]] = {}
