@@ -515,6 +515,24 @@ def test_max_grad_norm(max_grad_norm: float, scaled: bool, kernels: str) -> None
     assert_close(params, others)
 
 
+def test_gradients_need_not_be_written(native_kernels: None) -> None:
+    """Without write_grads they stay as they were, and a GradScaler's steps have the same bits."""
+    params = parameters()
+    others = twins(params)
+    optimizers = FusedAdam(params, max_grad_norm=0.5), FusedAdam(others, max_grad_norm=0.5, write_grads=False)
+    for t in range(3):
+        draw(t, params, others, scale=96.0)
+        given = [p.grad.clone() for p in others]
+        for optimizer in optimizers:
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(96.0), torch.zeros(())
+            optimizer.step()
+        assert_same([p.grad for p in others], given)
+        assert_same(snapshot(params, optimizers[0]), snapshot(others, optimizers[1]))
+        assert float(nn.utils.get_total_norm([p.grad for p in params])) < 0.51
+        optimizers = optimizers[0], copy.deepcopy((others, optimizers[1]))[1]
+        others = optimizers[1].param_groups[0]["params"]
+
+
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_master_weights(dtype: torch.dtype, kernels: str) -> None:
     """Small updates, which the parameters alone would round away, add up."""

@@ -30,7 +30,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     Its numbers are torch's, and state dicts cross over both ways. Parameters of one group may differ in dtype and
     device. It steps by ``grad_scale`` and ``found_inf`` as torch's fused optimizers do, so that a GradScaler needs no
-    pass over the gradients of its own: these are left unscaled (and clipped).
+    pass over the gradients of its own: these are left unscaled (and clipped), unless ``write_grads`` is False.
 
     ``copies`` may hold, for a parameter, a tensor of its shape that every step leaves the new parameter in as well,
     rounded to that tensor's dtype.
@@ -53,6 +53,8 @@ class FusedAdam(torch.optim.Optimizer):
             They are taken from the parameters at the first step; delete ``state[p]["master_param"]`` where a
             parameter is written by other hands later.
         fp32_moments: Whether moments are float32; False gives them the parameter's dtype, as torch does.
+        write_grads: Whether a step with a grad_scale leaves the gradients unscaled (and clipped), as torch's does;
+            False leaves open what they hold after it, and saves their way back to memory.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -78,11 +80,12 @@ class FusedAdam(torch.optim.Optimizer):
         max_grad_norm: float = 0.0,
         master_weights: bool = False,
         fp32_moments: bool = True,
+        write_grads: bool = True,
     ) -> None:
         """See the class."""
         check_at_least("max_grad_norm", max_grad_norm, 0)
         self.max_grad_norm, self.set_grad_none = max_grad_norm, set_grad_none
-        self.master_weights, self.fp32_moments = master_weights, fp32_moments
+        self.master_weights, self.fp32_moments, self.write_grads = master_weights, fp32_moments, write_grads
         self.copies: dict[Tensor, Tensor] = {}
         self._plans: dict[int, AdamPlan] = {}
         self._last_found_inf: Tensor | None = None
@@ -167,7 +170,7 @@ class FusedAdam(torch.optim.Optimizer):
                     grad_scale=grad_scale,
                     found_inf=found_inf,
                     clip_factor=clip,
-                    write_grads=grad_scale is not None,
+                    write_grads=self.write_grads and grad_scale is not None,
                 )
                 self._plans[number] = adam_(tensors, step, self._plans.get(number))
 
@@ -220,7 +223,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: torch's part, and the options that no group has."""
-        own = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "copies")
+        own = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "write_grads", "copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
