@@ -263,6 +263,16 @@ def assert_all_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor]) -> N
         cases.assert_same_bits(one, other)
 
 
+@pytest.fixture(params=["the host's", "our own"])
+def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose threads the kernels work on."""
+    if request.param == "our own":
+        monkeypatch.setattr(native, "_host_threads", lambda: None)
+    else:
+        assert native._host_threads() is not None, "torch has no OpenMP"
+
+
+@pytest.mark.usefixtures("pool")
 def test_all_instruction_sets_and_numbers_of_threads_leave_the_same_bits() -> None:
     torch.set_num_threads(1)
     expected = everything(LARGE)
@@ -276,6 +286,21 @@ def test_all_instruction_sets_and_numbers_of_threads_leave_the_same_bits() -> No
                 native.use_instruction_set(BEST)
 
 
+@pytest.mark.usefixtures("pool")
+def test_denormals_are_flushed_by_all_threads_or_by_none() -> None:
+    torch.set_num_threads(4)
+    tiny, out = torch.full((4_000_000,), 1e-39), torch.empty(4_000_000)
+    try:
+        for flushed in (True, False):
+            assert torch.set_flush_denormal(flushed)
+            for _ in range(3):
+                native.combine_(Combination(tiny.numel(), CPU, tiny, 0.5, None, 0.0), out)
+                assert torch.equal(out, torch.zeros_like(out) if flushed else tiny / 2)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.usefixtures("pool")
 def test_several_threads_of_python_at_once() -> None:
     torch.set_num_threads(3)
     expected = everything(200_003)

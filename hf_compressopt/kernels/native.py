@@ -165,10 +165,35 @@ def call(function: str, device: torch.device, *arguments: Any) -> None:
     """
     library = _library(device.type)
     if device.type == "cpu":
-        where = _Exec(torch.get_num_threads(), 0, None)
+        where = _Exec(torch.get_num_threads(), 0, _host_threads())
     else:
         where = _Exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
     _check(library, getattr(library, function)(*arguments, ctypes.byref(where)))
+
+
+@lru_cache
+def _host_threads() -> int | None:
+    """Address of GOMP_parallel of torch's OpenMP runtime; None where it has none, and in a forked process.
+
+    torch's threads are awake when a kernel follows an operator, and would be in the way of others.
+    """
+    if _forked or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    _host_threads.cache_clear()
+
+
+_forked = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @lru_cache

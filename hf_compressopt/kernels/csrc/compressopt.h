@@ -41,7 +41,8 @@ typedef enum { CO_FLOAT32 = 0, CO_BFLOAT16 = 1, CO_FLOAT16 = 2 } co_dtype;
 typedef struct {
     int32_t threads; /* CPU: most threads to use, >= 1. A process that was forked starts threads of its own. */
     int32_t device;  /* CUDA: the device of the pointers */
-    void *stream;    /* CUDA: a cudaStream_t; the calls only enqueue, and may be captured in a graph */
+    void *stream;    /* CUDA: a cudaStream_t; the calls only enqueue, and may be captured in a graph. CPU: GOMP_parallel of
+                      * the host's OpenMP runtime, on whose threads to work; NULL: on threads of the library's own */
 } co_exec;
 
 /* A run of consecutive elements of one tensor. The segments of a bucket, in order, cover it without gaps. Tables of

@@ -206,7 +206,8 @@ inline void parallel(const co_exec *exec, int64_t bytes, int64_t count, int64_t 
         for (int64_t i = begin; i < end; ++i) todo(i);
         stream_done();
     };
-    parallel_for(threads_for(exec, bytes, per_thread), count, grain, work, &body);
+    Team team{exec->threads, reinterpret_cast<GompParallel>(exec->stream)};
+    parallel_for(team, threads_for(exec, bytes, per_thread), count, grain, work, &body);
 }
 
 /* body(begin, end) for every tile of numel elements. */

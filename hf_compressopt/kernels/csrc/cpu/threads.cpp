@@ -17,23 +17,6 @@ namespace {
 constexpr int kMostThreads = 256;
 constexpr size_t kStackBytes = 1 << 20;
 
-struct Job {
-    Work work;
-    const void *context;
-    int64_t count, grain;
-    uint32_t rounding; /* the caller's floating-point mode: flushing of denormals must not depend on the thread */
-    std::atomic<int64_t> next;
-
-    void take_pieces() {
-        for (;;) {
-            int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
-            if (begin >= count) return;
-            int64_t end = count - begin < grain ? count : begin + grain;
-            work(context, begin, end);
-        }
-    }
-};
-
 #if defined(__x86_64__)
 uint32_t floating_point_mode() { return _mm_getcsr(); }
 void set_floating_point_mode(uint32_t mode) { _mm_setcsr(mode); }
@@ -41,6 +24,36 @@ void set_floating_point_mode(uint32_t mode) { _mm_setcsr(mode); }
 uint32_t floating_point_mode() { return 0; }
 void set_floating_point_mode(uint32_t) {}
 #endif
+
+struct Job {
+    Work work;
+    const void *context;
+    int64_t count, grain, threads;
+    uint32_t rounding; /* the caller's floating-point mode: flushing of denormals must not depend on the thread */
+    std::atomic<int64_t> next{0}, seats{0};
+
+    void begin(int most, int64_t number, int64_t least_share, Work todo, const void *with) {
+        work = todo;
+        context = with;
+        count = number;
+        grain = least_share;
+        threads = most;
+        rounding = floating_point_mode();
+        next.store(0, std::memory_order_relaxed);
+        seats.store(most, std::memory_order_relaxed);
+    }
+
+    /* Each takes its part of half of what is left, so that it reads memory in long runs, and all end together. */
+    void take_pieces() {
+        int64_t begin = next.load(std::memory_order_relaxed);
+        while (begin < count) {
+            int64_t share = (count - begin) / (2 * threads) / grain * grain, size = share < grain ? grain : share;
+            if (!next.compare_exchange_weak(begin, begin + size, std::memory_order_relaxed)) continue;
+            work(context, begin, count - begin < size ? count : begin + size);
+            begin = next.load(std::memory_order_relaxed);
+        }
+    }
+};
 
 /* Sleeping threads of one process. Never freed: threads of a process that ends are in nobody's way. */
 struct Pool {
@@ -91,12 +104,7 @@ struct Pool {
     void run(int threads, int64_t count, int64_t grain, Work work, const void *context) {
         add_workers(threads - 1);
         pthread_mutex_lock(&mutex);
-        job.work = work;
-        job.context = context;
-        job.count = count;
-        job.grain = grain;
-        job.rounding = floating_point_mode();
-        job.next.store(0, std::memory_order_relaxed);
+        job.begin(threads, count, grain, work, context);
         wanted = threads - 1 < workers ? threads - 1 : workers;
         for (int i = 0; i < wanted; ++i) pthread_cond_signal(&wake);
         pthread_mutex_unlock(&mutex);
@@ -126,15 +134,35 @@ Pool *pool() {
     return known;
 }
 
+/* A thread of the host's runtime: it keeps its own floating-point mode. */
+void take_seat(void *pointer) {
+    Job *job = static_cast<Job *>(pointer);
+    if (job->seats.fetch_sub(1, std::memory_order_relaxed) <= 0) return;
+    uint32_t own = floating_point_mode();
+    set_floating_point_mode(job->rounding);
+    job->take_pieces();
+    set_floating_point_mode(own);
+}
+
 }  // namespace
 
-void parallel_for(int threads, int64_t count, int64_t grain, Work work, const void *context) {
+void parallel_for(const Team &team, int threads, int64_t count, int64_t grain, Work work, const void *context) {
     int64_t pieces = (count + grain - 1) / grain;
     if (threads > kMostThreads) threads = kMostThreads;
     if (threads > pieces) threads = static_cast<int>(pieces);
-    Pool *workers = threads > 1 ? pool() : nullptr;
-    if (workers == nullptr || pthread_mutex_trylock(&workers->caller) != 0) {
+    if (threads <= 1) {
         if (count > 0) work(context, 0, count);
+        return;
+    }
+    if (team.parallel != nullptr) { /* with all of its threads, since it ends those that a smaller team leaves out */
+        Job job;
+        job.begin(threads, count, grain, work, context);
+        team.parallel(take_seat, &job, static_cast<unsigned>(team.threads), 0);
+        return;
+    }
+    Pool *workers = pool();
+    if (workers == nullptr || pthread_mutex_trylock(&workers->caller) != 0) {
+        work(context, 0, count);
         return;
     }
     workers->run(threads, count, grain, work, context);
