@@ -263,6 +263,29 @@ def assert_all_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor]) -> N
         cases.assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copy_moves_bits_and_nothing_beside_them(instruction_set: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    random = torch.randint(-(2**31), 2**31 - 1, (3_000_100,), dtype=torch.int32)  # NaNs with payloads among them
+    for numel in (0, 1, 15, 16, 17, 70_001, 3_000_001):
+        for begin in (0, 1, 7):
+            source, out = random[begin : begin + numel].view(torch.float32), torch.full((numel + 20,), 7.0)
+            native.copy_(out[3 : 3 + numel], source)
+            assert torch.equal(out[3 : 3 + numel].view(torch.int32), source.view(torch.int32))
+            assert torch.equal(out[:3], torch.full((3,), 7.0)) and torch.equal(out[3 + numel :], torch.full((17,), 7.0))
+
+
+def test_copies_of_every_kind_are_copies(instruction_set: str) -> None:
+    large = torch.randn(400, 500)
+    for source in (large, large.t(), large.bfloat16(), large.double(), large[0], torch.tensor(3.0), large[:0]):
+        out = torch.empty_like(source)
+        kernels.copy_(out, source)
+        assert torch.equal(out, source)
+    version = (out := torch.empty(400, 500))._version
+    kernels.copy_(out, large)
+    assert out._version > version
+
+
 @pytest.fixture(params=["the host's", "our own"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose threads the kernels work on."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from threading import Thread
 
 logger = logging.getLogger(__name__)
+_HEAD_START = 0.01  # seconds: else this thread has the interpreter first, for 5 ms, and training waits
 
 
 class PendingSave:
@@ -49,6 +51,7 @@ class PendingSave:
 
     def _run(self) -> None:
         try:
+            time.sleep(_HEAD_START)
             self._work()
         except BaseException as error:
             self._error = error

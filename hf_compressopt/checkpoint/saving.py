@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.checkpoint.index import (
     BLOCK_BYTES,
     CHECKSUM,
@@ -44,25 +45,38 @@ Checkpointable = FlatOptimizer | ZeroState | PlainState
 _Result = TypeVar("_Result")
 
 
+def gather_together(
+    communicator: Communicator,
+    action: Callable[[], _Result],
+    undo: Callable[[], None] = lambda: None,
+    others: type[Exception] = OSError,
+) -> list[_Result]:
+    """Run ``action`` on every rank; what it returned on each.
+
+    Where it fails on any, undo it and raise on all: ``others`` where it did not. Where a rank is gone nothing is
+    undone: what the others know of it already cannot be said.
+    """
+    try:
+        result, error = action(), None
+    except Exception as caught:
+        result, error = None, caught
+    results, failed = communicator.gather_outcomes(result, error)
+    if failed:
+        undo()
+        raise error or others(failed)
+    return results
+
+
 def run_together(
     communicator: Communicator,
     action: Callable[[], _Result],
     undo: Callable[[], None] = lambda: None,
     others: type[Exception] = OSError,
 ) -> _Result:
-    """Run ``action`` on every rank; where it fails on any, undo it and raise on all: ``others`` where it did not.
-
-    Where a rank is gone nothing is undone: what the others know of it already cannot be said.
-    """
-    try:
-        result, error = action(), None
-    except Exception as caught:
-        result, error = None, caught
-    failed = communicator.gather_errors(error)
-    if failed:
-        undo()
-        raise error or others(failed)
-    return result  # type: ignore[return-value]
+    """As :func:`gather_together`; what it returned here."""
+    results: list[_Result] = []
+    gather_together(communicator, lambda: results.append(action()), undo, others)
+    return results[0]
 
 
 @dataclass(frozen=True)
@@ -140,7 +154,7 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[Sequence[
         return replace(empty, peers=peers, tensors=tensors, header=header, parameters=parameters)
 
     run_together(communicator, begin, empty.remove)
-    peers = communicator.all_gather_object(run_together(communicator, look, empty.remove))
+    peers = gather_together(communicator, look, empty.remove)
     return run_together(communicator, describe, empty.remove)
 
 
@@ -155,9 +169,7 @@ def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: boo
     Raises:
         OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
     """
-    shards = communicator.all_gather_object(
-        run_together(communicator, partial(_write_shard, snapshot, quiet), snapshot.remove)
-    )
+    shards = gather_together(communicator, partial(_write_shard, snapshot, quiet), snapshot.remove)
     leads, aside = snapshot.peers[snapshot.rank] == snapshot.rank, []
 
     def write_index() -> None:
@@ -195,7 +207,7 @@ class HostCopy:
             copied = self._room.get(key)
             if copied is None or copied.dtype != local.dtype or copied.shape != local.shape:
                 copied = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            copied.copy_(local, non_blocking=True)
+            kernels.copy_(copied, local)
             room[key] = copied
             devices.add(local.device)
             tensors.append(replace(tensor, local=copied))

@@ -137,6 +137,11 @@ class Communicator(ABC):
 
     def gather_errors(self, error: Exception | None) -> str:
         """Every rank's error, in words; "" where none has one. All ranks call; blocking."""
-        texts = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        return f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
+        return self.gather_outcomes(None, error)[1]
+
+    def gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:
+        """As :meth:`gather_errors`, and before it what every rank has beside its error, which must pickle."""
+        outcomes = self.all_gather_object((outcome, None if error is None else f"{type(error).__name__}: {error}"))
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+        told = f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
+        return [outcome for outcome, _ in outcomes], told

@@ -33,6 +33,9 @@ from hf_compressopt.kernels import native, ops, reference
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
+_CPU = torch.device("cpu")
+_LARGE_COPY = 1 << 16  # elements
+
 
 def implementation(device: torch.device) -> str:
     """What the wrappers use for tensors of a device: ``"native avx512"``, ``"reference"`` and the like."""
@@ -241,6 +244,21 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
+def copy_(out: Tensor, source: Tensor) -> None:
+    """Copy what nobody reads soon: of a CPU's float32 past its caches, which is a third less for memory to do.
+
+    Args:
+        out: Of the shape and dtype of ``source``, on any device, written.
+        source: Any tensor, read.
+    """
+    both = (out, source)
+    fits = all(t.device == _CPU and t.dtype == torch.float32 and t.is_contiguous() for t in both)
+    if fits and source.numel() >= _LARGE_COPY and out.shape == source.shape and native.available(_CPU):
+        native.copy_(out, source)
+    else:
+        out.copy_(source, non_blocking=True)
+
+
 __all__ = [
     "MESSAGE_ALIGNMENT",
     "Average",
@@ -253,6 +271,7 @@ __all__ = [
     "chunk_message_nbytes",
     "chunk_numel",
     "combine_",
+    "copy_",
     "compress_",
     "decompress_",
     "implementation",

@@ -29,7 +29,7 @@ CHOICES = ("native", "reference")
 #: Codes of the dtypes that native code knows.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _STILL = 1
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
@@ -93,6 +93,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_lamb_apply": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "co_adam": [c_void_p, c_int64, c_void_p],
     "co_square_sums": [c_void_p, c_int64, c_void_p],
+    "co_copy": [c_void_p, c_void_p, c_int64],
 }
 
 
@@ -551,3 +552,11 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     sums = torch.zeros(len(flats), dtype=torch.float64, device=device)
     call("co_square_sums", device, table.buffer_info()[0], len(flats), sums.data_ptr())
     return sums.sum()
+
+
+def copy_(out: Tensor, source: Tensor) -> None:
+    """See :func:`hf_compressopt.kernels.copy_`."""
+    device, numel = source.device, source.numel()
+    read, written = (_pointer(*named, device, torch.float32, numel) for named in (("source", source), ("out", out)))
+    call("co_copy", device, read, written, numel)
+    _written([out])

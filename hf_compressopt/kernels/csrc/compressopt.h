@@ -27,7 +27,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 1
+#define CO_ABI_VERSION 2
 
 typedef enum {
     CO_OK = 0,
@@ -199,6 +199,11 @@ CO_API int32_t co_adam(const co_adam_tensor *tensors, int64_t count, const co_ad
 /* sums[i] <- the sum of the squares of segment i (double; squares of float32 values are exact in it; not finite where an
  * element is not). Segments need not belong together; data == NULL only where numel == 0. */
 CO_API int32_t co_square_sums(const co_segment *segments, int64_t count, double *sums, const co_exec *exec);
+
+/* ---- copies ------------------------------------------------------------------------------------------------------ */
+
+/* CPU: out <- in, of numel floats, past the caches: for copies that nobody reads soon. CUDA: CO_BAD_ARGUMENT. */
+CO_API int32_t co_copy(const float *in, float *out, int64_t numel, const co_exec *exec);
 
 #ifdef __cplusplus
 }

@@ -289,3 +289,12 @@ int32_t co_square_sums(const co_segment *segments, int64_t count, double *sums, 
     CO_NOT_NULL(sums);
     return kernels().square_sums(segments, count, sums, exec);
 }
+
+int32_t co_copy(const float *in, float *out, int64_t numel, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_numel(__func__, numel));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(in);
+    CO_NOT_NULL(out);
+    return kernels().copy(in, out, numel, exec);
+}

@@ -374,6 +374,12 @@ int32_t combine(const co_combination *z, float *out, int64_t numel, const co_exe
     return CO_OK;
 }
 
+int32_t copy(const float *in, float *out, int64_t numel, const co_exec *exec) {
+    parallel_tiles(exec, 8 * numel, numel,
+                   [&](int64_t begin, int64_t end) { stream_copy(out + begin, in + begin, end - begin); });
+    return CO_OK;
+}
+
 /* ---- decompression ----------------------------------------------------------------------------------------------- */
 
 /* The elements that n signs and a scale stand for. */

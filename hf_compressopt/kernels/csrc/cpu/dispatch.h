@@ -19,6 +19,7 @@ struct Kernels {
     decltype(&co_lamb_apply) lamb_apply;
     decltype(&co_adam) adam;
     decltype(&co_square_sums) square_sums;
+    decltype(&co_copy) copy;
 };
 
 extern const Kernels portable_kernels;

@@ -154,6 +154,8 @@ const char* co_instruction_set(void) {
     return instruction_set.names;
 }
 
+int32_t co_copy(const float*, float*, int64_t, const co_exec*) { return bad_argument("the host copies on a GPU"); }
+
 int32_t co_use_instruction_set(const char*) { return bad_argument("a GPU has one instruction set"); }
 
 int32_t co_check_device(int32_t device) { return check_device(device); }
