@@ -199,3 +199,34 @@ def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) ->
     errors = run_ranks_expecting_error(2, save_into_a_file, str(tmp_path))
     assert "Not a directory" in errors[0] and "another rank failed" in errors[1]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def save_without_memory(rank: int, world_size: int, directory: str) -> None:
+    """Rank 1 has none for its copy: all hear of it at the end, and of the earlier checkpoint nothing is lost."""
+    from hf_compressopt import async_save_state, load_state, save_state
+    from hf_compressopt.checkpoint.saving import HostCopy
+
+    def take(*_: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(3))
+    save_state(optimizer, directory)
+    take_copy = HostCopy.take
+    if rank == 1:
+        HostCopy.take = take  # type: ignore[method-assign]
+    try:
+        pending = async_save_state(optimizer, directory)
+        train(rank, world_size, params, optimizer, range(3, 5))  # nobody waits for anybody
+        with pytest.raises(MemoryError if rank == 1 else OSError, match="no room for a copy"):
+            pending.result()
+    finally:
+        HostCopy.take = take_copy  # type: ignore[method-assign]
+    load_state(optimizer, directory)
+    assert optimizer.metrics()["step"] == 3
+    async_save_state(optimizer, directory).result()
+
+
+def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(tmp_path: Path) -> None:
+    run_ranks(2, save_without_memory, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 3

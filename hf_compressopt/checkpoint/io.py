@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -93,10 +94,17 @@ def async_save_state(
     background = _BACKGROUNDS.pop(inner, None)
     if background is None:
         background = run_together(communicator, lambda: _Background(communicator), snapshot.remove)
-    copied = run_together(communicator, lambda: background.copy.take(snapshot), snapshot.remove)
-    _BACKGROUNDS[inner] = background
-    channel = background.channel
-    background.save = PendingSave(snapshot.index_file, lambda: write_snapshot(copied, channel, quiet=True))
+    copied: Future[Snapshot] = Future()
+    try:
+        copied.set_result(background.copy.take(snapshot))
+    except Exception as error:
+        copied.set_exception(error)
+    _BACKGROUNDS[inner], channel = background, background.channel
+
+    def write() -> None:  # the ranks hear here, not while training waits, of one that had no memory for its copy
+        write_snapshot(run_together(channel, copied.result, snapshot.remove), channel, quiet=True)
+
+    background.save = PendingSave(snapshot.index_file, write)
     return background.save
 
 

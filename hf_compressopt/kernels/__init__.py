@@ -251,9 +251,9 @@ def copy_(out: Tensor, source: Tensor) -> None:
         out: Of the shape and dtype of ``source``, on any device, written.
         source: Any tensor, read.
     """
-    both = (out, source)
-    fits = all(t.device == _CPU and t.dtype == torch.float32 and t.is_contiguous() for t in both)
-    if fits and source.numel() >= _LARGE_COPY and out.shape == source.shape and native.available(_CPU):
+    alike = out.dtype == source.dtype == torch.float32 and out.device == source.device == _CPU
+    large = source.numel() >= _LARGE_COPY and out.shape == source.shape
+    if alike and large and out.is_contiguous() and source.is_contiguous() and native.available(_CPU):
         native.copy_(out, source)
     else:
         out.copy_(source, non_blocking=True)
