@@ -90,13 +90,13 @@ def _version(name: str) -> str | None:
 def _library(device_type: str) -> dict[str, Any]:
     import torch
 
-    from hf_compressopt.kernels import native
+    from hf_compressopt.kernels import library
 
-    path = Path(native.__file__).parent / "lib" / f"libcompressopt_{device_type}.so"
-    problem = native.why_not(torch.device(device_type, 0))
+    path = Path(library.__file__).parent / "lib" / f"libcompressopt_{device_type}.so"
+    problem = library.why_not(torch.device(device_type, 0))
     found: dict[str, Any] = {"path": str(path), "problem": problem or None}
     try:
-        found["instruction_set"] = native.instruction_set(device_type)
+        found["instruction_set"] = library.instruction_set(device_type)
     except RuntimeError:
         return {**found, "instruction_set": None, "interface": None}
     return {**found, "interface": ctypes.CDLL(str(path)).co_abi_version()}
@@ -166,18 +166,18 @@ def _mpi_text(mpi: dict[str, Any]) -> str:
 def _kernels(problems: list[str]) -> dict[str, Any]:
     import torch
 
-    from hf_compressopt.kernels import native
+    from hf_compressopt.kernels import library
 
-    found: dict[str, Any] = {"setting": os.environ.get(native.VARIABLE)}
+    found: dict[str, Any] = {"setting": os.environ.get(library.VARIABLE)}
     for name in ("cpu", "cuda"):
         if name == "cuda" and not torch.cuda.is_available():
             found[name] = "no GPU"
             continue
         try:
-            is_native = native.available(torch.device(name, 0))
+            is_native = library.available(torch.device(name, 0))
         except (ValueError, RuntimeError) as error:
             problems.append(str(error))
             found[name] = "an error"
         else:
-            found[name] = f"native, {native.instruction_set(name)}" if is_native else "reference"
+            found[name] = f"native, {library.instruction_set(name)}" if is_native else "reference"
     return found

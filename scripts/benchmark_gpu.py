@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, kernels
-from hf_compressopt.kernels import Average, Combination, Descent, LambOptions, Segment, native
+from hf_compressopt.kernels import Average, Combination, Descent, LambOptions, Segment, library
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
 
 SCALE_BLOCK = 4096
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str]) -> None:
     device = torch.device("cuda", options.device)
     if not torch.cuda.is_available():
         sys.exit("benchmark_gpu: torch sees no CUDA device here, so there is nothing to measure")
-    if missing := native.why_not(device):
+    if missing := library.why_not(device):
         sys.exit(f"benchmark_gpu: the native kernels cannot run on {device}: {missing}")
     torch.cuda.set_device(device)
     heading = f"{torch.cuda.get_device_name(device)}, {kernels.implementation(device)}, torch {torch.__version__}"

@@ -63,8 +63,8 @@ def test_a_library_that_does_not_load_is_named_with_the_reason(tmp_path: Path) -
     code = f"""
 import pathlib, sys
 from hf_compressopt import cli
-from hf_compressopt.kernels import native
-native._DIRECTORY = pathlib.Path({str(tmp_path)!r})
+from hf_compressopt.kernels import library, native
+library._DIRECTORY = pathlib.Path({str(tmp_path)!r})
 sys.exit(cli.main(["env"]))
 """
     text = run([sys.executable, "-c", code]).stdout

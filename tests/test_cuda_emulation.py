@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_compressopt.kernels import native
+from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.operands import Combination, LambOptions, Segment
 from tests import kernel_cases as cases
 from tests.kernel_suite import (
@@ -44,7 +44,7 @@ __all__ = [
 ]
 CPU = torch.device("cpu")
 EMULATION = Path(__file__).parent / "emulation"
-SOURCES = Path(native.__file__).parent / "csrc" / "cuda"
+SOURCES = Path(library.__file__).parent / "csrc" / "cuda"
 FLAGS = [
     *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
     *("-Wno-psabi", "-Wno-unknown-pragmas", "-x", "c++"),
@@ -86,27 +86,27 @@ def run(*command: str) -> None:
 def emulation(
     request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[None]:
-    monkeypatch.setattr(native, "_DIRECTORY", directory)
-    native._library.cache_clear()
-    native._library("cpu").emulator_set_order(ORDERS[request.param])
+    monkeypatch.setattr(library, "_DIRECTORY", directory)
+    library._library.cache_clear()
+    library._library("cpu").emulator_set_order(ORDERS[request.param])
     yield
-    native._library.cache_clear()
+    library._library.cache_clear()
     reported = capfd.readouterr().err
     assert "runtime error" not in reported, reported
 
 
 def test_the_library_says_what_it_has() -> None:
-    assert native.instruction_set("cpu") == "sm_90 compute_90"
+    assert library.instruction_set("cpu") == "sm_90 compute_90"
 
 
 def test_wrong_arguments_are_refused_in_words() -> None:
     error, messages = torch.zeros(16), torch.zeros(32, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="scale_block is no multiple of 8"):
-        native.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 12, 1)
+        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 12, 1)
     with pytest.raises(RuntimeError, match="z is null"):
-        native.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 8, 1)
+        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 8, 1)
     with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
-        native.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr() + 4, 16, 8, 1)
+        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr() + 4, 16, 8, 1)
     segments = [Segment(error, 0, 16, 0), Segment(error, 0, 16, 0)]
     two = torch.zeros(32)
     with pytest.raises(RuntimeError, match="the same index"):

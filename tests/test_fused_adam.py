@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_compressopt import FusedAdam
-from hf_compressopt.kernels import adam, native
+from hf_compressopt.kernels import adam, library
 
 SHAPES = [(7,), (3, 5), (2, 3, 4), (), (1,), (1027,), (0,), (0, 4)]
 STEPS = 10
@@ -36,7 +36,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     choice: str = request.param
     if choice == "torch":  # what a machine without native libraries does
         monkeypatch.delenv("HF_COMPRESSOPT_KERNELS", raising=False)
-        monkeypatch.setattr(native, "available", lambda device: False)
+        monkeypatch.setattr(library, "available", lambda device: False)
     else:
         monkeypatch.setenv("HF_COMPRESSOPT_KERNELS", choice)
     if choice == "native":
@@ -46,7 +46,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def native_kernels() -> None:
-    if reason := native.why_not(torch.device("cpu")):
+    if reason := library.why_not(torch.device("cpu")):
         pytest.skip(reason)
 
 

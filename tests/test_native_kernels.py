@@ -17,13 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_compressopt import kernels
-from hf_compressopt.kernels import native, reference
+from hf_compressopt.kernels import library, native, reference
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 from tests import kernel_cases as cases
 
 CPU = torch.device("cpu")
-BEST = "portable" if native.why_not(CPU) else native.instruction_set("cpu")
+BEST = "portable" if library.why_not(CPU) else library.instruction_set("cpu")
 KNOWN = ("portable", "avx2", "avx512", "avx512_gfni")
 INSTRUCTION_SETS = KNOWN[: KNOWN.index(BEST) + 1]
 STILL = Descent(0.0, 1.0, 1e-8, False)
@@ -31,8 +31,8 @@ LARGE = 700_001  # enough for several threads
 
 
 @pytest.fixture(autouse=True)
-def library() -> None:
-    missing = native.why_not(CPU)
+def native_library() -> None:
+    missing = library.why_not(CPU)
     if missing and shutil.which("c++") is None and shutil.which("g++") is None:
         pytest.skip(f"no library, and no compiler to build it with: {missing}")
     assert not missing, f"{missing}; `make kernels` builds it"
@@ -40,9 +40,9 @@ def library() -> None:
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.use_instruction_set(request.param)
+    library.use_instruction_set(request.param)
     yield request.param
-    native.use_instruction_set(BEST)
+    library.use_instruction_set(BEST)
 
 
 @pytest.fixture(autouse=True)
@@ -290,9 +290,9 @@ def test_copies_of_every_kind_are_copies(instruction_set: str) -> None:
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose threads the kernels work on."""
     if request.param == "our own":
-        monkeypatch.setattr(native, "_host_threads", lambda: None)
+        monkeypatch.setattr(library, "_host_threads", lambda: None)
     else:
-        assert native._host_threads() is not None, "torch has no OpenMP"
+        assert library._host_threads() is not None, "torch has no OpenMP"
 
 
 @pytest.mark.usefixtures("pool")
@@ -301,12 +301,12 @@ def test_all_instruction_sets_and_numbers_of_threads_leave_the_same_bits() -> No
     expected = everything(LARGE)
     for name in INSTRUCTION_SETS:
         for threads in (1, 2, 5):
-            native.use_instruction_set(name)
+            library.use_instruction_set(name)
             torch.set_num_threads(threads)
             try:
                 assert_all_same_bits(everything(LARGE), expected)
             finally:
-                native.use_instruction_set(BEST)
+                library.use_instruction_set(BEST)
 
 
 @pytest.mark.usefixtures("pool")
@@ -386,29 +386,29 @@ def test_without_a_library_the_reference_works_and_native_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("HF_COMPRESSOPT_KERNELS", raising=False)
-    monkeypatch.setattr(native, "_DIRECTORY", tmp_path)
-    native._library.cache_clear()
-    native._why_not.cache_clear()
+    monkeypatch.setattr(library, "_DIRECTORY", tmp_path)
+    library._library.cache_clear()
+    library._why_not.cache_clear()
     try:
         assert kernels.implementation(CPU) == "reference"
         monkeypatch.setenv("HF_COMPRESSOPT_KERNELS", "native")
         with pytest.raises(RuntimeError, match=r"HF_COMPRESSOPT_KERNELS=native, .* for cpu: .*does not exist"):
             kernels.implementation(CPU)
         (tmp_path / "libcompressopt_cpu.so").write_text("not a library")
-        native._why_not.cache_clear()
+        library._why_not.cache_clear()
         with pytest.raises(RuntimeError, match="cannot be loaded"):
             kernels.implementation(CPU)
     finally:
-        native._library.cache_clear()
-        native._why_not.cache_clear()
+        library._library.cache_clear()
+        library._why_not.cache_clear()
     with pytest.raises(RuntimeError, match="there is no library for meta"):
-        native.available(torch.device("meta"))
+        library.available(torch.device("meta"))
 
 
 def test_an_instruction_set_that_is_unknown_is_refused() -> None:
     with pytest.raises(RuntimeError, match='cannot run "sse9"; the best that it can is'):
-        native.use_instruction_set("sse9")
-    assert native.instruction_set("cpu") == BEST
+        library.use_instruction_set("sse9")
+    assert library.instruction_set("cpu") == BEST
 
 
 # -- what is refused, and what autograd is told -----------------------------------------------------------------------
@@ -460,14 +460,14 @@ def test_wrong_segments_are_refused() -> None:
 def test_null_pointers_are_refused() -> None:
     zero = native._Operands(CPU, 8).combination(Combination(8, CPU))
     with pytest.raises(RuntimeError, match="co_compress: scale_block must be a multiple of 8, or 0, got 12"):
-        native.call("co_compress", CPU, zero, 1, 1, 8, 12, 1)
+        library.call("co_compress", CPU, zero, 1, 1, 8, 12, 1)
     with pytest.raises(RuntimeError, match="co_compress: error is null"):
-        native.call("co_compress", CPU, zero, None, 1, 8, 0, 1)
+        library.call("co_compress", CPU, zero, None, 1, 8, 0, 1)
     with pytest.raises(RuntimeError, match="the data of segment 0 is null"):
         table = native._Segments("tensors", [Segment(None, 0, 5, 0)], CPU, 5)
-        native.call("co_square_sums", CPU, table.address, 1, torch.zeros(1, dtype=torch.float64).data_ptr())
+        library.call("co_square_sums", CPU, table.address, 1, torch.zeros(1, dtype=torch.float64).data_ptr())
     with pytest.raises(RuntimeError, match="neither messages nor values"):
-        native.call("co_decompress", CPU, ctypes.byref(native._Average(None, None, 8, 0, 0, 1)), None)
+        library.call("co_decompress", CPU, ctypes.byref(native._Average(None, None, 8, 0, 0, 1)), None)
 
 
 def test_fake_tensors_are_refused_where_real_ones_are_needed() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_compressopt import OnebitLamb, load_state, save_state
-from hf_compressopt.kernels import native
+from hf_compressopt.kernels import library
 from tests.harness import run_ranks, run_ranks_expecting_error
 from tests.oracles.cases import BYTES_PER_MB, SAFE_DISTANCE, Case, Problem, flat_params, flat_state, set_gradients
 from tests.oracles.simulation import chunk_bounds
@@ -516,7 +516,7 @@ def reference_on_one(rank, world_size):
         OnebitLamb([p]).step()
 
 
-@pytest.mark.skipif(not native.available(torch.device("cpu")), reason="there is no native library to mix with")
+@pytest.mark.skipif(not library.available(torch.device("cpu")), reason="there is no native library to mix with")
 def test_ranks_whose_norms_would_differ_are_refused_together():
     for text in run_ranks_expecting_error(2, reference_on_one).values():
         assert "kernels=reference" in text and "kernels=native" in text

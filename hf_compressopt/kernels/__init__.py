@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels import native, ops, reference
+from hf_compressopt.kernels import library, native, ops, reference
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
@@ -39,7 +39,7 @@ _LARGE_COPY = 1 << 16  # elements
 
 def implementation(device: torch.device) -> str:
     """What the wrappers use for tensors of a device: ``"native avx512"``, ``"reference"`` and the like."""
-    return f"native {native.instruction_set(device.type)}" if native.available(device) else "reference"
+    return f"native {library.instruction_set(device.type)}" if library.available(device) else "reference"
 
 
 def _for(tensor: Tensor) -> Any:
@@ -240,7 +240,7 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         [] float64.
     """
     wider = any(tensor.dtype == torch.float64 for tensor in tensors)
-    total: Tensor = (native if native.available(device) and not wider else reference).sum_of_squares(tensors, device)
+    total: Tensor = (native if library.available(device) and not wider else reference).sum_of_squares(tensors, device)
     return total
 
 
@@ -253,7 +253,7 @@ def copy_(out: Tensor, source: Tensor) -> None:
     """
     alike = out.dtype == source.dtype == torch.float32 and out.device == source.device == _CPU
     large = source.numel() >= _LARGE_COPY and out.shape == source.shape
-    if alike and large and out.is_contiguous() and source.is_contiguous() and native.available(_CPU):
+    if alike and large and out.is_contiguous() and source.is_contiguous() and library.available(_CPU):
         native.copy_(out, source)
     else:
         out.copy_(source, non_blocking=True)

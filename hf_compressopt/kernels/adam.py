@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels import native
+from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.adam_native import AdamTable
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # other types, such as DTensor, are torch's to work on
@@ -239,10 +239,10 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
     fits = t.dtype == torch.float32 and t.device == p.device and t.numel() == 1 and type(t) is Tensor
     if not fits or not dtypes <= native.DTYPES.keys() or m.dtype != v.dtype or not _aligned(tensors):
         return _Kind.OTHER
-    if types <= _PLAIN and native.available(p.device) and (master is None or master.dtype == torch.float32):
+    if types <= _PLAIN and library.available(p.device) and (master is None or master.dtype == torch.float32):
         return _Kind.NATIVE
     suits_torch = p.device.type in _TORCH_FUSED_DEVICES and len(others) == 3 and dtypes == {torch.float32}
-    if not suits_torch or native.chosen() == "reference" or not p.is_contiguous():
+    if not suits_torch or library.chosen() == "reference" or not p.is_contiguous():
         return _Kind.OTHER
     if types <= _PLAIN:
         return _Kind.TORCH

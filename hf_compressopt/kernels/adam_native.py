@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import native
+from hf_compressopt.kernels import library, native
 
 if TYPE_CHECKING:
     from hf_compressopt.kernels.adam import AdamStep, AdamTensors
@@ -93,7 +93,7 @@ class AdamTable:
             step.maximize,
             step.write_grads,
         )
-        native.call("co_adam", device, self._rows, len(self._rows), ctypes.byref(options))
+        library.call("co_adam", device, self._rows, len(self._rows), ctypes.byref(options))
 
 
 def _row(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Row:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import native, reference
+from hf_compressopt.kernels import library, native, reference
 from hf_compressopt.kernels.operands import Average, Combination
 
 _LIBRARY: Any = torch.library.Library("compressopt", "DEF")  # type: ignore[no-untyped-call]
@@ -29,7 +29,7 @@ def needed(tensor: Tensor) -> bool:
 
 def implementation_for(device: torch.device) -> Any:
     """The module whose functions work on the tensors of a device."""
-    return native if native.available(device) else reference
+    return native if library.available(device) else reference
 
 
 def _compress(x: Tensor, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:

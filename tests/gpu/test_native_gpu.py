@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, kernels
-from hf_compressopt.kernels import Average, Combination, Segment, native, reference
+from hf_compressopt.kernels import Average, Combination, Segment, library, native, reference
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from tests import kernel_cases as cases
 from tests.kernel_suite import (
@@ -47,7 +47,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def device() -> torch.device:
-    assert not native.why_not(CUDA), f"no native kernels: {native.why_not(CUDA)}"
+    assert not library.why_not(CUDA), f"no native kernels: {library.why_not(CUDA)}"
     return CUDA
 
 

@@ -1,0 +1,179 @@
+"""The libraries of native code: which are there, whether they work, and calls of their C interface.
+
+The interface is ``csrc/compressopt.h``. ``HF_COMPRESSOPT_KERNELS`` chooses: ``native`` (an error where there is none),
+``reference``, or, where it is not set, native where there is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VARIABLE = "HF_COMPRESSOPT_KERNELS"
+CHOICES = ("native", "reference")
+
+_ABI_VERSION = 2
+_DIRECTORY = Path(__file__).resolve().parent / "lib"
+_DEVICES = ("cpu", "cuda")
+
+
+class _Exec(ctypes.Structure):
+    _fields_ = [("threads", c_int32), ("device", c_int32), ("stream", c_void_p)]
+
+
+_ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
+    "co_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
+    "co_average_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
+    "co_decompress": [c_void_p, c_void_p],
+    "co_combine": [c_void_p, c_void_p, c_int64],
+    "co_apply_adam": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p],
+    "co_local_step": [c_void_p] * 5 + [c_int64, c_int64, c_float, c_float, c_void_p],
+    "co_sync_parameters": [c_void_p] * 6 + [c_int64, c_float, c_void_p],
+    "co_lamb_moments": [c_void_p] * 5 + [c_int64, c_void_p, c_void_p, c_void_p],
+    "co_lamb_apply": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
+    "co_adam": [c_void_p, c_int64, c_void_p],
+    "co_square_sums": [c_void_p, c_int64, c_void_p],
+    "co_copy": [c_void_p, c_void_p, c_int64],
+}
+
+
+def chosen() -> str | None:
+    """What ``HF_COMPRESSOPT_KERNELS`` asks for: "native", "reference", or None.
+
+    Raises:
+        ValueError: If it is set to anything else.
+    """
+    choice = os.environ.get(VARIABLE)
+    if not choice:
+        return None
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE} must be 'native', 'reference' or not set, got {choice!r}")
+    return choice
+
+
+def available(device: torch.device) -> bool:
+    """Whether native kernels work on the tensors of a device.
+
+    Raises:
+        ValueError: If ``HF_COMPRESSOPT_KERNELS`` is set to something unknown.
+        RuntimeError: If it is "native", and there are none; the message says why.
+    """
+    choice = chosen()
+    if choice == "reference":
+        return False
+    missing = why_not(device)
+    if missing and choice == "native":
+        raise RuntimeError(f"{VARIABLE}=native, but there are no native kernels for {device}: {missing}")
+    return not missing
+
+
+def why_not(device: torch.device) -> str:
+    """Why there are no native kernels for a device; "" where there are."""
+    if device.type not in _DEVICES:
+        return f"there is no library for {device.type}; there are libraries for {' and '.join(_DEVICES)}"
+    return _why_not(device.type, 0 if device.type == "cpu" else _index(device))
+
+
+def instruction_set(device_type: str) -> str:
+    """What the library of a device type has code for, such as "avx512".
+
+    Raises:
+        RuntimeError: If the library cannot be loaded.
+    """
+    return str(_library(device_type).co_instruction_set().decode())
+
+
+def use_instruction_set(name: str) -> None:
+    """On the CPU use "avx512_gfni", "avx512", "avx2" or "portable" from now on; bits are the same. For tests.
+
+    Raises:
+        RuntimeError: If this machine cannot run it.
+    """
+    library = _library("cpu")
+    _check(library, library.co_use_instruction_set(name.encode()))
+
+
+def call(function: str, device: torch.device, *arguments: Any) -> None:
+    """Call a function of the C interface on this device, with torch's number of threads, or on its current stream.
+
+    Args:
+        function: Its name.
+        device: The device that the pointers belong to.
+        arguments: All but the last, ``co_exec``.
+
+    Raises:
+        RuntimeError: With the library's own words, if it fails.
+    """
+    library = _library(device.type)
+    if device.type == "cpu":
+        where = _Exec(torch.get_num_threads(), 0, _host_threads())
+    else:
+        where = _Exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
+    _check(library, getattr(library, function)(*arguments, ctypes.byref(where)))
+
+
+@lru_cache
+def _host_threads() -> int | None:
+    """Address of GOMP_parallel of torch's OpenMP runtime; None where it has none, and in a forked process.
+
+    torch's threads are awake when a kernel follows an operator, and would be in the way of others.
+    """
+    if _forked or "OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = True
+    _host_threads.cache_clear()
+
+
+_forked = False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@lru_cache
+def _library(device_type: str) -> ctypes.CDLL:
+    path = _DIRECTORY / f"libcompressopt_{device_type}.so"
+    if not path.is_file():
+        raise RuntimeError(f"{path} does not exist: this installation was made without it")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(f"{path} cannot be loaded: {error}") from error
+    if (version := library.co_abi_version()) != _ABI_VERSION:
+        raise RuntimeError(f"{path} has version {version} of the interface, needed is {_ABI_VERSION}: build it again")
+    for name, arguments in _ARGUMENTS.items():
+        getattr(library, name).argtypes = [*arguments, c_void_p]
+    library.co_instruction_set.restype = library.co_last_error.restype = ctypes.c_char_p
+    return library
+
+
+@lru_cache
+def _why_not(device_type: str, index: int) -> str:
+    try:
+        library = _library(device_type)
+        _check(library, library.co_check_device(index))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _check(library: ctypes.CDLL, code: int) -> None:
+    if code != 0:
+        raise RuntimeError(library.co_last_error().decode())
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
