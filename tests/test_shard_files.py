@@ -32,10 +32,12 @@ def test_what_safetensors_writes_is_read_range_by_range(block_bytes: int, checks
         assert [bytes(part) for _, part in file.blocks(piece, entry)] == blocks
         for begin in range(0, len(data), 5):
             for end in range(begin, len(data) + 1, 3):
-                out = bytearray(end - begin)
+                out, given = bytearray(end - begin), bytearray(end - begin)
                 for offset, part in file.blocks(piece, entry, begin, end):
                     out[offset - begin : offset - begin + len(part)] = part
-                assert out == data[begin:end]
+                for offset, part in file.blocks(piece, entry, begin, end, memoryview(given)):
+                    assert part == data[offset : offset + len(part)]
+                assert out == given == data[begin:end]
         if data:
             wrong = Piece(0, key, 0, tensor.numel(), (*piece.checksums[:-1], "0" * len(piece.checksums[-1])))
             with pytest.raises(CheckpointError, match="file is damaged"):

@@ -122,7 +122,7 @@ class ShardFile:
         return found
 
     def blocks(
-        self, piece: Piece, entry: TensorEntry, begin: int = 0, end: int | None = None
+        self, piece: Piece, entry: TensorEntry, begin: int = 0, end: int | None = None, out: memoryview | None = None
     ) -> Iterator[tuple[int, memoryview]]:
         """Bytes [begin, end) of a piece, a block at a time; every block that they touch is read whole and verified.
 
@@ -131,24 +131,29 @@ class ShardFile:
             entry: The tensor that it is a piece of.
             begin: First byte, from the start of the piece.
             end: One past the last byte; None is the piece's last.
+            out: [end - begin] bytes, where they are left; a whole block is read there at once.
 
         Yields:
             Where each part begins, from the start of the piece, and its bytes, until the next is taken.
 
         Raises:
-            CheckpointError: If they are not what was saved.
+            CheckpointError: If they are not what was saved; ``out`` is then overwritten in part.
         """
         stored = self.check_piece(piece, entry)
         nbytes, size = stored.end - stored.begin, self._block_bytes
         end = nbytes if end is None else end
         for number in range(begin // size, -(-end // size) if begin < end else 0):
-            low = number * size
-            block = self._room[: min(size, nbytes - low)]
+            low, high = number * size, min((number + 1) * size, nbytes)
+            first, last = max(low, begin), min(high, end)
+            at_once = out is not None and (first, last) == (low, high)
+            block = out[low - begin : high - begin] if out is not None and at_once else self._room[: high - low]
             self._read(stored.begin + low, block)
             if self._checksum(block).hexdigest() != piece.checksums[number]:
                 raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not the index's")
-            first, last = max(low, begin), min(low + len(block), end)
-            yield first, block[first - low : last - low]
+            part = block[first - low : last - low]
+            if out is not None and not at_once:
+                out[first - begin : last - begin] = part
+            yield first, part
 
     def _read(self, offset: int, part: memoryview) -> None:
         try:

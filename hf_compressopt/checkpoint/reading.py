@@ -69,11 +69,14 @@ def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) 
 
 
 def _read_source(values: Tensor, plan: Plan, source: int, files: ShardFiles) -> None:
-    out = values.view(torch.uint8)
     for read in plan.sources[source]:
-        for begin, part in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
-            offset = read.offset + begin - read.begin
-            out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
+        out = values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
+        memory = out.numpy().data if out.device.type == "cpu" else None
+        file = files[read.piece.shard]
+        for begin, part in file.blocks(read.piece, read.entry, read.begin, read.end, memory):
+            if memory is None:
+                offset = begin - read.begin
+                out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
