@@ -144,18 +144,20 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[Sequence[
         folder.mkdir(parents=True, exist_ok=True)
         _begun(empty.shard_file(empty.rank)).touch()
 
-    def look() -> int:
+    run_together(communicator, begin, empty.remove)
+    described: list[Snapshot] = []
+
+    def describe() -> int:
+        """Returns the first rank that writes into this folder."""
+        tensors, header = list(state.checkpoint_tensors(names)), deepcopy(state.checkpoint_header())
+        parameters = describe_parameters(state, names)
+        described.append(replace(empty, tensors=tensors, header=header, parameters=parameters))
         return next(rank for rank in alone if _begun(empty.shard_file(rank)).exists())
 
-    def describe() -> Snapshot:
-        mine = [rank for rank in alone if peers[rank] == peers[empty.rank]]
-        tensors = _assigned(state.checkpoint_tensors(names), mine.index(empty.rank), len(mine))
-        header, parameters = deepcopy(state.checkpoint_header()), describe_parameters(state, names)
-        return replace(empty, peers=peers, tensors=tensors, header=header, parameters=parameters)
-
-    run_together(communicator, begin, empty.remove)
-    peers = gather_together(communicator, look, empty.remove)
-    return run_together(communicator, describe, empty.remove)
+    peers = gather_together(communicator, describe, empty.remove)
+    mine, (snapshot,) = [rank for rank in alone if peers[rank] == peers[empty.rank]], described
+    tensors = _assigned(snapshot.tensors, mine.index(empty.rank), len(mine))
+    return replace(snapshot, peers=peers, tensors=tensors)
 
 
 def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: bool = False) -> None:
