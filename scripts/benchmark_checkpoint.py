@@ -162,10 +162,14 @@ VARIANTS: dict[str, type[Variant]] = {
 
 
 @contextmanager
-def growth() -> Iterator[list[int]]:
-    """How far the resident set grows inside, at its peak; read every 2 ms."""
+def growth(measured: bool) -> Iterator[list[int]]:
+    """How far the resident set grows inside, at its peak; read every 2 ms, which takes time."""
+    grown, over = [0], threading.Event()
     release_memory()
-    before, grown, over = resident_bytes(), [0], threading.Event()
+    if not measured:
+        yield grown
+        return
+    before = resident_bytes()
 
     def watch() -> None:
         while not over.wait(0.002):
@@ -195,9 +199,9 @@ def drop_cache(keep: bool) -> bool:
     return True
 
 
-def measure(variant: Variant, keep_cache: bool) -> dict[str, float]:
+def measure(variant: Variant, keep_cache: bool, memory: bool) -> dict[str, float]:
     dist.barrier()
-    with growth() as save_growth:
+    with growth(memory) as save_growth:
         dist.barrier()
         start = time.perf_counter()
         finish = variant.save()
@@ -206,7 +210,7 @@ def measure(variant: Variant, keep_cache: bool) -> dict[str, float]:
             finish()
         saved = time.perf_counter() - start
     dropped = drop_cache(keep_cache)
-    with growth() as load_growth:
+    with growth(memory) as load_growth:
         dist.barrier()
         start = time.perf_counter()
         variant.load()
@@ -235,7 +239,7 @@ def work(rank: int, options: dict[str, Any], folder: str) -> None:
     for number in range(options["rounds"]):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            found = measure(variants[name], options["keep_cache"])
+            found = measure(variants[name], options["keep_cache"], memory=number == 0)
             result[name].append(found)
             gc.collect()
             if rank == 0:
