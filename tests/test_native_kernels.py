@@ -292,6 +292,9 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "our own":
         monkeypatch.setattr(library, "_host_threads", lambda: None)
     else:
+        torch.set_num_threads(2)
+        torch.ones(1_000_000).add_(1)  # torch's threads start with its first large operator
+        library._host_threads.cache_clear()
         assert library._host_threads() is not None, "torch has no OpenMP"
 
 
@@ -342,8 +345,8 @@ FORK = """
 import os, sys, torch
 from hf_compressopt.kernels import native
 torch.set_num_threads(4)
-x = torch.ones(3_000_000)
-assert float(native.sum_of_squares([x], x.device)) == 3_000_000  # the library's threads run now
+x = torch.ones(3_000_000).mul_(1)
+assert float(native.sum_of_squares([x], x.device)) == 3_000_000  # on torch's threads; in the child on the library's own
 for _ in range(3):
     child = os.fork()
     if child == 0:
@@ -365,8 +368,23 @@ def run_python(source: str, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    result = run_python(FORK)
+FORKED_BEFORE_IMPORT = """
+import os, torch
+torch.set_num_threads(2)
+x = torch.ones(3_000_000).add_(1)  # torch's threads run, and the child will not have them
+child = os.fork()
+if child == 0:
+    from hf_compressopt.kernels import native
+    for _ in range(3):
+        code = 0 if float(native.sum_of_squares([x], x.device)) == 12_000_000 else 1
+    os._exit(code)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("source", [FORK, FORKED_BEFORE_IMPORT], ids=["after a kernel", "before the import"])
+def test_a_forked_child_has_threads_of_its_own(source: str) -> None:
+    result = run_python(source)
     assert result.returncode == 0, result.stderr
 
 

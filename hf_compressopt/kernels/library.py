@@ -112,7 +112,8 @@ def call(function: str, device: torch.device, *arguments: Any) -> None:
     """
     library = _library(device.type)
     if device.type == "cpu":
-        where = _Exec(torch.get_num_threads(), 0, _host_threads())
+        threads = torch.get_num_threads()
+        where = _Exec(threads, 0, _host_threads() if threads > 1 else None)
     else:
         where = _Exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
     _check(library, getattr(library, function)(*arguments, ctypes.byref(where)))
@@ -120,13 +121,16 @@ def call(function: str, device: torch.device, *arguments: Any) -> None:
 
 @lru_cache
 def _host_threads() -> int | None:
-    """Address of GOMP_parallel of torch's OpenMP runtime; None where it has none, and in a forked process.
+    """Address of GOMP_parallel of torch's OpenMP runtime; None where its threads are not there.
 
-    torch's threads are awake when a kernel follows an operator, and would be in the way of others.
+    They are awake when a kernel follows an operator, and would be in the way of others. A process that was forked from
+    one that had them has none, and the runtime does not know: it would wait for them for ever.
     """
     if _forked or "OpenMP" not in torch.__config__.parallel_info():
         return None
     try:
+        if len(os.listdir("/proc/self/task")) < torch.get_num_threads():
+            return None
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
     except (OSError, AttributeError):
         return None
