@@ -134,3 +134,29 @@ def save_wrapped(rank: int, world_size: int, folder: str) -> None:
 def test_accelerates_wrapper_is_looked_into(tmp_path: Path) -> None:
     run_ranks(1, save_wrapped, str(tmp_path))
     assert json.loads((tmp_path / "compressopt.index.json").read_text())["header"]["optimizer"] == "OnebitAdam"
+
+
+def test_what_the_optimizer_itself_refuses_changes_nothing(tmp_path: Path) -> None:
+    params, optimizer = make("AdamW", False)
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    train(params, optimizer, range(3))
+    save_state(optimizer, tmp_path)
+    others, fused = make("FusedAdam", False)
+    train(others, fused, range(2))
+    before = {name: {p: state[name].clone() for p, state in fused.state.items()} for name in ("exp_avg", "exp_avg_sq")}
+    with pytest.raises(ValueError, match="amsgrad must be False"):
+        load_state(fused, tmp_path)
+    for name, tensors in before.items():
+        assert all(torch.equal(fused.state[p][name], tensor) for p, tensor in tensors.items())
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("not today")
+
+    _, again = make("AdamW", False)
+    train(_, again, range(2))
+    kept = [state["exp_avg"].clone() for state in again.state.values()]
+    again.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(ValueError, match="not today"):
+        load_state(again, tmp_path)
+    assert all(torch.equal(state["exp_avg"], old) for state, old in zip(again.state.values(), kept, strict=True))

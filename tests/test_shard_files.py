@@ -1,6 +1,7 @@
 """Shards read by our own reader: what safetensors writes, and what nobody should have written."""
 
 import hashlib
+import io
 import json
 import re
 from pathlib import Path
@@ -44,6 +45,29 @@ def test_what_safetensors_writes_is_read_range_by_range(block_bytes: int, checks
                 list(file.blocks(wrong, entry))
             with pytest.raises(CheckpointError, match="file is damaged"):
                 list(file.blocks(wrong, entry, len(data) - 1, len(data)))
+    file.close()
+
+
+class Sluggish(io.FileIO):
+    """A file of a system that gives less than it is asked for, as it may."""
+
+    def readinto(self, buffer: Any) -> int:
+        return super().readinto(memoryview(buffer)[:5]) or 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(5) or b""
+
+
+def test_a_file_system_may_give_less_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.arange(40, dtype=torch.float32)
+    save_file({"a": data}, tmp_path / "file", metadata={"save_id": "1"})
+    monkeypatch.setattr("builtins.open", lambda path, mode, buffering: Sluggish(path, mode))
+    file = ShardFile(tmp_path / "file", "sha256", 64)
+    monkeypatch.undo()
+    raw = data.numpy().tobytes()
+    sums = tuple(hashlib.sha256(raw[low : low + 64]).hexdigest() for low in range(0, 160, 64))
+    piece, entry = Piece(0, "a", 0, 40, sums), TensorEntry("float32", (40,), ())
+    assert b"".join(bytes(part) for _, part in file.blocks(piece, entry)) == raw
     file.close()
 
 

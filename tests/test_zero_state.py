@@ -181,3 +181,23 @@ def test_a_hostile_index_is_refused_by_name_and_changes_nothing(damage: Any, tmp
     mine, its = (saved["state"][0]["pieces"][0] for saved in (before, after))
     assert torch.equal(mine["master"], its["master"])
     assert all(torch.equal(mine["state"][name], its["state"][name]) for name in mine["state"])
+
+
+def other_dtypes(rank: int, world_size: int, folder: str) -> None:
+    """Moments that were kept in 16 bits go on in the weight's 32, and the other way."""
+    for saved, loaded in (({"state_dtype": "bf16"}, {}), ({}, {"state_dtype": "bf16"})):
+        case = Case("adamw", saved)
+        model, optimizer = fresh(case)
+        run_steps(rank, case, model, optimizer, range(3))
+        save_state(optimizer, folder)
+        case = Case("adamw", loaded)
+        model, optimizer = fresh(case)
+        load_state(optimizer, folder)
+        run_steps(rank, case, model, optimizer, range(3, 5))
+        wanted = torch.bfloat16 if loaded else torch.float32
+        states = (bucket.state_of(piece) for bucket, piece in optimizer.pieces())
+        assert {state["exp_avg"].dtype for state in states if state} == {wanted}
+
+
+def test_state_loads_into_another_state_dtype(tmp_path: Path) -> None:
+    run_ranks(2, other_dtypes, str(tmp_path))

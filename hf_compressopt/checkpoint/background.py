@@ -40,7 +40,9 @@ class PendingSave:
         """Wait until the checkpoint is whole.
 
         Raises:
-            OSError: If a file could not be written; on all ranks, and an earlier checkpoint is as it was.
+            OSError: If a file could not be written, or another rank had no memory for its copy; on all ranks, and an
+                earlier checkpoint is as it was.
+            MemoryError: If this rank had none.
             RuntimeError: If another rank is gone.
         """
         self._thread.join()

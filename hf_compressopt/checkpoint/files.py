@@ -84,12 +84,14 @@ class ShardFile:
 
     def _header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
+        head = bytearray(8)
+        length = int.from_bytes(head[: self._fill(0, memoryview(head))], "little")
         if size < 8 or length > min(HEADER_CAP, size - 8):
             raise ValueError(
                 f"a header of {length} bytes in a file of {size}, where at most {HEADER_CAP} and the file are legal"
             )
-        header = json.loads(self._file.read(length), object_pairs_hook=_without_doubles)
+        text = bytearray(length)
+        header = json.loads(text[: self._fill(8, memoryview(text))], object_pairs_hook=_without_doubles)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict):
             raise ValueError("metadata that is no object")
@@ -157,12 +159,19 @@ class ShardFile:
 
     def _read(self, offset: int, part: memoryview) -> None:
         try:
-            self._file.seek(offset)
-            count = self._file.readinto(part)
+            count = self._fill(offset, part)
         except OSError as error:
             raise CheckpointError(f"{self.path} is not readable: {error}") from error
         if count != len(part):
             raise CheckpointError(f"{self.path} ends before byte {offset + len(part)}: it has changed meanwhile")
+
+    def _fill(self, offset: int, part: memoryview) -> int:
+        """Read until the file ends; file systems may give less than asked for. Returns how many bytes came."""
+        self._file.seek(offset)
+        done = 0
+        while done < len(part) and (count := self._file.readinto(part[done:])):
+            done += count
+        return done
 
 
 def check_size(folder: Path, shard: Shard) -> None:

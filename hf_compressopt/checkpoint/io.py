@@ -87,19 +87,21 @@ def async_save_state(
 
     Raises:
         ValueError: If the names do not fit.
-        OSError: If the folder is not writable, or an earlier save in the background has failed; on all ranks.
+        OSError: If the folder is not writable, or an earlier save in the background has failed; on all ranks. That a
+            rank had no memory for its copy is told like the failure of a write: where the save is waited for.
     """
     snapshot, communicator = _begin(optimizer, directory, names, prefix)
     inner = _innermost(optimizer)
-    background = _BACKGROUNDS.pop(inner, None)
+    background = _BACKGROUNDS.get(inner)
     if background is None:
         background = run_together(communicator, lambda: _Background(communicator), snapshot.remove)
+        _BACKGROUNDS[inner] = background
     copied: Future[Snapshot] = Future()
     try:
         copied.set_result(background.copy.take(snapshot))
     except Exception as error:
-        copied.set_exception(error)
-    _BACKGROUNDS[inner], channel = background, background.channel
+        copied.set_exception(error.with_traceback(None))  # whose frames would keep the optimizer
+    channel = background.channel
 
     def write() -> None:  # the ranks hear here, not while training waits, of one that had no memory for its copy
         write_snapshot(run_together(channel, copied.result, snapshot.remove), channel, quiet=True)
@@ -145,10 +147,11 @@ def load_state(
     """Load what :func:`save_state` wrote, on any number of ranks, into the optimizer's buffers. All ranks call.
 
     Each rank reads what it will hold: first to verify it, before anything is changed, and then once more, verified
-    again, into the optimizer's memory, so that a load takes no memory of its own. On as many ranks as saved it, the run
-    goes on bit for bit. On another number moments, variances, master weights and steps are exact too; server errors
-    stay with their elements; what was each rank's own (worker errors, and 0/1 Adam's momentum, update and parameters
-    inside a local interval) becomes its mean over the ranks that saved it.
+    again, into the optimizer's memory: state that is there already takes none beside it (but FusedAdam's outside a
+    ZeroOptimizer, and what another optimizer saved). On as many ranks as saved it, the run goes on bit for bit. On
+    another number moments, variances, master weights and steps are exact too; server errors stay with their elements;
+    what was each rank's own (worker errors, and 0/1 Adam's momentum, update and parameters inside a local interval)
+    becomes its mean over the ranks that saved it.
 
     Args:
         optimizer: The optimizer, made as the saved one was. A ZeroOptimizer may be of another stage and other sizes of

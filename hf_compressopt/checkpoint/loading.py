@@ -215,14 +215,17 @@ class _Found:
         ranks = self.communicator.world_size
 
         def read(tensor: StateTensor) -> None:
-            self.stored.read(_wanted(tensor), ranks, self.files, tensor.local.detach().view(-1))
+            local = tensor.local.detach()
+            values = local.view(-1) if local.is_contiguous() else torch.empty(local.numel(), dtype=local.dtype)
+            self.stored.read(_wanted(tensor), ranks, self.files, values)
+            if not local.is_contiguous():
+                local.copy_(values.view(local.shape))
 
         try:
             self._each("loading", read)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}; it was whole when checked; the state is half loaded: load again"
-            ) from error
+        except Exception as error:
+            told = error if isinstance(error, CheckpointError) else f"{self.path}: {type(error).__name__}: {error}"
+            raise CheckpointError(f"{told}: all was well before, and the state is half loaded; load again") from error
 
     def _each(self, doing: str, action: Callable[[StateTensor], None]) -> None:
         nbytes = sum(tensor.local.nbytes for tensor in self.tensors)

@@ -113,6 +113,9 @@ class PlainState:
             key, _, name = full.partition("/")
             of_parameter.setdefault(name, []).append(key)
         self._read, wanted = [], []
+        # what has a say of its own at a load may refuse it, when the state must be as it was
+        in_place = type(self._optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        in_place = in_place and not self._optimizer._optimizer_load_state_dict_pre_hooks
         for (number, _, param, _), name in zip(self._params(), chain.from_iterable(names), strict=True):
             for key in of_parameter.get(name, []):
                 dtype, shape = described[f"{key}/{name}"]
@@ -120,9 +123,7 @@ class PlainState:
                     raise ValueError(f"it has a master copy of {name}, and an optimizer without ZeRO no place for it")
                 if shape != tuple(param.shape) and not key.startswith((SCALAR, NUMBER)):
                     raise ValueError(f"{key}/{name} has shape {list(shape)}, the parameter {list(param.shape)}")
-                live = self._optimizer.state.get(param, {}).get(
-                    key
-                )  # what has one value per parameter is called otherwise
+                live = self._optimizer.state.get(param, {}).get(key) if in_place else None
                 local = room_for(live, shape, dtype)
                 self._read.append((number, key, local))
                 wanted.append(StateTensor(f"{key}/{name}", shape, 0, local, True))

@@ -154,11 +154,19 @@ class ZeroState(ZeroGradients):
         if bucket.inner is None:
             return
         for name in element_state(state, piece):
-            state[name] = state[name].to(piece.tensor.device, self._layout.state_dtype or state[name].dtype)
+            state[name] = state[name].to(piece.tensor.device, self._dtype_of_state(state[name], piece))
         if state:
             bucket.inner.state[piece.tensor] = state
         else:
             bucket.inner.state.pop(piece.tensor, None)
+
+    def _dtype_of_state(self, value: Tensor, piece: Piece) -> torch.dtype:
+        """Where none was chosen: of torch's optimizers the weight's, as torch loads them; of others at least that."""
+        if self._layout.state_dtype is not None or not value.is_floating_point():
+            return self._layout.state_dtype or value.dtype
+        if self.optimizer_class.__module__.startswith("torch.optim."):
+            return piece.tensor.dtype
+        return torch.promote_types(value.dtype, piece.tensor.dtype)
 
     def _load_groups(self, saved: Sequence[dict[str, Any]]) -> None:
         """Take over hyperparameters, in place: schedulers keep hold of the groups."""
