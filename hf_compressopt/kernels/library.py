@@ -124,7 +124,8 @@ def _host_threads() -> int | None:
     """Address of GOMP_parallel of torch's OpenMP runtime; None where its threads are not there.
 
     They are awake when a kernel follows an operator, and would be in the way of others. A process that was forked from
-    one that had them has none, and the runtime does not know: it would wait for them for ever.
+    one that had them has none, and the runtime does not know: it would wait for them for ever. That they are there is
+    seen by the number of threads, once, at the first kernel on several: later there may be others.
     """
     if _forked or "OpenMP" not in torch.__config__.parallel_info():
         return None

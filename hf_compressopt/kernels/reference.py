@@ -117,13 +117,17 @@ def mean_of_messages(messages: Tensor, numel: int, scale_block: int | None) -> T
 
     Groups of four are summed, in rank order, and then the groups' sums, in order.
     """
-    total = None
-    for group in torch.split(messages, _GROUP):
-        part = decompress_message(group[0], numel, scale_block)
+
+    def sum_of(group: Tensor) -> Tensor:
+        total = decompress_message(group[0], numel, scale_block)
         for message in group[1:]:
-            part.add_(decompress_message(message, numel, scale_block))
-        total = part if total is None else total.add_(part)
-    assert total is not None
+            total.add_(decompress_message(message, numel, scale_block))
+        return total
+
+    first, *others = torch.split(messages, _GROUP)
+    total = sum_of(first)
+    for group in others:
+        total.add_(sum_of(group))
     return total.mul_(1.0 / messages.shape[0])
 
 
