@@ -5,17 +5,19 @@ STAMP  := $(VENV)/.installed
 TOOLS  := build/tools
 
 # Of the tests, those that a wheel must pass where it is installed: they need nothing of the tree but each other.
-WHEEL_TESTS := test_cli test_compressed_all_reduce test_onebit_adam test_checkpoint test_entry
+WHEEL_TESTS := test_cli.py collectives/test_compressed_all_reduce.py optim/test_onebit_adam.py \
+               checkpoint/test_checkpoint.py integrations/test_entry.py kernels optim/test_fused_adam.py
 
 # Those that run Trainer and Accelerate, for `make test-compat`.
-HOST_TESTS := test_trainer test_accelerate test_entry test_fused_adam_hosts test_zero_trainer test_zero_accelerate test_recipes
+HOST_TESTS := integrations
 COMPAT     := oldest newest
 
-.PHONY: help install kernels demo test test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean
+.PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
 	@echo "make test      the tests (real process groups, a real Trainer), under 12 minutes on 2 cores"
+	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them"
 	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs cmake and a C++ compiler; nvcc for CUDA)"
@@ -50,6 +52,10 @@ test: install
 	@echo "== tests =="
 	@$(VENV)/bin/python -m pytest tests
 
+test-full: install
+	@echo "== long tests: fuzz, stress, whole runs =="
+	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers --ignore=tests/gpu" -m full tests
+
 test-gpu: install
 	@echo "== tests that need a CUDA device =="
 	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers" tests/gpu
@@ -66,7 +72,7 @@ $(COMPAT:%=test-compat-%): test-compat-%: build/compat-%/.installed kernels
 	@echo "== Trainer and Accelerate tests, $* versions =="
 	@build/compat-$*/bin/python -m pip list --disable-pip-version-check 2>/dev/null \
 	    | grep -E "^(torch|transformers|accelerate|datasets|safetensors|xxhash) "
-	@env -u PYTHONPATH build/compat-$*/bin/python -m pytest $(HOST_TESTS:%=tests/%.py)
+	@env -u PYTHONPATH build/compat-$*/bin/python -m pytest $(HOST_TESTS:%=tests/%)
 
 test-compat: $(COMPAT:%=test-compat-%)
 
@@ -102,7 +108,7 @@ test-wheel:
 	@mkdir build/installed/tree && tar xzf dist/*.tar.gz --strip-components 1 -C build/installed/tree
 	@rm -r build/installed/tree/hf_compressopt
 	@env -u PYTHONPATH build/installed/bin/hf-compressopt env
-	@cd build/installed/tree && env -u PYTHONPATH ../bin/python -m pytest $(WHEEL_TESTS:%=tests/%.py) $(wildcard tests/test_native*.py tests/test_fused*.py)
+	@cd build/installed/tree && env -u PYTHONPATH ../bin/python -m pytest $(WHEEL_TESTS:%=tests/%)
 
 clean:
 	rm -rf $(VENV) demo build dist hf_compressopt/kernels/lib .pytest_cache .mypy_cache .ruff_cache

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import harness
+from tests.support import harness
 
 
 @pytest.fixture(scope="session", autouse=True)

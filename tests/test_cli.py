@@ -11,7 +11,7 @@ import torch
 
 import hf_compressopt
 from hf_compressopt import cli
-from tests.launching import environment, run
+from tests.support.launching import environment, run
 
 PACKAGE = Path(hf_compressopt.__file__).parent
 CLI = [sys.executable, "-m", "hf_compressopt.cli"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import check_wheel
-from tests.launching import REPO_ROOT
+from tests.support.launching import REPO_ROOT
 
 CAN_COMPILE = bool(shutil.which("cmake") and shutil.which("c++"))
 needs_compiler = pytest.mark.skipif(not CAN_COMPILE, reason="needs cmake and a C++ compiler")

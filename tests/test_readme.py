@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness import run_ranks
-from tests.launching import REPO_ROOT
-from tests.trainer_runs import same_on_all_ranks, use_accelerate
+from tests.support.harness import run_ranks
+from tests.support.launching import REPO_ROOT
+from tests.support.trainer_runs import same_on_all_ranks, use_accelerate
 
 README = REPO_ROOT / "README.md"
 RECIPES = sorted((REPO_ROOT / "recipes").glob("*/README.md"))

@@ -13,8 +13,8 @@ from torch import Tensor
 from hf_compressopt import FusedAdam, kernels
 from hf_compressopt.kernels import Average, Combination, Segment, library, native, reference
 from hf_compressopt.kernels.messages import chunk_message_nbytes
-from tests import kernel_cases as cases
-from tests.kernel_suite import (
+from tests.support import kernel_cases as cases
+from tests.support.kernel_suite import (
     test_adam,
     test_adam_of_all_dtypes,
     test_apply_adam,
@@ -205,7 +205,7 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
     script = (
-        "import torch; from tests import kernel_cases as c; from hf_compressopt.kernels import LambOptions\n"
+        "import torch; from tests.support import kernel_cases as c; from hf_compressopt.kernels import LambOptions\n"
         "d = torch.device('cuda', 0)\n"
         "for block in (None, 24, 1000, 4096, 20000): c.check_compress(d, 9001, 3, block, segments=7)\n"
         "for block in (None, 512, 4096): c.check_average_compress(d, 9001, 3, block)\n"

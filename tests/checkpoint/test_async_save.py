@@ -1,0 +1,232 @@
+"""Saves in the background: the state of the call, whatever the training does meanwhile; failures that nobody loses."""
+
+import json
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.checkpoint.test_checkpoint import make, train
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+OPTIMIZERS = ("OnebitAdam", "ZeroOneAdam", "ZeroOptimizer", "AdamW")
+
+
+@contextmanager
+def held_back() -> Iterator[threading.Event]:
+    """Inside, no shard is begun before the event is set."""
+    gate, allocate = threading.Event(), os.posix_fallocate
+
+    def wait_and_allocate(*args: Any) -> None:
+        assert gate.wait(30)
+        allocate(*args)
+
+    os.posix_fallocate = wait_and_allocate
+    try:
+        yield gate
+    finally:
+        gate.set()
+        os.posix_fallocate = allocate
+
+
+def made(name: str, world_size: int) -> tuple[list[nn.Parameter], Any]:
+    from hf_compressopt import ZeroOneAdam, ZeroOptimizer
+
+    if name == "OnebitAdam":
+        return make(world_size)
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(30, 7), (11,), (5, 3, 2), (1,)]]
+    if name == "ZeroOneAdam":
+        options: dict[str, Any] = {"var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+        return params, ZeroOneAdam(params, lr=1e-2, var_freeze_step=3, bucket_cap_mb=0.0003, scale_block=16, **options)
+    if name == "AdamW":
+        return params, torch.optim.AdamW(params, lr=1e-2)
+    return params, ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-2, bucket_cap_mb=0.0003)
+
+
+def step(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    if hasattr(optimizer, "plan"):
+        return train(rank, world_size, params, optimizer, steps)
+    for number in steps:
+        generator = torch.Generator().manual_seed(number)
+        torch.stack([(p * torch.randn(p.shape, generator=generator)).sum() for p in params]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return None
+
+
+def contents(folder: Path) -> tuple[dict[str, Any], list[Any]]:
+    """A checkpoint without what differs between two saves of the same."""
+    index = json.loads((folder / "compressopt.index.json").read_text())
+    shards = [load_file(folder / shard["file"]) for shard in index["shards"]]
+    for key in ("save_id", "shards"):
+        del index[key]
+    return index, [{key: tensor.tolist() for key, tensor in shard.items()} for shard in shards]
+
+
+def save_both_ways(rank: int, world_size: int, name: str, directory: str) -> None:
+    from hf_compressopt import async_save_state, save_state
+
+    params, optimizer = made(name, world_size)
+    folder = Path(directory)
+    for number in range(2):  # the second time in memory that the first one had
+        with held_back() as gate:
+            step(rank, world_size, params, optimizer, range(5 * number, 5 * number + 3))
+            gate.set()
+            save_state(optimizer, folder / f"now{number}")
+            gate.clear()
+            pending = async_save_state(optimizer, folder / f"later{number}")
+            if rank == 0:
+                gate.set()  # it waits for the other in the background while both train
+            step(rank, world_size, params, optimizer, range(5 * number + 3, 5 * number + 5))
+            assert not pending.done() and not (folder / f"later{number}" / "compressopt.index.json").exists()
+            gate.set()
+            pending.result()
+        assert pending.done()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_saved_is_the_state_of_the_call(name: str, tmp_path: Path) -> None:
+    run_ranks(2, save_both_ways, name, str(tmp_path))
+    for number in range(2):
+        assert contents(tmp_path / f"later{number}") == contents(tmp_path / f"now{number}")
+    assert contents(tmp_path / "now0")[1] != contents(tmp_path / "now1")[1]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def save_on_and_on(rank: int, world_size: int, directory: str) -> list[int]:
+    from hf_compressopt import async_save_state, load_state
+    from hf_compressopt.checkpoint.io import _BACKGROUNDS
+
+    params, optimizer = make(world_size)
+    steps, rooms = [], []
+    with held_back() as gate:
+        gate.set()
+        for number in range(3):  # nobody asks for their results
+            train(rank, world_size, params, optimizer, range(3 * number, 3 * number + 3))
+            async_save_state(optimizer, directory)
+            rooms.append({tensor.data_ptr() for tensor in _BACKGROUNDS[optimizer].copy._room.values()})
+        gate.clear()
+        _, other = make(world_size)
+        threading.Timer(0.2, gate.set).start()
+        async_save_state(optimizer, directory)
+        dist.destroy_process_group()  # nor does it need the group of the training any more
+    _, other = make(1) if rank == 0 else (None, None)
+    if other is not None:
+        load_state(other, directory)  # waits for the last one, although it is another optimizer's
+        steps.append(other.metrics()["step"])
+    assert rooms[0] - {0} <= rooms[2] and len(threading.enumerate()) == threading.active_count()
+    return steps
+
+
+def test_the_next_save_and_a_load_wait_and_memory_is_used_again(tmp_path: Path) -> None:
+    assert run_ranks(2, save_on_and_on, str(tmp_path))[0] == [9]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 3 and names[0].endswith("-of-00002.safetensors") and names[2] == "compressopt.index.json"
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """No file may grow beyond this many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def fail_in_the_background(rank: int, world_size: int, directory: str, then: str) -> None:
+    from hf_compressopt import async_save_state, load_state, save_state, wait_for_saves
+
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(4))
+    save_state(optimizer, directory)
+    train(rank, world_size, params, optimizer, range(4, 6))
+    before = {path.name for path in Path(directory).iterdir()}
+    dist.barrier()
+    with held_back() as gate:
+        pending = async_save_state(optimizer, directory)  # sees nothing of it yet
+        if rank == 1:
+            with no_room():
+                gate.set()
+                pending._thread.join()
+        gate.set()
+    pending._thread.join()
+    dist.barrier()  # each removes its own
+    assert {path.name for path in Path(directory).iterdir()} == before
+    try:
+        {
+            "result": pending.result,
+            "save": lambda: save_state(optimizer, directory + "-other"),
+            "async save": lambda: async_save_state(optimizer, directory + "-other"),
+            "load": lambda: load_state(optimizer, directory),
+            "wait": wait_for_saves,
+        }[then]()
+    finally:
+        assert optimizer.metrics()["step"] == 6 and not Path(directory + "-other").exists()
+        wait_for_saves()  # it is told once
+        load_state(optimizer, directory)
+        assert optimizer.metrics()["step"] == 4
+        async_save_state(optimizer, directory).result()
+
+
+@pytest.mark.parametrize("then", ["result", "save", "async save", "load", "wait"])
+def test_a_failure_is_raised_on_all_ranks_at_what_comes_next(then: str, tmp_path: Path) -> None:
+    errors = run_ranks_expecting_error(2, fail_in_the_background, str(tmp_path / "checkpoint"), then)
+    assert errors[0].startswith("OSError: another rank failed") and "rank 1: OSError" in errors[0], errors
+    assert errors[1].startswith("OSError: [Errno 27] File too large: '") and ".tmp'" in errors[1], errors
+
+
+def save_into_a_file(rank: int, world_size: int, directory: str) -> None:
+    from hf_compressopt import async_save_state
+
+    _, optimizer = make(world_size)
+    async_save_state(optimizer, directory if rank else f"{directory}/file/checkpoint")
+
+
+def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    errors = run_ranks_expecting_error(2, save_into_a_file, str(tmp_path))
+    assert "Not a directory" in errors[0] and "another rank failed" in errors[1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def save_without_memory(rank: int, world_size: int, directory: str) -> None:
+    """Rank 1 has none for its copy: all hear of it at the end, and of the earlier checkpoint nothing is lost."""
+    from hf_compressopt import async_save_state, load_state, save_state
+    from hf_compressopt.checkpoint.saving import HostCopy
+
+    def take(*_: Any) -> Any:
+        raise MemoryError("no room for a copy")
+
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(3))
+    save_state(optimizer, directory)
+    take_copy = HostCopy.take
+    if rank == 1:
+        HostCopy.take = take  # type: ignore[method-assign]
+    try:
+        pending = async_save_state(optimizer, directory)
+        train(rank, world_size, params, optimizer, range(3, 5))  # nobody waits for anybody
+        with pytest.raises(MemoryError if rank == 1 else OSError, match="no room for a copy"):
+            pending.result()
+    finally:
+        HostCopy.take = take_copy  # type: ignore[method-assign]
+    load_state(optimizer, directory)
+    assert optimizer.metrics()["step"] == 3
+    async_save_state(optimizer, directory).result()
+
+
+def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(tmp_path: Path) -> None:
+    run_ranks(2, save_without_memory, str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 3

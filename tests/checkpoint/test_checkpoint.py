@@ -1,0 +1,589 @@
+"""save_state and load_state: exact, whole or refused, and nothing changed by a refusal."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+SHAPES = [(30, 7), (11,), (0, 4), (5, 3, 2), (1,)]
+FREEZE, STEPS = 3, 8
+
+
+def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    import hf_compressopt
+
+    torch.manual_seed(0)
+    optimizer_class = getattr(hf_compressopt, options.pop("optimizer", "OnebitAdam"))
+    named = [(f"layer.{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
+    mask = (torch.arange(7) < 5).float()
+    groups = [
+        {"params": named[:1], "exp_avg_mask": mask},
+        {"params": named[1:-1], "weight_decay": 0.1},
+        {"params": named[-1:], "non_freeze": True},
+    ]
+    settings = {"lr": 1e-2, "freeze_step": FREEZE, "bucket_cap_mb": 0.0003, "scale_block": 16, **options}
+    return [p for _, p in named], optimizer_class(groups, **settings)
+
+
+def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    import torch.distributed as dist
+
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+            if optimizer.plan.reduce_grads:
+                p.grad.mul_(1 / world_size)
+                dist.all_reduce(p.grad)
+        optimizer.step()
+
+
+def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
+    own = optimizer.state_dict()["compressopt"]
+    moments = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq", "step")]
+    return [t.detach().clone() for t in [*params, *moments, *own["worker_error"], *own["server_error"]]]
+
+
+def save_and_go_on(rank: int, world_size: int, directory: str, at: int) -> list[Tensor]:
+    from hf_compressopt import save_state
+
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(at))
+    save_state(optimizer, directory)
+    torch.save([p.detach() for p in params], f"{directory}/params-{rank}.pt")
+    train(rank, world_size, params, optimizer, range(at, STEPS))
+    return everything(params, optimizer)
+
+
+def resume(rank: int, world_size: int, directory: str, at: int) -> list[Tensor]:
+    from hf_compressopt import load_state, save_state
+
+    params, optimizer = make(world_size)
+    optimizer.param_groups[0].pop("exp_avg_mask")  # the mask comes back with the checkpoint
+    load_state(optimizer, directory)
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / at
+    save_state(optimizer, directory + "-again")  # right after the load
+    load_state(optimizer, directory + "-again")
+    with torch.no_grad():
+        for p, saved in zip(params, torch.load(f"{directory}/params-{rank}.pt"), strict=True):
+            p.copy_(saved)
+    train(rank, world_size, params, optimizer, range(at, STEPS))
+    return everything(params, optimizer)
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.invariant(23)
+@pytest.mark.invariant(31)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("at", [2, FREEZE, 6])
+def test_resume_is_the_uninterrupted_run(world_size: int, at: int, tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    whole = run_ranks(world_size, save_and_go_on, directory, at)
+    resumed = run_ranks(world_size, resume, directory, at)
+    for before, after in zip(whole, resumed, strict=True):
+        assert len(before) == len(after)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    if world_size > 1:
+        assert any(error.any() for error in whole[0][-2:]), "no error feedback was at work"
+
+
+def save_twice(rank: int, world_size: int, directory: str) -> None:
+    from hf_compressopt import save_state
+
+    params, optimizer = make(world_size)
+    for at in (4, 6):
+        train(rank, world_size, params, optimizer, range(at - 2, at))
+        save_state(optimizer, directory)
+
+
+def save_two_runs(rank: int, world_size: int, directory: str) -> None:
+    save_twice(rank, world_size, f"{directory}/one")
+    save_twice(rank, world_size, f"{directory}/other")
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(2, save_two_runs, str(folder))
+    return folder
+
+
+@pytest.fixture
+def saved(two_runs: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(two_runs / "one", tmp_path / "saved")
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "compressopt.index.json").read_text())
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    (folder / "compressopt.index.json").write_text(json.dumps(index))
+
+
+def test_the_files_are_those_of_the_last_save_and_open_with_safetensors(saved: Path) -> None:
+    index = read_index(saved)
+    names = sorted(path.name for path in saved.iterdir())
+    assert names == sorted(["compressopt.index.json", *(shard["file"] for shard in index["shards"])])
+    assert index["header"]["step"] == 4 and index["header"]["world_size"] == 2
+    seen: set[str] = set()
+    for shard in index["shards"]:
+        with safe_open(saved / shard["file"], framework="pt") as file:
+            seen |= set(file.keys())
+            assert file.metadata()["save_id"] == index["save_id"]
+    assert {"exp_avg/layer.0", "exp_avg_sq/layer.3", "worker_error/group0/rank1"} <= seen
+
+
+def load_and_compare(rank: int, world_size: int, directory: str, options: dict[str, Any]) -> None:
+    """Load into an optimizer that has state; whatever happens, it must be unchanged after an error."""
+    from hf_compressopt import load_state
+
+    params, optimizer = make(world_size, **options)
+    train(rank, world_size, params, optimizer, range(5))
+    before, step = everything(params, optimizer), optimizer.metrics()["step"]
+    try:
+        load_state(optimizer, directory)
+    finally:
+        after = everything(params, optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the state was changed"
+        assert optimizer.metrics()["step"] == step
+
+
+def truncate(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][1]["file"]
+    os.truncate(file, file.stat().st_size - 5)
+    return file.name
+
+
+def flip_a_bit(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][0]["file"]
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 4
+    file.write_bytes(bytes(data))
+    return file.name
+
+
+def remove_a_shard(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][1]["file"]
+    file.unlink()
+    return file.name
+
+
+def swap_the_shards(folder: Path) -> str:
+    first, second = (folder / shard["file"] for shard in read_index(folder)["shards"])
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    return "compressopt-"
+
+
+def shard_of_another_save(folder: Path) -> str:
+    index = read_index(folder)
+    index["save_id"] = "0123456789abcdef"
+    write_index(folder, index)
+    return index["shards"][0]["file"]
+
+
+def damage_the_header(folder: Path) -> str:
+    file = folder / read_index(folder)["shards"][0]["file"]
+    data = bytearray(file.read_bytes())
+    data[:8] = (2**40).to_bytes(8, "little")
+    file.write_bytes(bytes(data))
+    return file.name
+
+
+def shard_of_another_run(folder: Path) -> str:
+    """One of the same size, with the same tensors."""
+    file = folder / read_index(folder)["shards"][1]["file"]
+    other = folder.parents[1] / "runs0" / "other"
+    assert other.is_dir()
+    shutil.copy(other / read_index(other)["shards"][1]["file"], file)
+    return file.name
+
+
+def name_the_shards_in_another_order(folder: Path) -> str:
+    index = read_index(folder)
+    index["shards"].reverse()
+    write_index(folder, index)
+    return index["shards"][0]["file"]
+
+
+def change_shard(number: int, change: Callable[[bytes], bytes]) -> Callable[[Path], str]:
+    """A shard that was changed by someone who told the index its new size."""
+
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        file = folder / index["shards"][number]["file"]
+        file.write_bytes(change(file.read_bytes()))
+        index["shards"][number]["bytes"] = file.stat().st_size
+        write_index(folder, index)
+        return file.name
+
+    return damage
+
+
+def in_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    def changed(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+    return changed
+
+
+def entry_of(header: dict[str, Any], number: int = 0) -> dict[str, Any]:
+    """The entry of a shard's tensor of more than one element, in the order of their bytes."""
+    entries = [entry for key, entry in header.items() if key != "__metadata__" and len(entry["shape"]) > 0]
+    return sorted(
+        (e for e in entries if e["data_offsets"][1] > e["data_offsets"][0] + 8), key=lambda e: e["data_offsets"]
+    )[number]
+
+
+def overlap(header: dict[str, Any]) -> None:
+    entry_of(header, 1)["data_offsets"] = entry_of(header)["data_offsets"]
+    entry_of(header, 1)["shape"] = entry_of(header)["shape"]
+
+
+def out_of_range(header: dict[str, Any]) -> None:
+    entry = entry_of(header, -1)
+    entry["data_offsets"] = [offset + 4 for offset in entry["data_offsets"]]
+
+
+def negative(header: dict[str, Any]) -> None:
+    entry = entry_of(header)
+    entry["data_offsets"] = [offset - 8 for offset in entry["data_offsets"]]
+
+
+def other_dtype(header: dict[str, Any]) -> None:
+    entry_of(header)["dtype"] = "I32"
+
+
+def other_shape(header: dict[str, Any]) -> None:
+    entry_of(header)["shape"].append(1)
+
+
+def unknown_dtype(header: dict[str, Any]) -> None:
+    entry_of(header)["dtype"] = "F99"
+
+
+def no_offsets(header: dict[str, Any]) -> None:
+    del entry_of(header)["data_offsets"]
+
+
+def huge_shape(header: dict[str, Any]) -> None:
+    entry_of(header)["shape"] = [2**62, 2**62]
+
+
+def no_metadata(header: dict[str, Any]) -> None:
+    del header["__metadata__"]
+
+
+def header_over_the_cap(folder: Path) -> str:
+    """In a file that is long enough for it, and as long as the index says."""
+    index = read_index(folder)
+    file = folder / index["shards"][0]["file"]
+    with open(file, "r+b") as opened:
+        opened.write((100_000_001).to_bytes(8, "little"))
+        opened.truncate(200_000_000)  # takes no room on the disk
+    index["shards"][0]["bytes"] = 200_000_000
+    write_index(folder, index)
+    return file.name
+
+
+def name_a_file(name: str) -> Callable[[Path], str]:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        index["shards"][0]["file"] = name.format(folder=folder, file=index["shards"][0]["file"])
+        write_index(folder, index)
+        return "compressopt.index.json names the shard"
+
+    return damage
+
+
+def in_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], str]:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        change(index)
+        write_index(folder, index)
+        return "compressopt.index.json"
+
+    return damage
+
+
+def longer_piece(index: dict[str, Any]) -> None:
+    """A range that goes beyond the end of its shard, in a tensor to match."""
+    entry = index["tensors"]["exp_avg/layer.1"]
+    entry["shape"] = [10**9]
+    entry["pieces"][0]["stop"] = 10**9
+
+
+def transposed(index: dict[str, Any]) -> None:
+    index["tensors"]["exp_avg/layer.0"]["shape"].reverse()
+
+
+def mask_of_another_shape(index: dict[str, Any]) -> None:
+    index["tensors"]["exp_avg_mask/group0"]["shape"] = [7, 1]
+
+
+def tensor_of_nobody(index: dict[str, Any]) -> None:
+    index["tensors"]["optimizer/abc"] = index["tensors"].pop("step/group0")
+
+
+def one_error_less(index: dict[str, Any]) -> None:
+    del index["tensors"]["worker_error/group0/rank1"]
+
+
+def deep(folder: Path) -> str:
+    (folder / "compressopt.index.json").write_text("[" * 200_000)
+    return "compressopt.index.json"
+
+
+def overlap_the_pieces(folder: Path) -> str:
+    index = read_index(folder)
+    entry = next(entry for entry in index["tensors"].values() if len(entry["pieces"]) > 1)
+    entry["pieces"][1]["start"] -= 1
+    write_index(folder, index)
+    return "compressopt.index.json"
+
+
+def cut_the_index(folder: Path) -> str:
+    text = (folder / "compressopt.index.json").read_text()
+    (folder / "compressopt.index.json").write_text(text[: len(text) // 2])
+    return "compressopt.index.json"
+
+
+def index_with(**values: Any) -> Any:
+    def damage(folder: Path) -> str:
+        write_index(folder, {**read_index(folder), **values})
+        return "compressopt.index.json"
+
+    return damage
+
+
+def wrong_dtype(folder: Path) -> str:
+    index = read_index(folder)
+    index["tensors"]["exp_avg/layer.0"]["dtype"] = "float64"
+    write_index(folder, index)
+    return "compressopt.index.json"
+
+
+def header_without_schedule(folder: Path) -> str:
+    index = read_index(folder)
+    del index["header"]["schedule"]
+    write_index(folder, index)
+    return "compressopt.index.json"
+
+
+def header_with(key: str, value: Any) -> Any:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        place = index["header"] if key in index["header"] else index["header"]["schedule"]
+        place = place if key in place else index["header"]["param_groups"][0]
+        place[key] = value
+        write_index(folder, index)
+        return "compressopt.index.json"
+
+    damage.__name__ = f"{key}_{value}"
+    return damage
+
+
+HOSTILE = [
+    header_without_schedule,
+    header_with("freeze_step", -5),
+    header_with("step", "7"),
+    header_with("betas", [2, 3]),
+    header_with("lr", "abc"),
+    header_with("stage", "abc"),
+    header_with("world_size", 3),
+    header_with("world_size", "2"),
+    header_with("param_groups", [1, 2, 3]),
+    truncate,
+    flip_a_bit,
+    remove_a_shard,
+    swap_the_shards,
+    shard_of_another_save,
+    shard_of_another_run,
+    name_the_shards_in_another_order,
+    damage_the_header,
+    header_over_the_cap,
+    overlap_the_pieces,
+    cut_the_index,
+    deep,
+    wrong_dtype,
+]
+NAMED = {
+    "a later format": index_with(version=99),
+    "an unknown checksum": index_with(checksum="md5"),
+    "a checksum that is no name": index_with(checksum=["xxh3_128"]),
+    "blocks too big for memory": index_with(block_bytes=1 << 60),
+    "blocks of no bytes": index_with(block_bytes=0),
+    "a file in the folder above": name_a_file("../{file}"),
+    "a file deeper": name_a_file("./{file}"),
+    "an absolute path": name_a_file("{folder}/{file}"),
+    "the folder itself": name_a_file("."),
+    "no file": name_a_file(""),
+    "two names": name_a_file("{file}\n"),
+    "truncated, and the index knows": change_shard(1, lambda data: data[:-4]),
+    "longer": change_shard(0, lambda data: data + b"more"),
+    "a header that is no JSON": change_shard(0, lambda data: data[:8] + b"}" + data[9:]),
+    "overlapping offsets": change_shard(0, in_header(overlap)),
+    "offsets out of range": change_shard(1, in_header(out_of_range)),
+    "negative offsets": change_shard(0, in_header(negative)),
+    "no offsets": change_shard(0, in_header(no_offsets)),
+    "another dtype": change_shard(0, in_header(other_dtype)),
+    "an unknown dtype": change_shard(0, in_header(unknown_dtype)),
+    "another shape": change_shard(0, in_header(other_shape)),
+    "a huge shape": change_shard(0, in_header(huge_shape)),
+    "no metadata": change_shard(1, in_header(no_metadata)),
+    "a piece beyond its shard": in_index(longer_piece),
+    "a transposed tensor": in_index(transposed),
+    "a mask that does not fit": in_index(mask_of_another_shape),
+    "a tensor that no optimizer has": in_index(tensor_of_nobody),
+    "an error that is missing": in_index(one_error_less),
+}
+HOSTILE += [pytest.param(damage, id=name) for name, damage in NAMED.items()]
+ON_OTHER_RANKS = [flip_a_bit, remove_a_shard, NAMED["an error that is missing"], NAMED["another dtype"]]
+
+
+@pytest.mark.invariant(27)
+@pytest.mark.parametrize("damage", HOSTILE, ids=lambda damage: damage.__name__)
+def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any, saved: Path) -> None:
+    file = damage(saved)
+    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {})
+    assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
+
+
+def damage_after_check(rank: int, world_size: int, directory: str) -> None:
+    """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
+    from hf_compressopt import load_state
+    from hf_compressopt.checkpoint import loading
+
+    together, turns = loading.run_together, []
+
+    def between(communicator: Any, action: Any, **options: Any) -> Any:
+        if getattr(action, "__name__", "") == "read":
+            turns.append(action)
+            if rank == 0:
+                flip_a_bit(Path(directory))
+            communicator.all_gather_object(None)
+        return together(communicator, action, **options)
+
+    _, optimizer = make(world_size)
+    loading.run_together = between
+    try:
+        load_state(optimizer, directory)
+    finally:
+        loading.run_together = together
+        assert len(turns) == 1
+
+
+@pytest.mark.invariant(27)
+def test_what_is_damaged_between_check_and_load_is_not_loaded_silently(saved: Path) -> None:
+    errors = run_ranks_expecting_error(2, damage_after_check, str(saved))
+    assert all("is damaged" in text and "the state is half loaded" in text for text in errors.values()), errors
+
+
+@pytest.mark.invariant(27)
+@pytest.mark.parametrize("damage", ON_OTHER_RANKS, ids=["a bit", "no shard", "no error", "dtype"])
+def test_it_is_refused_on_another_number_of_ranks_too(damage: Any, saved: Path) -> None:
+    file = damage(saved)
+    errors = run_ranks_expecting_error(3, load_and_compare, str(saved), {})
+    assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"optimizer": "OnebitLamb"}, "this optimizer is OnebitLamb"),
+        ({"shapes": [(30, 7), (12,), (0, 4), (5, 3, 2), (1,)]}, "another model"),
+        ({"shapes": [(30, 7), (11,), (5, 3, 2), (1,)]}, "another model"),
+        ({"bucket_cap_mb": 0.001}, "bucket_cap_mb=0.000"),
+    ],
+    ids=["optimizer", "shape", "count", "buckets"],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str, saved: Path) -> None:
+    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), options)
+    assert all("compressopt.index.json" in text and expected in text for text in errors.values()), errors
+
+
+def save_without_room(rank: int, world_size: int, directory: str) -> None:
+    from hf_compressopt import save_state
+
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(6))
+    if rank == 1:  # its disk is full: no file may grow beyond this many bytes
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, resource.RLIM_INFINITY))
+    try:
+        save_state(optimizer, directory)
+    finally:
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_earlier_checkpoint(saved: Path) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    errors = run_ranks_expecting_error(2, save_without_room, str(saved))
+    assert "another rank failed" in errors[0] and "File too large" in errors[1], errors
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    run_ranks(2, resume_only, str(saved))
+
+
+def resume_only(rank: int, world_size: int, directory: str) -> None:
+    from hf_compressopt import load_state
+
+    _, optimizer = make(world_size)
+    load_state(optimizer, directory)
+    assert optimizer.metrics()["step"] == 4
+
+
+def test_names_that_occur_twice_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    from hf_compressopt import OnebitAdam, save_state
+
+    modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizer = OnebitAdam([{"params": list(module.named_parameters())} for module in modules])
+    with pytest.raises(ValueError, match="4 trainable parameters, got 4 names, 2 different ones: give names"):
+        save_state(optimizer, tmp_path / "checkpoint")
+    assert not (tmp_path / "checkpoint").exists()
+    save_state(optimizer, tmp_path / "checkpoint", names=["a", "b", "c", "d"])
+    assert "exp_avg/c" in read_index(tmp_path / "checkpoint")["tensors"]
+
+
+@pytest.mark.invariant(31)
+def test_a_mask_of_one_element_survives(tmp_path: Path) -> None:
+    from hf_compressopt import OnebitAdam, load_state, save_state
+
+    saved, loaded = (OnebitAdam([("p", nn.Parameter(torch.zeros(3)))]) for _ in range(2))
+    saved.param_groups[0]["exp_avg_mask"] = torch.full((1,), 0.5)
+    save_state(saved, tmp_path)
+    load_state(loaded, tmp_path)
+    assert torch.equal(loaded.param_groups[0]["exp_avg_mask"], torch.full((1,), 0.5))
+
+
+def test_the_advice_on_buckets_can_be_followed(saved: Path) -> None:
+    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {"bucket_cap_mb": 0.001})
+    advice = float(errors[0].rsplit("bucket_cap_mb=", 1)[1])
+    run_ranks(2, load_with_buckets, str(saved), advice)
+
+
+def load_with_buckets(rank: int, world_size: int, directory: str, bucket_cap_mb: float) -> None:
+    from hf_compressopt import load_state
+
+    _, optimizer = make(world_size, bucket_cap_mb=bucket_cap_mb)
+    load_state(optimizer, directory)
+    assert optimizer.metrics()["step"] == 4

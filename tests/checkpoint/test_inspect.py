@@ -1,0 +1,166 @@
+"""`hf-compressopt inspect`: what a checkpoint holds, and whether it is whole, with an exit code for scripts."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_compressopt import cli
+from tests.support.harness import run_ranks
+from tests.support.launching import environment
+
+CLI = [sys.executable, "-m", "hf_compressopt.cli", "inspect"]
+
+
+def save_two(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import OnebitAdam, ZeroOptimizer, save_state
+
+    p, q = nn.Parameter(torch.zeros(30, 7)), nn.Parameter(torch.zeros(11))
+    save_state(OnebitAdam([("p", p), ("q", q)], lr=0.5), folder)
+    optimizer = ZeroOptimizer([{"params": [("p", p)]}, {"params": [("q", q)]}], torch.optim.AdamW)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    optimizer.step()
+    save_state(optimizer, folder, prefix="compressopt_1")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, save_two, str(folder))
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "copied")
+
+
+def inspect(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = cli.main(["inspect", *arguments])
+    return code, capsys.readouterr().out
+
+
+def as_json(folder: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[dict[str, Any]]]:
+    code, text = inspect(str(folder), "--json", *arguments, capsys=capsys)
+    return code, json.loads(text)
+
+
+def test_it_tells_what_is_inside(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, (onebit, zero) = as_json(saved, capsys=capsys)
+    assert code == 0 and onebit["problems"] == zero["problems"] == []
+    assert (onebit["optimizer"], onebit["step"], onebit["stage"], onebit["ranks"]) == ("OnebitAdam", 0, "warmup", 2)
+    assert (zero["optimizer"], zero["step"], zero["stage"], zero["ranks"]) == ("ZeroOptimizer(AdamW)", 1, 2, 2)
+    for facts in (onebit, zero):
+        assert (facts["parameters"], facts["elements"]) == (2, 221)
+        assert [shard["bytes"] for shard in facts["shards"]] == [
+            (saved / s["file"]).stat().st_size for s in facts["shards"]
+        ]
+        assert facts["bytes"] == sum(shard["bytes"] for shard in facts["shards"])
+        assert all(shard["whole"] for shard in facts["shards"])
+    assert (onebit["groups"], zero["groups"]) == (1, 2)
+    assert onebit["header"]["param_groups"][0]["lr"] == 0.5
+    moment = {"dtype": "float32", "shape": [30, 7], "bytes": 840}
+    assert zero["tensors"]["exp_avg/p"] == {**moment, "shards": [0, 1]}
+    assert {**onebit["tensors"]["exp_avg/p"], "shards": None} == {**moment, "shards": None}
+    assert onebit["tensors"]["server_error/group0"]["shards"] == [0, 1]
+
+
+def test_it_says_the_same_to_people(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = inspect(str(saved), capsys=capsys)
+    first, second = text.split("\n\n")
+    assert code == 0
+    assert first.startswith(f"{saved}/compressopt.index.json: whole (sizes and headers; --verify reads every byte)\n")
+    for line in (
+        "  optimizer   OnebitAdam",
+        "  saved by    2 rank(s)",
+        "  parameters  2 in 1 group(s), 221 elements",
+        "    exp_avg       float32               884 bytes in 2 tensor(s)",
+        "    worker_error  float32             1,768 bytes in 2 tensor(s)",
+    ):
+        assert line in first.splitlines(), first
+    assert "  stage       2" in second.splitlines()
+    assert (
+        inspect(str(saved), "--verify", "--prefix", "compressopt_1", capsys=capsys)[1].count("every byte was read") == 1
+    )
+
+
+def test_it_needs_no_torch(saved: Path) -> None:
+    code = (
+        "import sys; from hf_compressopt import cli; code = cli.main(sys.argv[1:]); "
+        "print([name for name in ('torch', 'safetensors', 'numpy') if name in sys.modules], file=sys.stderr); "
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, "inspect", str(saved), "--verify"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0 and done.stderr.strip() == "[]", done.stderr
+
+
+def flip_a_bit(folder: Path, shard: Path) -> None:
+    data = bytearray(shard.read_bytes())
+    data[-2] ^= 1
+    shard.write_bytes(bytes(data))
+
+
+def rename_a_tensor(folder: Path, shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes().replace(b"exp_avg/", b"exp_abc/"))
+
+
+def lengthen(folder: Path, shard: Path) -> None:
+    shard.write_bytes(shard.read_bytes() + b"0")
+
+
+def remove(folder: Path, shard: Path) -> None:
+    shard.unlink()
+
+
+def cut_the_index(folder: Path, shard: Path) -> None:
+    index = folder / "compressopt.index.json"
+    index.write_text(index.read_text()[:-30])
+
+
+@pytest.mark.parametrize(
+    ("damage", "verify", "said"),
+    [
+        (flip_a_bit, True, "is damaged: the checksum of"),
+        (flip_a_bit, False, None),
+        (rename_a_tensor, False, "has no tensor 'exp_avg/"),
+        (lengthen, False, "the index says"),
+        (remove, False, "is missing"),
+        (cut_the_index, False, "compressopt.index.json is not readable as JSON"),
+    ],
+)
+def test_damage_is_told_with_exit_code_1(
+    damage: Any, verify: bool, said: str | None, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, (facts, _) = as_json(copied, capsys=capsys)
+    shard = copied / facts["shards"][0]["file"]
+    damage(copied, shard)
+    options = ["--verify"] if verify else []
+    code, (facts, other) = as_json(copied, *options, capsys=capsys)
+    assert other["problems"] == []
+    assert code == (0 if said is None else 1)
+    text = inspect(str(copied), *options, capsys=capsys)[1]
+    if said is not None:
+        (problem,) = facts["problems"]
+        assert said in problem and f"  PROBLEM: {problem}" in text.splitlines()
+        assert "DAMAGED" in text
+        if damage is not cut_the_index:
+            assert shard.name in problem
+            assert [entry["whole"] for entry in facts["shards"]] == [False, True]
+
+
+def test_what_is_no_checkpoint_has_exit_code_2(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text("{}")  # Trainer's, of a big model
+    for arguments in ([str(tmp_path)], [str(tmp_path / "nowhere")], [str(saved), "--prefix", "other"], []):
+        done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, env=environment())
+        assert done.returncode == 2 and "inspect" in done.stderr, done.stderr
+    assert (
+        "holds no checkpoint of hf_compressopt"
+        in subprocess.run([*CLI, str(tmp_path)], capture_output=True, text=True, env=environment()).stderr
+    )

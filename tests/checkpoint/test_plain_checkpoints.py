@@ -1,0 +1,162 @@
+"""Checkpoints cross over between ZeroOptimizer and the optimizer that it wraps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_compressopt import FusedAdam, Lamb, OnebitAdam, ZeroOptimizer, load_state, save_state
+from hf_compressopt.checkpoint.index import CheckpointError
+from tests.support.harness import run_ranks
+from tests.support.trainer_runs import use_accelerate
+
+SHAPES = [(37, 19), (61,), (), (0, 3), (5, 5)]
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "FusedAdam": (FusedAdam, {"lr": 0.01}),
+    "Lamb": (Lamb, {"lr": 0.01}),
+}
+
+
+def make(name: str, zero: bool, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    torch.manual_seed(0)
+    named = [(f"p{i}", nn.Parameter(torch.randn(shape), requires_grad=i != 1)) for i, shape in enumerate(SHAPES)]
+    groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.02}]
+    cls, settings = OPTIMIZERS[name]
+    params = [p for _, p in named]
+    return params, ZeroOptimizer(groups, cls, **settings, **options) if zero else cls(groups, **settings)
+
+
+def train(params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    """The same gradients on all ranks: two of them average to the very bits."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            grad = torch.randn(p.shape, generator=generator)
+            p.grad = grad if p.requires_grad else None
+        optimizer.step()
+
+
+def cross_over(rank: int, world_size: int, folder: str, name: str, first_is_zero: bool) -> list[bool]:
+    """Three steps of one, a save, a load by the other, three steps of both: is every bit of every parameter alike?"""
+    params, optimizer = make(name, first_is_zero)
+    train(params, optimizer, range(3))
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    save_state(optimizer, folder)
+    others, other = make(name, not first_is_zero)
+    with torch.no_grad():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+    load_state(other, folder)
+    assert [group["lr"] for group in other.param_groups] == [0.005, 0.01]
+    for made, its in ((optimizer, params), (other, others)):
+        train(its, made, range(3, 6))
+    return [torch.equal(p, q) for p, q in zip(params, others, strict=True)]
+
+
+@pytest.mark.invariant(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_next_steps_agree_after_crossing_over_either_way(name: str, tmp_path: Path) -> None:
+    for first_is_zero in (True, False):
+        for result in run_ranks(2, cross_over, str(tmp_path / str(first_is_zero)), name, first_is_zero):
+            assert result == [True] * len(SHAPES), first_is_zero
+
+
+def save_as(rank: int, world_size: int, folder: str, zero: bool) -> None:
+    params, optimizer = make("AdamW", zero)
+    train(params, optimizer, range(3))
+    save_state(optimizer, folder)
+
+
+def load_as(rank: int, world_size: int, folder: str, zero: bool) -> dict[str, Tensor]:
+    params, optimizer = make("AdamW", zero)
+    load_state(optimizer, folder)
+    if zero:
+        return {
+            f"{key}{i}": optimizer.get_full_state(params[i], key) for i in (0, 4) for key in ("exp_avg", "exp_avg_sq")
+        }
+    return {f"{key}{i}": optimizer.state[params[i]][key] for i in (0, 4) for key in ("exp_avg", "exp_avg_sq")}
+
+
+@pytest.mark.invariant(22)
+def test_they_cross_over_between_any_numbers_of_ranks(tmp_path: Path) -> None:
+    for saved_by, zero, loaded_by in ((3, True, 2), (1, False, 3)):
+        folder = str(tmp_path / f"{saved_by}")
+        run_ranks(saved_by, save_as, folder, zero)
+        same, other = run_ranks(saved_by, load_as, folder, zero)[0], run_ranks(loaded_by, load_as, folder, not zero)[0]
+        assert all(torch.equal(same[key], other[key]) and same[key].any() for key in same)
+
+
+@pytest.mark.invariant(27)
+def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    params, optimizer = make("AdamW", zero=False)
+    train(params, optimizer, range(2))
+    before = [value.clone() for p in params for value in optimizer.state.get(p, {}).values()]
+    halves = [("p", nn.Parameter(torch.ones(4, dtype=torch.bfloat16)))]
+    for folder, other in (
+        ("onebit", OnebitAdam([nn.Parameter(torch.ones(3))])),
+        ("sgd", make("SGD", zero=True)[1]),
+    ):
+        save_state(other, tmp_path / folder)
+        with pytest.raises(CheckpointError, match="compressopt.index.json does not fit"):
+            load_state(optimizer, tmp_path / folder)
+    save_state(ZeroOptimizer(halves, torch.optim.AdamW), tmp_path / "halves")
+    with pytest.raises(CheckpointError, match="master copy of p"):
+        load_state(torch.optim.AdamW(halves), tmp_path / "halves")
+    save_state(optimizer, tmp_path / "plain")
+    file = tmp_path / "plain" / "compressopt.index.json"
+    index = json.loads(file.read_text())
+    index["header"]["param_groups"][1]["lr"] = "much"
+    file.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="lr must be of the kind of"):
+        load_state(optimizer, tmp_path / "plain")
+    after = [value for p in params for value in optimizer.state.get(p, {}).values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def save_wrapped(rank: int, world_size: int, folder: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    use_accelerate(rank, world_size)
+    Accelerator(cpu=True)
+    optimizer = AcceleratedOptimizer(OnebitAdam([nn.Parameter(torch.ones(3))]))
+    save_state(optimizer, folder)
+    load_state(optimizer, folder)
+
+
+def test_accelerates_wrapper_is_looked_into(tmp_path: Path) -> None:
+    run_ranks(1, save_wrapped, str(tmp_path))
+    assert json.loads((tmp_path / "compressopt.index.json").read_text())["header"]["optimizer"] == "OnebitAdam"
+
+
+def test_what_the_optimizer_itself_refuses_changes_nothing(tmp_path: Path) -> None:
+    params, optimizer = make("AdamW", False)
+    for group in optimizer.param_groups:
+        group["amsgrad"] = True
+    train(params, optimizer, range(3))
+    save_state(optimizer, tmp_path)
+    others, fused = make("FusedAdam", False)
+    train(others, fused, range(2))
+    before = {name: {p: state[name].clone() for p, state in fused.state.items()} for name in ("exp_avg", "exp_avg_sq")}
+    with pytest.raises(ValueError, match="amsgrad must be False"):
+        load_state(fused, tmp_path)
+    for name, tensors in before.items():
+        assert all(torch.equal(fused.state[p][name], tensor) for p, tensor in tensors.items())
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("not today")
+
+    _, again = make("AdamW", False)
+    train(_, again, range(2))
+    kept = [state["exp_avg"].clone() for state in again.state.values()]
+    again.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(ValueError, match="not today"):
+        load_state(again, tmp_path)
+    assert all(torch.equal(state["exp_avg"], old) for state, old in zip(again.state.values(), kept, strict=True))

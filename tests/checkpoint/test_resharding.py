@@ -1,0 +1,445 @@
+"""Checkpoints saved by N ranks and loaded by M: what stays exact, what is averaged, and that training goes on."""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from hf_compressopt.checkpoint.reading import bytes_of
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+RANKS = (1, 2, 3, 4)
+SHAPES = [(15, 7), (11,), (0, 4), (5, 3, 2), (1,), (40,)]
+SAVED_AT, STEPS = 13, 24
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "OnebitAdam": {"freeze_step": 6},
+    "OnebitLamb": {"freeze_step": 6},
+    # at SAVED_AT the interval is 4 steps, and the ranks are in the middle of one
+    "ZeroOneAdam": {"var_freeze_step": 6, "var_update_scaler": 4, "local_step_scaler": 3, "local_step_clipper": 4},
+    "zero1": {"stage": 1, "reduce_bucket_size": 128},
+    "zero2": {"stage": 2, "reduce_bucket_size": 200},
+}
+# saved by, loaded by
+GOING_ON = [(1, 3), (2, 1), (3, 4), (4, 2)]
+GOING_BACK = [*GOING_ON, (3, 2), (4, 1)]
+COMPRESSED = [name for name in OPTIMIZERS if not name.startswith("zero")]
+
+
+def make(name: str, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    import hf_compressopt
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if name == "zero2" else torch.float32
+    named = [(f"layer.{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(SHAPES)]
+    options = {**OPTIMIZERS[name], **options}
+    groups: list[dict[str, Any]] = [{"params": named[:2]}, {"params": named[2:-1], "weight_decay": 1e-3}]
+    if name.startswith("zero"):
+        groups.append({"params": named[-1:]})
+        return [p for _, p in named], hf_compressopt.ZeroOptimizer(groups, torch.optim.AdamW, lr=0.05, **options)
+    groups.append({"params": named[-1:], "non_freeze": True})
+    groups[0]["exp_avg_mask"] = (torch.arange(7) < 6).float() if name == "OnebitAdam" else torch.ones(1)
+    groups[0]["params"], groups[1]["params"] = named[:1], named[1:-1]
+    settings = {"lr": 0.05, "bucket_cap_mb": 0.0002, "scale_block": 16, **options}
+    return [p for _, p in named], getattr(hf_compressopt, name)(groups, **settings)
+
+
+def targets() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def loss_of(params: list[nn.Parameter]) -> float:
+    return float(sum((p.detach().float() - t).square().sum() for p, t in zip(params, targets(), strict=True)))
+
+
+def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    import torch.distributed as dist
+
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        for p, target in zip(params, targets(), strict=True):
+            p.grad = (p.detach().float() - target + 0.3 * torch.randn(p.shape, generator=generator)).to(p.dtype)
+            if hasattr(optimizer, "plan") and optimizer.plan.reduce_grads:
+                p.grad.mul_(1 / world_size)
+                dist.all_reduce(p.grad)
+        optimizer.step()
+
+
+def whole(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
+    """One set of parameters, as a saved model has it."""
+    if hasattr(optimizer, "averaged_parameters"):
+        with optimizer.averaged_parameters():
+            return [p.detach().clone() for p in params]
+    return [p.detach().clone() for p in params]
+
+
+def set_parameters(params: list[nn.Parameter], values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for p, value in zip(params, values, strict=True):
+            p.copy_(value)
+
+
+def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float, float]]:
+    """Train, save, and go on: the loss at the save and at the end, by optimizer."""
+    from hf_compressopt import save_state
+
+    losses = {}
+    for name in OPTIMIZERS:
+        params, optimizer = make(name)
+        train(rank, world_size, params, optimizer, range(SAVED_AT))
+        save_state(optimizer, f"{folder}/{name}-{world_size}")
+        weights = whole(optimizer, params)
+        if rank == 0:
+            torch.save(weights, f"{folder}/{name}-{world_size}.pt")
+        train(rank, world_size, params, optimizer, range(SAVED_AT, STEPS))
+        set_parameters(params, whole(optimizer, params))
+        before, _ = make(name)
+        set_parameters(before, weights)
+        losses[name] = loss_of(before), loss_of(params)
+    return losses
+
+
+def load_each(rank: int, world_size: int, folder: str) -> dict[tuple[str, int], float]:
+    """Load what each number of ranks has saved, save it again, and go on: the loss at the end."""
+    from hf_compressopt import load_state, save_state
+
+    losses = {}
+    for name in OPTIMIZERS:
+        for saved_by in RANKS:
+            params, optimizer = make(name)
+            set_parameters(params, torch.load(f"{folder}/{name}-{saved_by}.pt"))
+            load_state(optimizer, f"{folder}/{name}-{saved_by}")
+            save_state(optimizer, f"{folder}/{name}-{saved_by}-{world_size}")
+            if (saved_by, world_size) in GOING_ON:
+                train(rank, world_size, params, optimizer, range(SAVED_AT, STEPS))
+                set_parameters(params, whole(optimizer, params))
+                losses[name, saved_by] = loss_of(params)
+    return losses
+
+
+def load_back(rank: int, world_size: int, folder: str) -> None:
+    """Load what others have saved again of the checkpoints of this number of ranks, and save it once more."""
+    from hf_compressopt import load_state, save_state
+
+    for name in OPTIMIZERS:
+        for between in (loaded_by for saved_by, loaded_by in GOING_BACK if saved_by == world_size):
+            params, optimizer = make(name)
+            load_state(optimizer, f"{folder}/{name}-{world_size}-{between}")
+            save_state(optimizer, f"{folder}/{name}-{world_size}-{between}-{world_size}")
+
+
+class Matrix:
+    """Everything that the tests look at: checkpoints in a folder, and losses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.uninterrupted = {ranks: run_ranks(ranks, save_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
+        self.resumed = {ranks: run_ranks(ranks, load_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
+        for ranks in RANKS:
+            run_ranks(ranks, load_back, str(folder), timeout=180.0)
+
+    def contents(self, name: str, *ranks: int | str) -> dict[str, Tensor]:
+        return contents(self.folder / "-".join([name, *map(str, ranks)]))
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix(tmp_path_factory.mktemp("matrix"))
+
+
+def paths(saved_by: int, loaded_by: int) -> list[list[int]]:
+    """N -> M, and N -> M -> N where that was tried."""
+    back = [[saved_by, loaded_by, saved_by]] if (saved_by, loaded_by) in GOING_BACK else []
+    return [[saved_by, loaded_by], *back]
+
+
+def contents(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, put together by safetensors' own reader."""
+    index = json.loads((folder / "compressopt.index.json").read_text())
+    found = {}
+    for name, entry in index["tensors"].items():
+        parts = []
+        for piece in entry["pieces"]:
+            with safe_open(folder / index["shards"][piece["shard"]]["file"], framework="pt") as shard:
+                parts.append(shard.get_tensor(piece["key"]).reshape(-1))
+        found[name] = torch.cat(parts).view(entry["shape"])
+    return found
+
+
+def shared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    own = re.compile(r"(^|/)rank\d+(/|$)|^server_error/")
+    return {name: tensor for name, tensor in tensors.items() if not own.search(name)}
+
+
+def families(tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """What is each rank's own, by the name without the rank, in the order of the ranks."""
+    found: dict[str, list[Tensor]] = {}
+    for name in sorted(tensors):
+        if re.search(r"(^|/)rank\d+(/|$)", name):
+            found.setdefault(re.sub(r"rank\d+", "rank*", name), []).append(tensors[name])
+    return found
+
+
+def mean(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).mean(0)
+
+
+def residuals(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """For each group the averaged residual: mean of the worker errors plus the server error."""
+    for name, workers in families(tensors).items():
+        if name.startswith("worker_error/"):
+            group = name.split("/")[1]
+            yield group, mean(workers) + tensors[f"server_error/{group}"].double()
+
+
+@pytest.mark.invariant(22)
+@pytest.mark.parametrize("saved_by", RANKS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_ranks_share_is_exact_on_any_number_of_them_and_back(name: str, saved_by: int, matrix: Matrix) -> None:
+    original = matrix.contents(name, saved_by)
+    assert any(tensor.any() for tensor in shared(original).values())
+    for loaded_by in RANKS:
+        for ranks in paths(saved_by, loaded_by):
+            found = shared(matrix.contents(name, *ranks))
+            assert found.keys() == shared(original).keys()
+            for key, tensor in found.items():
+                assert torch.equal(tensor, original[key]), (key, ranks)
+
+
+@pytest.mark.invariant(22)
+@pytest.mark.parametrize("saved_by", RANKS)
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_server_errors_keep_their_place_and_worker_errors_their_mean(name: str, saved_by: int, matrix: Matrix) -> None:
+    original = matrix.contents(name, saved_by)
+    before = dict(residuals(original))
+    assert bool(before) == (saved_by > 1)
+    for loaded_by in RANKS:
+        for ranks in paths(saved_by, loaded_by):
+            found = matrix.contents(name, *ranks)
+            after = dict(residuals(found))
+            if ranks[-1] > 1 or saved_by > 1:
+                assert after.keys() == {"group0", "group1"}
+            for group, residual in after.items():
+                assert (residual - before.get(group, 0)).abs().max() <= 1e-6 * max(1.0, float(residual.abs().max()))
+                if saved_by > 1:
+                    key = f"server_error/{group}"
+                    assert torch.equal(found[key], original[key]), ranks
+            if name == "ZeroOneAdam":
+                assert all(tensors[0].any() for key, tensors in families(found).items() if "layer.3" in key)
+
+
+@pytest.mark.invariant(22)
+@pytest.mark.parametrize("saved_by", RANKS)
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_what_was_each_ranks_own_is_its_own_on_as_many_ranks_and_the_mean_on_others(
+    name: str, saved_by: int, matrix: Matrix
+) -> None:
+    original = families(matrix.contents(name, saved_by))
+    if name == "ZeroOneAdam":
+        assert {"exp_avg/rank*/layer.0", "local_update/rank*/layer.3", "param/rank*/layer.1"} <= original.keys()
+        if saved_by > 1:
+            assert not torch.equal(*original["param/rank*/layer.0"][:2]), "the ranks are not apart"
+    for loaded_by in RANKS:
+        for key, tensors in families(matrix.contents(name, saved_by, loaded_by)).items():
+            if loaded_by == saved_by:
+                assert all(torch.equal(a, b) for a, b in zip(tensors, original[key], strict=True))
+                continue
+            expected = mean(original[key]) if key in original else torch.zeros_like(tensors[0])
+            assert len(tensors) == loaded_by
+            assert all(torch.equal(tensor, expected.to(tensor.dtype)) for tensor in tensors), key
+
+
+@pytest.mark.invariant(22)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_beside_the_uninterrupted_run(name: str, matrix: Matrix) -> None:
+    for saved_by, loaded_by in GOING_ON:
+        at_save, _ = matrix.uninterrupted[saved_by][name]
+        ends = [matrix.uninterrupted[ranks][name][1] for ranks in (saved_by, loaded_by)]
+        resumed = matrix.resumed[loaded_by][name, saved_by]
+        assert resumed < at_save
+        assert 0.85 * min(ends) <= resumed <= 1.15 * max(ends), (saved_by, loaded_by, ends, resumed)
+
+
+def one_step_of_one_rank(rank: int, world_size: int, folder: str) -> None:
+    """A single rank sends the errors of two: with its first message, once; until then they are kept."""
+    from hf_compressopt import load_state, save_state
+
+    tensors = contents(Path(folder))
+    params, optimizer = make("OnebitAdam")
+    train(rank, world_size, params, optimizer, range(5))
+    load_state(optimizer, folder)
+    state_dict = optimizer.state_dict()
+    assert [error.numel() for error in state_dict["compressopt"]["server_error"]] == [105, 42, 0]
+    save_state(optimizer, folder + "-again")
+    params, optimizer = make("OnebitAdam")
+    load_state(optimizer, folder + "-again")
+    others, other = make("OnebitAdam")
+    other.load_state_dict(state_dict)
+    for tensor, made in ((params, optimizer), (others, other)):
+        for p in tensor:
+            p.grad = torch.full_like(p, 0.5)
+        made.step()
+        residual = dict(residuals(tensors))["group1"]
+        offset = 0
+        for number, p in list(enumerate(tensor))[1:-1]:
+            part = residual[offset : offset + p.numel()].view(p.shape)
+            offset += p.numel()
+            expected = 0.9 * tensors[f"exp_avg/layer.{number}"].double() + 0.1 * 0.5 + part
+            torch.testing.assert_close(made.state[p]["exp_avg"].double(), expected, atol=1e-6, rtol=1e-6)
+        assert all(error.numel() == 0 for error in made.state_dict()["compressopt"]["worker_error"])
+    made.load_state_dict(made.state_dict())
+    load_state(made, folder + "-again")
+    made.load_state_dict(make("OnebitAdam")[1].state_dict())  # of a run that has none
+    assert all(error.numel() == 0 for error in made.state_dict()["compressopt"]["worker_error"])
+
+
+@pytest.mark.invariant(23)
+def test_one_rank_keeps_the_errors_of_more_and_sends_them_once(matrix: Matrix) -> None:
+    run_ranks(1, one_step_of_one_rank, str(matrix.folder / "OnebitAdam-2"))
+
+
+def load_in_another_stage(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import load_state, save_state
+
+    _, optimizer = make("zero1", stage=2, reduce_bucket_size=1000, round_robin_gradients=True)
+    load_state(optimizer, folder)
+    save_state(optimizer, folder + "-other")
+
+
+@pytest.mark.invariant(2)
+def test_zero_changes_its_stage_and_its_buckets_with_the_number_of_ranks(matrix: Matrix) -> None:
+    run_ranks(3, load_in_another_stage, str(matrix.folder / "zero1-2"))
+    before, after = matrix.contents("zero1", 2), matrix.contents("zero1", "2-other")
+    assert before.keys() == after.keys() and "exp_avg/layer.0" in before
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+LONG = 2_500_001  # elements, of 4 bytes: two whole blocks under a checksum, and a part of one
+
+
+def save_long(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import OnebitAdam, ZeroOptimizer, save_state
+
+    p = nn.Parameter(torch.zeros(LONG))
+    optimizer = ZeroOptimizer([("p", p)], torch.optim.SGD, lr=1.0, momentum=0.9)
+    p.grad = torch.arange(LONG, dtype=torch.float32)
+    optimizer.step()
+    save_state(optimizer, f"{folder}/zero")
+    compressed = OnebitAdam([("p", p)], freeze_step=1)
+    compressed.state_dict()["compressopt"]["worker_error"][0].copy_(torch.arange(LONG) * (1 - 2 * rank) + 1)
+    save_state(compressed, f"{folder}/onebit")
+
+
+def load_long(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import OnebitAdam, ZeroOptimizer, load_state
+
+    p = nn.Parameter(torch.zeros(LONG))
+    optimizer = ZeroOptimizer([("p", p)], torch.optim.SGD, lr=1.0, momentum=0.9)
+    load_state(optimizer, f"{folder}/zero")
+    for piece in optimizer.state_dict()["state"][0]["pieces"]:
+        expected = torch.arange(piece["start"], piece["stop"], dtype=torch.float32)
+        assert torch.equal(piece["state"]["momentum_buffer"], expected)
+    compressed = OnebitAdam([("p", p)], freeze_step=1)
+    load_state(compressed, f"{folder}/onebit")
+    assert torch.equal(compressed.state_dict()["compressopt"]["worker_error"][0], torch.ones(LONG))
+
+
+def test_tensors_of_many_blocks_are_read_in_parts(tmp_path: Path) -> None:
+    run_ranks(2, save_long, str(tmp_path))
+    run_ranks(3, load_long, str(tmp_path))
+
+
+def make_with_experts(rank: int, world_size: int, zero: bool) -> Any:
+    import torch.distributed as dist
+
+    from hf_compressopt import OnebitAdam, ZeroOptimizer
+
+    own = [dist.new_group([number]) for number in range(world_size)][rank]
+    groups = [{"params": [("a", nn.Parameter(torch.zeros(9)))]}]
+    groups.append({"params": [("b", nn.Parameter(torch.zeros(5)))], "process_group": own})
+    return ZeroOptimizer(groups, torch.optim.AdamW) if zero else OnebitAdam(groups)
+
+
+def save_experts(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import save_state
+
+    for zero in (False, True):
+        save_state(make_with_experts(rank, world_size, zero), f"{folder}/{zero}")
+
+
+def load_experts(rank: int, world_size: int, folder: str, zero: bool) -> None:
+    from hf_compressopt import load_state
+
+    load_state(make_with_experts(rank, world_size, zero), f"{folder}/{zero}")
+
+
+def test_param_groups_with_a_process_group_of_their_own_want_as_many_ranks(tmp_path: Path) -> None:
+    run_ranks(2, save_experts, str(tmp_path))
+    for zero in (False, True):
+        run_ranks(2, load_experts, str(tmp_path), zero)
+        for text in run_ranks_expecting_error(3, load_experts, str(tmp_path), zero).values():
+            assert "saved by 2 rank(s) and this run has 3" in text and "param groups [1]" in text, text
+
+
+def save_found(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import save_state
+
+    params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=6)
+    train(rank, world_size, params, optimizer, range(12))
+    save_state(optimizer, folder)
+
+
+def load_found(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import load_state
+
+    params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=100)
+    load_state(optimizer, folder)
+    train(rank, world_size, params, optimizer, range(12, 14))
+    assert optimizer.freeze_step == 6 and optimizer.metrics()["stage"] == 1.0
+
+
+def test_the_stage_is_that_of_the_checkpoints_schedule(tmp_path: Path) -> None:
+    """A variance stage that ended earlier than this optimizer's options would have it."""
+    run_ranks(2, save_found, str(tmp_path / "found"))
+    for world_size in (2, 3):
+        run_ranks(world_size, load_found, str(tmp_path / "found"))
+
+
+def load_version_2(rank: int, world_size: int, folder: str) -> None:
+    from hf_compressopt import load_state, save_state
+
+    for name in ("ZeroOneAdam", "zero1"):
+        _, optimizer = make(name)
+        load_state(optimizer, f"{folder}/{name}")
+        save_state(optimizer, f"{folder}/{name}-{world_size}")
+
+
+@pytest.mark.invariant(24)
+def test_checkpoints_of_format_version_2_load(matrix: Matrix, tmp_path: Path) -> None:
+    """Their checksum was SHA-256."""
+    for name in ("ZeroOneAdam", "zero1"):
+        copied = shutil.copytree(matrix.folder / f"{name}-2", tmp_path / name)
+        index = json.loads((copied / "compressopt.index.json").read_text())
+        shards = [load_file(copied / shard["file"]) for shard in index["shards"]]
+        for entry in index["tensors"].values():
+            for piece in entry["pieces"]:
+                data = bytes_of(shards[piece["shard"]][piece["key"]])
+                lows = range(0, len(data), index["block_bytes"])
+                del piece["checksums"]
+                piece["sha256"] = [hashlib.sha256(data[low : low + index["block_bytes"]]).hexdigest() for low in lows]
+        del index["checksum"]
+        (copied / "compressopt.index.json").write_text(json.dumps({**index, "version": 2}))
+    for world_size in (2, 3):
+        run_ranks(world_size, load_version_2, str(tmp_path))
+        for name in ("ZeroOneAdam", "zero1"):
+            found, expected = contents(tmp_path / f"{name}-{world_size}"), matrix.contents(name, 2, world_size)
+            assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)

@@ -1,0 +1,87 @@
+"""Transports by name: what the process group has, what registered itself, and clear words for what is not there."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.harness import run_ranks
+
+NAME = "carrier"
+
+
+def make(**options: Any) -> tuple[nn.Parameter, Any]:
+    from hf_compressopt import OnebitAdam
+
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(77))
+    return p, OnebitAdam([p], lr=1e-2, freeze_step=2, scale_block=16, **options)
+
+
+def train(rank: int, world_size: int, p: nn.Parameter, optimizer: Any) -> torch.Tensor:
+    for step in range(6):
+        p.grad = torch.randn(77, generator=torch.Generator().manual_seed(10 * rank + step))
+        if optimizer.plan.reduce_grads:
+            p.grad.mul_(1 / world_size)
+            dist.all_reduce(p.grad)
+        optimizer.step()
+    return p.detach().clone()
+
+
+def with_a_backend_of_another_name(rank: int, world_size: int) -> tuple[bool, str, float]:
+    """A third party's backend, as torch.distributed knows it: gloo's transport behind a name of its own."""
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, devices=["cpu"])
+    group = dist.new_group(backend=NAME)
+    p, optimizer = make(process_group=group, communicator=NAME)
+    by_name = train(rank, world_size, p, optimizer)
+    q, reference = make()
+    same = torch.equal(by_name, train(rank, world_size, q, reference))
+    return same, optimizer.communicator.name, optimizer.metrics()["bytes_sent_step"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_backend_that_registered_itself_works_by_its_name(world_size: int) -> None:
+    for same, name, sent in run_ranks(world_size, with_a_backend_of_another_name):
+        assert same and name == NAME and sent > 0
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    messages = []
+    for options in (
+        {"communicator": "nccl"},
+        {"communicator": "smoke_signals"},
+        {"communicator": "gloo", "comm_backend_name": "gloo"},
+        {"communicator": "gloo", "cuda_aware": True},
+    ):
+        with pytest.raises(ValueError) as error:
+            make(**options)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_what_is_not_there_is_refused_with_what_is() -> None:
+    for nccl, unknown, twice, aware in run_ranks(2, refused):
+        for name, message in (("nccl", nccl), ("smoke_signals", unknown)):
+            assert repr(name) in message and "'auto'" in message and "'gloo'" in message and "'mpi'" in message
+        assert "two spellings" in twice and "cuda_aware must be False" in aware
+
+
+def by_alias(rank: int, world_size: int) -> list[str]:
+    return [make(comm_backend_name=name)[1].communicator.name for name in ("gloo", "auto", "compressed")]
+
+
+def test_deepspeeds_spelling_is_understood() -> None:
+    assert run_ranks(2, by_alias) == [["gloo"] * 3] * 2
+
+
+def test_several_ranks_without_torch_distributed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but torch.distributed is not initialized"):
+        make()

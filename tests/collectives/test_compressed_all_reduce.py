@@ -1,0 +1,278 @@
+"""The compressed all-reduce on real gloo ranks, against the float64 simulation and against what it promises."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_compressopt import kernels
+from hf_compressopt.collectives.compressed import (
+    ErrorFeedback,
+    compressed_all_reduce_,
+    pipelined_compressed_all_reduce,
+    server_numel,
+)
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels import reference
+from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
+from tests.support.harness import run_ranks
+
+SCALE_BLOCKS = (None, 8, 64, 4096)
+NUMELS = (1, 5, 8, 9, 33, 100, 1000)
+LONG = 9001  # more than one block of 4096 per chunk at W = 2
+SAFE_DISTANCE = 3e-7
+RTOL = 4e-6  # float32's sum of 4096 equal squares, which all round the same way
+
+
+def feedback_of(numel, scale_block, communicator):
+    server = torch.zeros(server_numel(numel, communicator))
+    return ErrorFeedback(torch.zeros(numel), server, scale_block)
+
+
+def inputs(world_size, numel, repeats, seed):
+    """[repeats, world_size, numel] float32."""
+    return np.random.default_rng(seed).standard_normal((repeats, world_size, numel)).astype(np.float32)
+
+
+def repeat(rank, xs, scale_block):
+    """Every result, and the errors at the end, of repeated calls on this rank's rows of xs [repeats, W, n]."""
+    communicator = TorchCommunicator()
+    feedback = feedback_of(xs.shape[2], scale_block, communicator)
+    means = [compressed_all_reduce_(torch.from_numpy(x[rank].copy()), feedback, communicator).numpy() for x in xs]
+    return np.stack(means), feedback.worker_error.numpy(), feedback.server_error.numpy()
+
+
+def repeat_all(rank, world_size, cases):
+    return [repeat(rank, xs, scale_block) for xs, scale_block in cases]
+
+
+def simulate(xs, scale_block):
+    repeats, world_size, numel = xs.shape
+    workers = [np.zeros(numel)] * world_size
+    servers = [np.zeros(end - begin) for begin, end in chunk_bounds(numel, world_size)]
+    means, distance = [], np.inf
+    for x in xs:
+        result = simulate_compressed_all_reduce(list(x.astype(np.float64)), workers, servers, scale_block)
+        workers, servers = result.worker_errors, result.server_errors
+        means.append(result.mean)
+        distance = min(distance, result.min_distance)
+    return np.stack(means), workers, servers, distance
+
+
+def safe_case(world_size, numel, scale_block, repeats):
+    for seed in range(100):
+        xs = inputs(world_size, numel, repeats, seed)
+        expected = simulate(xs, scale_block)
+        if expected[3] >= SAFE_DISTANCE:
+            return xs, expected
+    raise AssertionError(f"no seed keeps {numel} elements away from a change of sign")
+
+
+@pytest.mark.invariant(29)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_simulation(world_size):
+    """All sizes and blocks, errors carried over the calls; below 8 W elements some ranks have no chunk."""
+    sizes = [(numel, block) for numel in (*NUMELS, LONG) for block in SCALE_BLOCKS]
+    chosen = [safe_case(world_size, numel, block, 2 if numel == LONG else 4) for numel, block in sizes]
+    cases = [(xs, block) for (xs, _), (_, block) in zip(chosen, sizes, strict=True)]
+    by_rank = run_ranks(world_size, repeat_all, cases)
+    for index, (numel, block) in enumerate(sizes):
+        means, workers, servers, _ = chosen[index][1]
+        for rank in range(world_size):
+            got_means, got_worker, got_server = by_rank[rank][index]
+            context = f"numel={numel} scale_block={block} rank={rank}"
+            assert got_means.tobytes() == by_rank[0][index][0].tobytes(), f"{context}: ranks differ"
+            np.testing.assert_allclose(got_means, means, rtol=RTOL, atol=2e-6, err_msg=context)
+            np.testing.assert_allclose(got_worker, workers[rank], rtol=RTOL, atol=2e-6, err_msg=context)
+            np.testing.assert_allclose(got_server, servers[rank], rtol=RTOL, atol=2e-6, err_msg=context)
+
+
+@pytest.mark.invariant(35)
+def test_one_rank_keeps_its_input():
+    x = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    communicator = TorchCommunicator()
+    result = compressed_all_reduce_(x.clone(), feedback_of(100, 64, communicator), communicator)
+    assert torch.equal(result, x)
+    assert communicator.traffic.total_bytes == 0
+
+
+@pytest.mark.invariant(28)
+@pytest.mark.parametrize("scale_block", SCALE_BLOCKS)
+@pytest.mark.parametrize("numel", [*NUMELS, LONG])
+def test_decompressed_plus_error_is_input(numel, scale_block):
+    """u = Q(u) + error up to the one rounding of the subtraction, for the worker's and for the server's message."""
+    generator = torch.Generator().manual_seed(numel)
+    for world_size in (1, 2, 3, 4):
+        x, error = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+        u = x + error
+        sizes = kernels.chunk_message_nbytes(numel, world_size, scale_block)
+        messages = torch.zeros(sum(sizes), dtype=torch.uint8)
+        kernels.compress_(kernels.Combination.of(x), error, messages, world_size=world_size, scale_block=scale_block)
+        sent, byte = [], 0
+        for rank, size in enumerate(sizes):
+            start, stop = chunk_range(numel, world_size, rank)
+            if start < stop:
+                sent.append(reference.decompress_message(messages[byte:], stop - start, scale_block))
+            byte += size
+        quantized = torch.cat(sent)
+        assert_adds_up(u, quantized, error)
+        assert torch.equal(quantized < 0, u < 0)
+
+        own = chunk_range(numel, world_size, 0)[1]
+        size = sizes[0]
+        received = messages[:size].repeat(world_size)
+        server_error = torch.randn(own, generator=generator)
+        a = server_error + reference.decompress_message(messages, own, scale_block)
+        out = torch.zeros(size, dtype=torch.uint8)
+        kernels.average_compress_(received, server_error, out, world_size=world_size, scale_block=scale_block)
+        result = torch.empty(own)
+        kernels.decompress_(kernels.Average(own, messages=out, scale_block=scale_block, stride=size), result)
+        assert_adds_up(a, result, server_error, roundings=world_size)
+
+
+def test_messages_are_summed_in_groups_of_four():
+    """Beside 2^24 a 1 is lost in float32, but four of them are not; the order is the same everywhere."""
+    messages = torch.zeros(8, kernels.message_nbytes(1, 8), dtype=torch.uint8)
+    messages[:, :4].view(torch.float32).copy_(torch.tensor([2.0**24] + 7 * [1.0]).view(8, 1))
+    assert float(reference.mean_of_messages(messages, 1, 8)) == (2.0**24 + 4) / 8
+    messages[5, 4] = 1  # negative
+    assert float(reference.mean_of_messages(messages, 1, 8)) == (2.0**24 + 2) / 8
+
+
+def assert_adds_up(u, quantized, error, roundings=1):
+    largest = torch.maximum(torch.maximum(u.abs(), quantized.abs()), error.abs()).double()
+    missing = (u.double() - quantized.double() - error.double()).abs()
+    assert bool((missing <= roundings * largest * 2.0**-23).all()), float((missing / largest).max())
+
+
+@pytest.mark.invariant(28)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nothing_is_lost_and_the_residual_stays_bounded(world_size):
+    """Over 200 calls: sum of results = sum of mean inputs - mean residual, and the residual stops growing."""
+    repeats, numel = 200, 300
+    for scale_block in (None, 64):
+        xs = inputs(world_size, numel, repeats, seed=1)
+        by_rank = run_ranks(world_size, residual_history, xs, scale_block)
+        workers = np.stack([history for history, _, _ in by_rank])  # [W, repeats]
+        assert workers[:, 100:].max() <= 1.25 * workers[:, :100].max()
+        assert workers.max() < 10 * np.sqrt(numel), "the residual is many times a message"
+        means, servers = by_rank[0][1], np.concatenate([server for _, _, (_, server) in by_rank])
+        residual = np.mean([worker for _, _, (worker, _) in by_rank], axis=0) + servers
+        lost = xs.astype(np.float64).mean(axis=1).sum(axis=0) - means.astype(np.float64).sum(axis=0) - residual
+        np.testing.assert_allclose(lost, 0, atol=2e-3)
+
+
+def residual_history(rank, world_size, xs, scale_block):
+    communicator = TorchCommunicator()
+    feedback = feedback_of(xs.shape[2], scale_block, communicator)
+    means, norms = [], []
+    for x in xs:
+        means.append(compressed_all_reduce_(torch.from_numpy(x[rank].copy()), feedback, communicator).numpy())
+        norms.append(float(feedback.worker_error.norm()))
+    return np.array(norms), np.stack(means), (feedback.worker_error.numpy(), feedback.server_error.numpy())
+
+
+@pytest.mark.invariant(30)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_zeros(world_size):
+    """sign(0) = +1 for both zeros, in the message and in what comes back; nothing but zeros stays zeros."""
+    zero_mean, zero_worker, zero_server, mean = run_ranks(world_size, zeros_on_a_rank)[1]
+    for tensor in (zero_mean, zero_worker, zero_server):
+        assert torch.equal(tensor, torch.zeros_like(tensor))
+    assert torch.equal(mean[:2], mean[2:3].expand(2)), "zeros must come back positive, with the scale of their block"
+    assert float(mean[2]) == pytest.approx(np.sqrt(6 / 8))
+    assert torch.equal(mean[2:] > 0, torch.tensor([True, False, True, False, True, False]))
+
+
+def zeros_on_a_rank(rank, world_size):
+    communicator = TorchCommunicator()
+    feedback = feedback_of(100, 8, communicator)
+    for _ in range(3):
+        zero = compressed_all_reduce_(torch.zeros(100), feedback, communicator)
+    x = torch.tensor([0.0, -0.0, 1, -1, 1, -1, 1, -1])
+    mean = compressed_all_reduce_(x, feedback_of(8, 8, communicator), communicator)
+    return zero, feedback.worker_error, feedback.server_error, mean
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_padding_never_counts_in_a_scale(world_size):
+    """Where every |x| is 1, every scale is 1: a padding element in a root mean square would make it smaller."""
+    numels = [1, 5, 9, 17, 63, 100]
+    for by_numel in run_ranks(world_size, ones_on_a_rank, numels):
+        for (x, mean, worker_error, server_error), numel in zip(by_numel, numels, strict=True):
+            torch.testing.assert_close(mean, x, rtol=0, atol=1e-6, msg=f"numel={numel}")
+            assert float(worker_error.abs().max()) < 1e-6
+            assert server_error.numel() == 0 or float(server_error.abs().max()) < 1e-6
+
+
+def ones_on_a_rank(rank, world_size, numels):
+    communicator = TorchCommunicator()
+    results = []
+    for numel in numels:
+        x = torch.ones(numel)
+        x[1::3] = -1
+        for scale_block in (None, 8):
+            feedback = feedback_of(numel, scale_block, communicator)
+            mean = compressed_all_reduce_(x.clone(), feedback, communicator)
+        results.append((x, mean, feedback.worker_error, feedback.server_error))
+    return results
+
+
+@pytest.mark.invariant(33)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_bytes_on_the_wire(world_size):
+    """The tensors handed to the process group are as large as counted, and as 2 (W-1)/W (n/8 + 4 blocks) says."""
+    sizes = [(numel, block) for numel in (9, 1000, 100_003) for block in SCALE_BLOCKS]
+    for rank, rows in enumerate(run_ranks(world_size, bytes_on_a_rank, sizes)):
+        for (numel, block), (measured, counted) in zip(sizes, rows, strict=True):
+            chunks = chunk_bounds(numel, world_size)
+            blocks = sum(-(-(end - begin) // (block or numel)) for begin, end in chunks)
+            formula = 2 * (world_size - 1) / world_size * (numel / 8 + 4 * blocks)
+            few_bytes = 32 * 2 * (world_size - 1)
+            assert measured == counted, f"numel={numel} scale_block={block} rank={rank}"
+            assert abs(measured - formula) <= few_bytes, f"numel={numel} scale_block={block} rank={rank}"
+
+
+class MeasuringCommunicator(TorchCommunicator):
+    """Counts the bytes of every tensor that leaves this rank, whatever the class itself counts."""
+
+    measured = 0
+
+    def all_to_all(self, output, inputs, *, output_splits, input_splits):
+        assert sum(input_splits) == inputs.numel()
+        self.measured += inputs.element_size() * (inputs.numel() - input_splits[self.rank])
+        return super().all_to_all(output, inputs, output_splits=output_splits, input_splits=input_splits)
+
+    def all_gather(self, output, part):
+        self.measured += (self.world_size - 1) * part.element_size() * part.numel()
+        return super().all_gather(output, part)
+
+
+def bytes_on_a_rank(rank, world_size, sizes):
+    rows = []
+    for numel, scale_block in sizes:
+        communicator = MeasuringCommunicator()
+        compressed_all_reduce_(torch.randn(numel), feedback_of(numel, scale_block, communicator), communicator)
+        rows.append((communicator.measured, communicator.traffic.total_bytes))
+    return rows
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_pipeline_of_buckets_is_one_after_another(world_size):
+    for piped, single in run_ranks(world_size, pipeline_on_a_rank):
+        for one, other in zip(piped, single, strict=True):
+            assert torch.equal(one, other)
+
+
+def pipeline_on_a_rank(rank, world_size):
+    communicator = TorchCommunicator()
+    numels = [100, 3, 77, 1, 512]
+    generator = torch.Generator().manual_seed(rank)
+    xs = [torch.randn(numel, generator=generator) for numel in numels]
+    piped, single = [torch.empty_like(x) for x in xs], [x.clone() for x in xs]
+    buckets = ((kernels.Combination.of(x), feedback_of(x.numel(), 64, communicator)) for x in xs)
+    for x, average in zip(piped, pipelined_compressed_all_reduce(buckets, communicator), strict=True):
+        kernels.decompress_(average, x)
+    for x in single:
+        compressed_all_reduce_(x, feedback_of(x.numel(), 64, communicator), communicator)
+    return piped, single

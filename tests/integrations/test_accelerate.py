@@ -1,0 +1,409 @@
+"""Accelerate without Trainer: the plug-in, the accelerator class, and an accelerator that exists already."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.trainer_runs import equal_params, same_on_all_ranks, use_accelerate
+
+STEPS, FREEZE = 8, 3
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 7))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(16, 10, generator=generator), torch.randn(16, 7, generator=generator)
+
+
+def make(how: str) -> tuple[Any, Any, Any, Any]:
+    """accelerator, model, optimizer, scheduler, prepared; `how` says by which of the three ways."""
+    from accelerate import Accelerator
+
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOneAdam, attach
+
+    model = network()
+    if how == "zero_one_adam":
+        accelerator: Any = CompressOptAccelerator(cpu=True, step_scheduler_with_optimizer=False)
+        intervals = {"var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 4}
+        optimizer: Any = ZeroOneAdam(model.parameters(), lr=1e-2, weight_decay=0.1, scale_block=64, **intervals)
+    elif how in ("plugin", "async"):
+        plugin = CompressOptPlugin(freeze_step=FREEZE, scale_block=64, async_save=how == "async")
+        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, step_scheduler_with_optimizer=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    else:
+        if how == "class":
+            accelerator = CompressOptAccelerator(cpu=True, step_scheduler_with_optimizer=False)
+        else:
+            accelerator = attach(Accelerator(cpu=True, step_scheduler_with_optimizer=False))
+        optimizer = OnebitAdam(model.parameters(), lr=1e-2, weight_decay=0.1, freeze_step=FREEZE, scale_block=64)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if how == "attach":  # the order must not matter, nor whether all are given at once
+        optimizer = accelerator.prepare(optimizer)
+        return accelerator, accelerator.prepare(model), optimizer, accelerator.prepare(scheduler)
+    return (accelerator, *accelerator.prepare(model, optimizer, scheduler))
+
+
+def loop(
+    rank: int, world_size: int, how: str, directory: str = "", save_at: int = 0, resume_at: int = 0
+) -> dict[str, Any]:
+    use_accelerate(rank, world_size)
+    accelerator, model, optimizer, scheduler = make(how)
+    start = 0
+    if resume_at:
+        accelerator.load_state(f"{directory}/{resume_at}")
+        start = resume_at
+    alike, norms, logged = [], [], []
+    tracker = Recorder(logged)
+    accelerator.trackers = [tracker]
+    for step in range(start, STEPS):
+        inputs, targets = batch(rank, step)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        alike.append(same_on_all_ranks(model.parameters()))
+        accelerator.log({"loss": loss.item()}, step=step)
+        if save_at == step + 1:
+            accelerator.save_state(f"{directory}/{save_at}")
+            accelerator.wait_for_everyone()
+    inner = optimizer.optimizer
+    return {
+        "params": {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()},
+        "alike": alike,
+        "norms": norms,
+        "logged": logged,
+        "class": type(inner).__name__,
+        "lr": inner.param_groups[0]["lr"],
+        "ratio": inner.metrics()["compression_ratio"],
+        "wrapper": type(model).__name__,
+    }
+
+
+class Recorder:
+    """A tracker, as accelerate calls it."""
+
+    name = "recorder"
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.rows.append({**values, "step": step})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_three_ways_in_give_the_same_bits(world_size: int) -> None:
+    results = {how: run_ranks(world_size, loop, how) for how in ("plugin", "class", "attach")}
+    for result in results.values():
+        assert result[0]["class"] == "OnebitAdam"
+        assert result[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
+        for rank in result:
+            assert rank["alike"] == [True] * STEPS and rank["norms"] == result[0]["norms"]
+            assert equal_params(rank["params"], results["class"][0]["params"])
+        stages = [row["compressopt/stage"] for row in result[0]["logged"]]
+        assert stages == [0.0] * FREEZE + [1.0] * (STEPS - FREEZE)
+        assert all("loss" in row for row in result[0]["logged"])
+        assert result[0]["wrapper"] == "DistributedDataParallel" or world_size == 1
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize("step", [2, FREEZE, 5])
+@pytest.mark.parametrize("how", ["plugin", "attach", "async"])
+def test_load_state_resumes_the_uninterrupted_run(how: str, step: int, tmp_path: Path) -> None:
+    whole = run_ranks(2, loop, how, str(tmp_path), step)
+    resumed = run_ranks(2, loop, how, str(tmp_path), 0, step)
+    for before, after in zip(whole, resumed, strict=True):
+        assert equal_params(before["params"], after["params"])
+        assert before["norms"][step:] == after["norms"] and before["lr"] == after["lr"]
+    folder = tmp_path / str(step)
+    assert (folder / "compressopt.index.json").is_file() and len(list(folder.glob("compressopt-*.safetensors"))) == 2
+    assert torch.load(folder / "optimizer.bin", weights_only=True)["state"] == {}
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize("step", [2, 5, 6, 7])
+def test_load_state_resumes_inside_a_local_interval(step: int, tmp_path: Path) -> None:
+    whole = run_ranks(2, loop, "zero_one_adam", str(tmp_path), step)
+    assert whole[0]["alike"][2:] == [True, True, False, False, False, True]  # syncs at 4 and 8
+    resumed = run_ranks(2, loop, "zero_one_adam", str(tmp_path), 0, step)
+    for before, after in zip(whole, resumed, strict=True):
+        assert equal_params(before["params"], after["params"]) and before["norms"][step:] == after["norms"]
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
+def test_the_plugin_makes_each_of_the_family(name: str) -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    plain = torch.optim.AdamW(network().parameters(), lr=0.5, weight_decay=0.1)
+    made: Any = CompressOptPlugin(optimizer=name, freeze_step=7).convert(plain)
+    assert made.freeze_step == 7 and made.param_groups[0] is plain.param_groups[0]
+    assert type(made).__name__.lower() == name.replace("_", "")
+
+
+@pytest.mark.invariant(34)
+def test_local_gradients_are_clipped_alike_by_the_root_of_the_mean_square(tmp_path: Path) -> None:
+    for rank, (logged, expected, clipped, limit) in enumerate(run_ranks(2, clip_local)):
+        assert logged == pytest.approx(expected, rel=1e-6), rank
+        assert clipped == pytest.approx(min(limit, expected), rel=1e-4), rank
+
+
+def clip_local(rank: int, world_size: int) -> tuple[float, float, float, float]:
+    import torch.distributed as dist
+
+    use_accelerate(rank, world_size)
+    accelerator, model, optimizer, _ = make("class")
+    optimizer.optimizer.freeze_step = 1
+    limit = 0.01
+    for step in range(2):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        if step == 0:
+            optimizer.step()
+
+    def mean_square() -> float:
+        local = sum(p.grad.double().square().sum() for p in model.parameters()) / world_size
+        dist.all_reduce(local)
+        return float(local)
+
+    expected = mean_square() ** 0.5
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), limit))
+    return norm, expected, mean_square() ** 0.5, limit
+
+
+@pytest.mark.parametrize("order", ["first", "last", "apart"])
+def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused(order: str) -> None:
+    errors = run_ranks_expecting_error(2, mix_optimizers, order)
+    assert all("ValueError" in text and "non_freeze" in text for text in errors.values())
+
+
+def mix_optimizers(rank: int, world_size: int, order: str) -> None:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    model = network()
+    onebit = OnebitAdam(list(model[0].parameters()), freeze_step=2)
+    other = torch.optim.SGD(list(model[2].parameters()), lr=0.1)
+    accelerator = CompressOptAccelerator(cpu=True)
+    if order == "first":
+        accelerator.prepare(model, other, onebit)
+    elif order == "last":
+        accelerator.prepare(model, onebit, other)
+    else:
+        accelerator.prepare(onebit)
+        prepared = accelerator.prepare(model)
+        assert prepared.module is model
+        accelerator.prepare(other)
+
+
+def test_a_model_goes_on_with_another_optimizer_and_averaged_gradients() -> None:
+    assert all(run_ranks(2, change_the_optimizer))
+
+
+def change_the_optimizer(rank: int, world_size: int) -> bool:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    accelerator = CompressOptAccelerator(cpu=True)
+    inner = network()
+    model, optimizer = accelerator.prepare(inner, OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2))
+    for step in range(8):
+        if step == 4:  # in the compressed stage
+            accelerator.free_memory()
+            optimizer = accelerator.prepare(torch.optim.AdamW(inner.parameters(), lr=1e-2))
+        inputs, targets = batch(rank, step)
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return same_on_all_ranks(inner.parameters())
+
+
+def test_a_stub_without_its_shards_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, loop, "class", str(tmp_path), 5)
+    (tmp_path / "5" / "compressopt.index.json").unlink()
+    errors = run_ranks_expecting_error(2, loop, "class", str(tmp_path), 0, 5)
+    assert all("stub" in text and "compressopt.index.json" in text for text in errors.values()), errors
+
+
+def test_two_models_with_an_optimizer_each_train_clip_and_resume(tmp_path: Path) -> None:
+    whole = run_ranks(2, two_models, str(tmp_path), 0)
+    resumed = run_ranks(2, two_models, str(tmp_path), 4)
+    for before, after in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(before["params"], after["params"], strict=True))
+        assert before["alike"] and before["norms"][4:] == after["norms"]
+    assert max(whole[0]["norms"]) < 100  # an SGD beside it is clipped with it, in both stages
+
+
+def two_models(rank: int, world_size: int, directory: str, resume_at: int) -> dict[str, Any]:
+    use_accelerate(rank, world_size)
+    from accelerate.utils import ProjectConfiguration
+
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    project = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = CompressOptAccelerator(cpu=True, project_config=project)
+    models = [network(), network(), network()]
+    optimizers: list[Any] = [
+        OnebitAdam(models[0].parameters(), lr=1e-2, freeze_step=2),
+        OnebitAdam(models[1].parameters(), lr=1e-2, freeze_step=3, scale_block=None),
+        torch.optim.SGD(models[2].parameters(), lr=0.1),
+    ]
+    *models, first, second, third = accelerator.prepare(*models, *optimizers)
+    norms = []
+    if resume_at:
+        accelerator.load_state()
+    for step in range(resume_at, 8):
+        inputs, targets = batch(rank, step)
+        accelerator.backward(sum(nn.functional.mse_loss(model(inputs), targets) for model in models))
+        params = [p for model in models for p in model.parameters()]
+        norms.append(float(accelerator.clip_grad_norm_(params, 0.3)))
+        for optimizer in (first, second, third):
+            optimizer.step()
+            optimizer.zero_grad()
+        if not resume_at and step in (2, 3):
+            accelerator.save_state()
+            accelerator.wait_for_everyone()
+    params = [p for model in models for p in model.parameters()]
+    return {"params": [p.detach().clone() for p in params], "alike": same_on_all_ranks(params), "norms": norms}
+
+
+def test_a_skip_of_the_optimizers_own_holds_accelerates_scheduler() -> None:
+    for lr_before, lr_skipped, lr_after, skipped, scaler_skips in run_ranks(2, skip_with_scheduler):
+        assert lr_before == lr_skipped > lr_after and skipped == 1 and scaler_skips == 1
+
+
+def skip_with_scheduler(rank: int, world_size: int) -> tuple[float, float, float, float, float]:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    results: list[float] = []
+    skips = []
+    for scaled in (False, True):
+        accelerator = CompressOptAccelerator(cpu=True)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
+        inner = network()
+        optimizer: Any = OnebitAdam(inner.parameters(), lr=1e-2, freeze_step=2)
+        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, scheduler = accelerator.prepare(inner, optimizer, scheduler)
+        rates = []
+        for step in range(6):
+            inputs, targets = batch(rank, step)
+            if step == 4 and rank == 1:
+                inputs = inputs * float("inf")
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(scheduler.get_last_lr()[0])
+        results = results or rates[3:6]
+        skips.append(optimizer.optimizer.metrics()["skipped_steps"])
+    return results[0], results[1], results[2], skips[0], skips[1]
+
+
+def test_attaching_too_late_is_refused() -> None:
+    errors = run_ranks_expecting_error(2, attach_too_late)
+    assert all("ValueError: attach the accelerator before" in text for text in errors.values())
+
+
+def attach_too_late(rank: int, world_size: int) -> None:
+    use_accelerate(rank, world_size)
+    from accelerate import Accelerator
+
+    from hf_compressopt import attach
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
+    attach(accelerator)
+
+
+def test_a_comm_hook_of_the_users_own_is_refused_on_all() -> None:
+    for way in ("accelerate", "ddp"):
+        errors = run_ranks_expecting_error(2, with_own_hook, way)
+        assert all("ValueError" in text and "comm_hook" in text for text in errors.values()), errors
+
+
+def with_own_hook(rank: int, world_size: int, way: str) -> None:
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, OnebitAdam
+
+    own = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    accelerator = CompressOptAccelerator(cpu=True, kwargs_handlers=[own] if way == "accelerate" else [])
+    model = network()
+    optimizer = OnebitAdam(model.parameters(), freeze_step=2)
+    prepared = accelerator.prepare(model)
+    if way == "ddp":
+        prepared.register_comm_hook(None, fp16_compress_hook)
+    accelerator.prepare(optimizer)
+
+
+def foreign(rank: int, world_size: int, attached: bool) -> dict[str, torch.Tensor]:
+    from accelerate import Accelerator
+
+    from hf_compressopt import attach
+
+    use_accelerate(rank, world_size)
+    accelerator: Any = Accelerator(cpu=True)
+    if attached:
+        attach(accelerator)
+    model = network()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step in range(4):
+        inputs, targets = batch(rank, step)
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in accelerator.unwrap_model(model).named_parameters()}
+
+
+def test_with_a_foreign_optimizer_it_is_accelerates_own() -> None:
+    plain, attached = run_ranks(2, foreign, False), run_ranks(2, foreign, True)
+    assert equal_params(plain[0], attached[0]) and equal_params(plain[1], attached[1])
+
+
+def test_plugin_fields_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    settings = {"FREEZE_STEP": "77", "SCALE_BLOCK": "none", "VARIANCE_FLOOR": "0.5", "OPTIMIZER": "none"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"COMPRESSOPT_{name}", value)
+    plugin = CompressOptPlugin()
+    assert (plugin.freeze_step, plugin.scale_block, plugin.variance_floor) == (77, None, 0.5)
+    assert plugin.optimizer == "none" and CompressOptPlugin(freeze_step=5).freeze_step == 5
+    monkeypatch.setenv("COMPRESSOPT_FREEZE_STEP", "soon")
+    with pytest.raises(ValueError, match="COMPRESSOPT_FREEZE_STEP must be an int, got 'soon'"):
+        CompressOptPlugin()
+    with pytest.raises(ValueError, match="optimizer must be one of"):
+        CompressOptPlugin(optimizer="zwei_bit", freeze_step=1)
+    assert "COMPRESSOPT_FREEZE_STEP" in os.environ
+
+
+def test_the_plugin_refuses_what_it_cannot_take_over() -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    plugin = CompressOptPlugin(freeze_step=3)
+    model = network()
+    l2 = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    with pytest.raises(ValueError, match="use AdamW"):
+        plugin.convert(l2)
+    used = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 10)).sum().backward()
+    used.step()
+    with pytest.raises(ValueError, match="before the first"):
+        plugin.convert(used)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert plugin.convert(sgd) is sgd

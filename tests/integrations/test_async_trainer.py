@@ -1,0 +1,162 @@
+"""`--optim_args async_save=true`: Trainer rotates, pushes and resumes whole checkpoints only."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.test_async_save import held_back
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.trainer_runs import Run, equal_params, make_trainer
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+OPTIONS = {
+    "onebit_adam": "freeze_step=3,bucket_cap_mb=0.02,scale_block=256",
+    "zero2_adamw": "bucket_cap_mb=0.02",
+}
+
+
+def is_whole(checkpoint: Path) -> bool:
+    return (checkpoint / "compressopt.index.json").is_file()
+
+
+def watch(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    """Train, and look at the folders whenever Trainer has saved; before that no shard is begun in the background."""
+    trainer = make_trainer(rank, world_size, run)
+    from transformers import TrainerCallback
+
+    from hf_compressopt import wait_for_saves
+
+    folder, seen = Path(run.arguments["output_dir"]), []
+
+    class Look(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            dist.barrier()
+            seen.append([(path.name, is_whole(path)) for path in sorted(folder.glob("checkpoint-*"))])
+            dist.barrier()
+            if state.global_step == state.max_steps:  # Trainer itself has to wait for this one
+                threading.Timer(0.3, gate.set).start()
+                return
+            gate.set()
+            wait_for_saves()
+            gate.clear()
+
+    trainer.add_callback(Look())
+    with held_back() as gate:
+        if "async_save" not in run.arguments["optim_args"]:
+            gate.wait = lambda timeout: True
+        torch.manual_seed(3)
+        trainer.train(resume_from_checkpoint=run.resume)
+        params = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        return {"params": params, "seen": seen, "whole": [is_whole(path) for path in folder.glob("checkpoint-*")]}
+
+
+@pytest.mark.parametrize(("name", "best"), [("onebit_adam", True), ("zero2_adamw", False)])
+def test_what_is_replaced_goes_when_the_new_one_is_whole(name: str, best: bool, tmp_path: Path) -> None:
+    arguments = {**SAVING, "optim": name, "save_total_limit": 1, "load_best_model_at_end": best, "learning_rate": 1e-3}
+
+    def run(directory: str, async_save: str, **more: Any) -> dict[str, Any]:
+        optim_args = f"{OPTIONS[name]},async_save={async_save}" if async_save else OPTIONS[name]
+        given = {**arguments, "optim_args": optim_args, "output_dir": str(tmp_path / directory)}
+        return run_ranks(2, watch, Run(given, **more), timeout=120)[0]
+
+    usual, later = run("usual", "", dropout=0.0), run("later", "true", dropout=0.0)
+    assert equal_params(usual["params"], later["params"])
+    for number, seen in enumerate(later["seen"]):
+        step = 2 * (number + 1)
+        assert (f"checkpoint-{step}", False) in seen, "it was not written in the background"
+        assert step == 2 or any(whole for _, whole in seen), "the only whole checkpoint is gone"
+        assert len(seen) <= (3 if best else 2)
+    kept = [sorted(path.name for path in (tmp_path / d).glob("checkpoint-*")) for d in ("usual", "later")]
+    assert kept[0] == kept[1] and len(kept[1]) == 1
+    assert later["whole"] == [True]
+    checkpoint = tmp_path / "later" / kept[1][0]
+    assert len(list(checkpoint.glob("compressopt-*.safetensors"))) == 2
+    assert (checkpoint / "optimizer.pt").stat().st_size < 10_000
+
+
+def resume(rank: int, world_size: int, run: Run) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(rank, world_size, run)
+    torch.manual_seed(3)
+    trainer.train(resume_from_checkpoint=True)
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.invariant(21)
+def test_a_run_resumes_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    arguments = {
+        **SAVING,
+        "optim": "onebit_adam",
+        "optim_args": OPTIONS["onebit_adam"] + ",async_save=true",
+        "output_dir": str(tmp_path),
+    }
+    whole = run_ranks(2, watch, Run(arguments), timeout=120)[0]
+    assert all(map(is_whole, tmp_path.glob("checkpoint-*"))) and len(list(tmp_path.glob("checkpoint-*"))) == 4
+    for step in (6, 8):  # as a kill in the middle of their writing leaves them
+        (tmp_path / f"checkpoint-{step}" / "compressopt.index.json").unlink()
+    resumed = run_ranks(2, resume, Run(arguments), timeout=120)
+    assert equal_params(resumed[0], whole["params"])
+
+
+def push(rank: int, world_size: int, arguments: dict[str, Any], strategy: str) -> list[tuple[str, bool]]:
+    """Save with a hub in reach that tells what was whole when it was uploaded."""
+    from transformers import trainer as trainer_module
+    from transformers.trainer_utils import HubStrategy
+
+    uploaded = []
+
+    class Hub:
+        def upload_folder(self, folder_path: str, **_: Any) -> Any:
+            uploaded.append((Path(folder_path).name, is_whole(Path(folder_path))))
+            return type("Job", (), {"done": lambda self: True})()
+
+    trainer = make_trainer(rank, world_size, Run(arguments))
+    trainer.args.push_to_hub, trainer.args.hub_strategy = True, HubStrategy(strategy)
+    trainer.hub_model_id, trainer.push_in_progress = "nobody/nothing", None
+    slowly, hub = os.posix_fallocate, trainer_module.hf_api
+    os.posix_fallocate, trainer_module.hf_api = lambda *args: time.sleep(0.3) or slowly(*args), Hub
+    try:
+        trainer.train()
+    finally:
+        os.posix_fallocate, trainer_module.hf_api = slowly, hub
+    return uploaded
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "every_save"])
+def test_a_checkpoint_is_uploaded_when_it_is_whole(strategy: str, tmp_path: Path) -> None:
+    arguments = {
+        "optim": "onebit_adam",
+        "optim_args": "freeze_step=2,async_save=true",
+        "output_dir": str(tmp_path),
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    uploaded = run_ranks(2, push, arguments, strategy, timeout=120)[0]
+    checkpoints = [entry for entry in uploaded if entry[0].startswith("checkpoint-")]
+    assert checkpoints == ([("checkpoint-2", True), ("checkpoint-4", True)] if strategy == "checkpoint" else [])
+    assert len(uploaded) == 2 + len(checkpoints)
+
+
+def train_with(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+    make_trainer(rank, world_size, Run(arguments)).create_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args", "said"),
+    [
+        ("adamw_torch", "async_save=true", "async_save=true cannot be had with adamw_torch"),
+        ("fused_adam", "async_save=yes", "use it with one of ['onebit_adam'"),
+        ("onebit_adam", "async_save=maybe", "async_save must be true or false, got 'maybe'"),
+        ("onebit_adam", "async_save=true,async_save=true", "async_save is given twice"),
+    ],
+)
+def test_what_cannot_be_is_refused(optim: str, optim_args: str, said: str, tmp_path: Path) -> None:
+    arguments = {"optim": optim, "optim_args": optim_args, "output_dir": str(tmp_path)}
+    errors = run_ranks_expecting_error(2, train_with, arguments)
+    assert all(text.startswith("ValueError: ") and said in text for text in errors.values()), errors

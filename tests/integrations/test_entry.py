@@ -1,0 +1,60 @@
+"""The ways in that need no edit: `-m hf_compressopt.run` under torchrun and accelerate launch."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import environment, free_port, run, torchrun
+
+SCRIPT = str(Path(__file__).parents[1] / "support" / "programs" / "plain_trainer_script.py")
+
+
+def arguments(directory: Path) -> list[str]:
+    given = {
+        "output_dir": directory,
+        "optim": "onebit_adam",
+        "optim_args": "freeze_step=2,scale_block=64",
+        "max_steps": 5,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
+    return ["--use_cpu", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_an_unmodified_trainer_script_runs_with_two_processes(launcher: str, tmp_path: Path) -> None:
+    starts = {
+        "torchrun": torchrun(2),
+        "accelerate": [
+            *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+            *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+            *("--main_process_port", str(free_port())),
+        ],
+    }
+    done = run([*starts[launcher], "-m", "hf_compressopt.run", SCRIPT, *arguments(tmp_path)])
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 ran {SCRIPT} as __main__" in done.stdout
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    stages = [row["compressopt/stage"] for row in history if "loss" in row]
+    assert stages == [0.0, 0.0, 1.0, 1.0, 1.0]
+    attached = [line for line in done.stderr.splitlines() if "attached to Trainer: OnebitAdam" in line]
+    assert len(attached) == 1 and "2 rank(s) over gloo" in attached[0] and "freeze_step=2" in attached[0]
+    assert done.stderr.count("step 2: warmup ends") == 1
+
+
+def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
+    for words in ([], ["nowhere.py"]):
+        command = [sys.executable, "-m", "hf_compressopt.run", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path)
+        assert done.returncode == 2 and "usage:" in done.stderr
+    assert "'nowhere.py' is no file" in done.stderr
+
+
+def test_importing_the_package_is_cheap() -> None:
+    code = "import sys, hf_compressopt; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
+    assert run([sys.executable, "-c", code]).stdout.strip() == "[]"

@@ -1,0 +1,425 @@
+"""DeepSpeed's configurations in our terms: what comes out is taken by Trainer and Accelerate, and nothing gets lost."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
+
+import hf_compressopt
+from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, cli
+from hf_compressopt.integrations.deepspeed import tables, translate
+from hf_compressopt.integrations.deepspeed.render import accelerate_code
+from hf_compressopt.integrations.deepspeed.translation import LOST, SAME
+from hf_compressopt.integrations.options import text_options
+
+hf_compressopt.register()
+
+ONEBIT_ADAM = {
+    "train_batch_size": 4096,
+    "train_micro_batch_size_per_gpu": 16,
+    "steps_per_print": 100,
+    "optimizer": {
+        "type": "OneBitAdam",
+        "params": {
+            "lr": 4e-4,
+            "weight_decay": 0.01,
+            "freeze_step": 23000,
+            "bias_correction": False,
+            "cuda_aware": False,
+            "comm_backend_name": "nccl",
+        },
+    },
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "wall_clock_breakdown": False,
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
+}
+ZERO_ONE_ADAM = {
+    "train_micro_batch_size_per_gpu": 64,
+    "optimizer": {
+        "type": "ZeroOneAdam",
+        "params": {
+            "lr": 1e-3,
+            "betas": [0.9, 0.98],
+            "eps": 1e-7,
+            "weight_decay": 0.01,
+            "var_freeze_step": 12500,
+            "var_update_scaler": 20,
+            "local_step_scaler": 30000,
+            "local_step_clipper": 8,
+            "eps_inside_sqrt": True,
+        },
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 200, "total_num_steps": 3000, "warmup_max_lr": 2e-3, "warmup_type": "linear"},
+    },
+    "bf16": {"enabled": True},
+}
+ONEBIT_LAMB = {
+    "train_batch_size": 1024,
+    "gradient_accumulation_steps": 8,
+    "optimizer": {
+        "type": "OneBitLamb",
+        "params": {
+            "lr": 11e-3,
+            "max_coeff": 0.3,
+            "min_coeff": 0.01,
+            "freeze_step": 1000,
+            "coeff_beta": 0.8,
+            "factor_max": 3.0,
+            "factor_min": 0.25,
+            "factor_threshold": 0.2,
+            "max_grad_norm": 0.5,
+        },
+    },
+}
+ZERO_2 = {  # as in Transformers' documentation
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"},
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 3e8,
+        "contiguous_gradients": True,
+        "round_robin_gradients": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+LAMB_1 = {
+    "optimizer": {"type": "Lamb", "params": {"lr": 2e-3, "max_coeff": 5.0, "min_coeff": 0.1, "bias_correction": False}},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
+    "communication_data_type": "fp16",
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "gradient_predivide_factor": 2.0,
+    "prescale_gradients": False,
+}
+CONFIGS = {
+    "1-bit Adam": ONEBIT_ADAM,
+    "0/1 Adam": ZERO_ONE_ADAM,
+    "1-bit LAMB": ONEBIT_LAMB,
+    "ZeRO-2": ZERO_2,
+    "LAMB under ZeRO-1": LAMB_1,
+}
+
+
+def with_optimizer(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+def optimizer_of(config: dict[str, Any], tmp_path: Path, ranks: int = 2) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer that Trainer makes of the printed flags, and Trainer's arguments."""
+    words = translate(config, ranks=ranks).arguments()
+    words += ["--output_dir", str(tmp_path), "--use_cpu"]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    if args.optim in ("onebit_adam", "zero_one_adam", "onebit_lamb"):
+        args.optim_args = (args.optim_args or "").replace("communicator=nccl", "communicator=gloo")
+    cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    return cls([torch.nn.Parameter(torch.ones(8))], **kwargs), args
+
+
+def leaves(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+# -- what Trainer makes of it -----------------------------------------------------------------------------------------
+
+
+def test_onebit_adam_as_trainer_makes_it(tmp_path: Path) -> None:
+    optimizer, args = optimizer_of(ONEBIT_ADAM, tmp_path, ranks=64)
+    (group,) = optimizer.param_groups
+    assert isinstance(optimizer, OnebitAdam) and optimizer.freeze_step == 23000
+    assert (group["lr"], group["betas"], group["eps"]) == (4e-4, (0.9, 0.999), 1e-8)
+    assert group["bias_correction"] is False
+    assert (args.weight_decay, args.max_grad_norm, args.logging_steps) == (0.01, 1.0, 100)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (16, 4)
+    assert not args.fp16 and not args.bf16
+    assert "communicator=nccl" in translate(ONEBIT_ADAM, ranks=64).optim_args_text
+
+
+def test_zero_one_adam_as_trainer_makes_it(tmp_path: Path) -> None:
+    optimizer, args = optimizer_of(ZERO_ONE_ADAM, tmp_path)
+    (group,) = optimizer.param_groups
+    assert isinstance(optimizer, ZeroOneAdam) and optimizer.freeze_step == 12500
+    assert optimizer._intervals == {"var_update_scaler": 20, "local_step_scaler": 30000, "local_step_clipper": 8}
+    assert (group["betas"], group["eps"], group["eps_inside_sqrt"]) == ((0.9, 0.98), 1e-7, True)
+    assert args.learning_rate == 2e-3  # the scheduler's has the last word
+    assert (args.lr_scheduler_type, args.warmup_steps, args.max_steps) == ("linear", 200, 3000)
+    assert args.bf16 and args.per_device_train_batch_size == 64 and args.max_grad_norm == 0.0
+
+
+def test_onebit_lamb_as_trainer_makes_it(tmp_path: Path) -> None:
+    optimizer, args = optimizer_of(ONEBIT_LAMB, tmp_path, ranks=16)
+    assert isinstance(optimizer, OnebitLamb) and optimizer.freeze_step == 1000
+    coefficients = (optimizer.max_coeff, optimizer.min_coeff, optimizer.coeff_beta)
+    assert coefficients == (0.3, 0.01, 0.8)
+    assert (optimizer.factor_max, optimizer.factor_min, optimizer.factor_threshold) == (3.0, 0.25, 0.2)
+    assert args.max_grad_norm == 0.5  # which DeepSpeed ignored, and the report says so
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 8)
+
+
+def test_zero_2_with_auto_values_leaves_trainers_flags_alone(tmp_path: Path) -> None:
+    translation = translate(ZERO_2)
+    assert translation.lost == [] and set(translation.flags) == {"--lr_scheduler_type"}
+    optimizer, args = optimizer_of(ZERO_2, tmp_path)
+    assert isinstance(optimizer, ZeroOptimizer) and optimizer.stage == 2
+    assert args.learning_rate == 5e-5 and args.max_grad_norm == 1.0 and args.optim == "fused_adam"
+    for option in ("reduce_bucket_size=300000000", "allgather_bucket_size=200000000", "round_robin_gradients=true"):
+        assert option in translation.optim_args_text
+
+
+def test_lamb_under_zero_1(tmp_path: Path) -> None:
+    optimizer, _ = optimizer_of(LAMB_1, tmp_path)
+    assert isinstance(optimizer, ZeroOptimizer) and optimizer.stage == 1
+    text = translate(LAMB_1).optim_args_text
+    for option in ("max_coeff=5.0", "min_coeff=0.1", "bias_correction=false", "communication_data_type=fp16"):
+        assert option in text.split(",")
+    for option in ("gradient_accumulation_dtype=fp32", "postscale_gradients=true", "gradient_predivide_factor=2.0"):
+        assert option in text.split(",")
+    assert "reduce_bucket_size" not in text
+
+
+@pytest.mark.parametrize(
+    ("config", "optim", "cls"),
+    [
+        (with_optimizer("Adam"), "fused_adam", FusedAdam),
+        (with_optimizer("FusedAdam", adam_w_mode=False), "fused_adam", FusedAdam),
+        (with_optimizer("AdamW", torch_adam=True), "adamw_torch", torch.optim.AdamW),
+        (with_optimizer("Lamb"), "lamb", Lamb),
+        ({**with_optimizer("AdamW", torch_adam=True), "zero_optimization": {"stage": 1}}, "zero1_adamw", ZeroOptimizer),
+        ({"zero_optimization": {"stage": 2}}, "zero2_adamw", ZeroOptimizer),
+        (with_optimizer("SGD", lr=0.1), "sgd", torch.optim.SGD),
+        (with_optimizer("Adagrad"), "adagrad", torch.optim.Adagrad),
+    ],
+)
+def test_ordinary_optimizers(config: dict[str, Any], optim: str, cls: type, tmp_path: Path) -> None:
+    translation = translate(config)
+    assert translation.optim == optim and translation.lost == []
+    optimizer, _ = optimizer_of(config, tmp_path)
+    assert type(optimizer) is cls
+    if "adam_w_mode" in translation.optim_args:
+        assert optimizer.param_groups[0].get("adam_w_mode", optimizer.defaults.get("adam_w_mode")) is False
+
+
+# -- defaults and differences -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "onebitadam", "ZeroOneAdam", "OneBitLamb"])
+def test_deepspeeds_defaults_are_written_out_where_trainers_would_differ(kind: str, tmp_path: Path) -> None:
+    optimizer, args = optimizer_of(with_optimizer(kind), tmp_path)
+    assert optimizer.freeze_step == 100_000  # type: ignore[attr-defined]
+    assert args.learning_rate == 1e-3 and args.max_grad_norm == 0.0 and args.weight_decay == 0.0
+    if isinstance(optimizer, ZeroOneAdam):
+        assert optimizer._intervals == {"var_update_scaler": 16, "local_step_scaler": 32678, "local_step_clipper": 16}
+    not_given = {row.option for row in translate(with_optimizer(kind)).rows if not row.given}
+    assert {"optimizer.params.lr", "gradient_clipping", "optimizer.params.scale_block"} < not_given
+
+
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_the_same_arithmetic(kind: str) -> None:
+    """The options under which the oracles recorded from DeepSpeed are met, in test_oracle_simulation_family.py."""
+    config = with_optimizer(kind, bias_correction=True, eps_inside_sqrt=True, max_grad_norm=0.5)
+    translation = translate(config, same_arithmetic=True)
+    wanted = {"scale_block": None, "variance_floor": 0, "bias_correction": False, "eps_inside_sqrt": False}
+    assert wanted.items() <= translation.optim_args.items()
+    assert translation.flags["--max_grad_norm"] == 0.0  # it was without effect there
+    assert "scale_block=none" in translation.optim_args_text
+    plain = translate(config)
+    assert plain.optim_args["eps_inside_sqrt"] is True and plain.flags["--max_grad_norm"] == 0.5
+    assert "scale_block" not in plain.optim_args
+
+
+def test_a_freeze_step_of_auto_is_left_to_trainer() -> None:
+    assert "freeze_step" not in translate(with_optimizer("OneBitAdam", freeze_step="auto")).optim_args
+
+
+def test_mpi_and_masks() -> None:
+    translation = translate(with_optimizer("OneBitAdam", comm_backend_name="mpi", cuda_aware=True, exp_avg_mask=[1, 0]))
+    assert translation.optim_args["communicator"] == "mpi" and translation.optim_args["cuda_aware"] is True
+    (row,) = [row for row in translation.rows if row.option.endswith("exp_avg_mask")]
+    assert "param group" in row.remark
+
+
+def test_loss_scales_are_had_in_accelerate_alone() -> None:
+    translation = translate({"fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500}})
+    assert translation.scaler == {"init_scale": 4096.0, "growth_interval": 500}
+    assert [row.option for row in translation.lost] == ["fp16.initial_scale_power", "fp16.loss_scale_window"]
+    assert "GradScalerKwargs(init_scale=4096.0, growth_interval=500)" in accelerate_code(translation)
+    constant = translate({"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 500}})
+    assert constant.scaler == {"init_scale": 128.0, "growth_interval": 2**31 - 1}
+    off = translate({"fp16": {"enabled": False, "loss_scale": 128}})
+    assert off.lost == [] and off.scaler == {}
+
+
+def test_schedules(tmp_path: Path) -> None:
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 900, "warmup_min_ratio": 0.1}}
+    translation = translate({"scheduler": cosine})
+    assert translation.flags["--lr_scheduler_type"] == "cosine_with_min_lr"
+    words = [*translation.arguments(), "--output_dir", str(tmp_path), "--use_cpu"]
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    kwargs = args.lr_scheduler_kwargs
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, 2000, kwargs)
+    rates = [schedule.lr_lambdas[0](step) for step in (500, 1000, 2000)]  # DeepSpeed's defaults: 1000 steps, to 1e-4
+    assert rates == pytest.approx([0.5, 1.0, 1e-4])
+    assert [row.option for row in translation.lost] == ["scheduler.params.warmup_min_ratio"]
+    logarithmic = translate({"scheduler": {"type": "WarmupLR"}})
+    assert [row.option for row in logarithmic.lost] == ["scheduler.params.warmup_type"]
+    assert logarithmic.flags["--learning_rate"] == 1e-3 and logarithmic.flags["--warmup_steps"] == 1000
+    other = translate({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5}}})
+    assert [row.option for row in other.lost] == ["scheduler.type", "scheduler.params.cycle_min_lr"]
+
+
+@pytest.mark.parametrize(
+    ("config", "option", "reason"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage", "FSDP"),
+        ({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 1e9}}, "stage3_max_live_parameters", "ZeRO"),
+        ({"zero_optimization": {"stage": 2, "sub_group_size": 1e9}}, "sub_group_size", "stage 3"),
+        ({"zero_optimization": {"stage": 2, "reduce_scatter": False}}, "reduce_scatter", "twice as much"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "device", "host memory only"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "device", "FSDP"),
+        ({**with_optimizer("OneBitAdam"), "zero_optimization": {"stage": 1}}, "stage", "cannot be partitioned"),
+        (with_optimizer("Lion"), "optimizer.type", "the optimizers here are"),
+        (with_optimizer("OneBitAdam", amsgrad=True), "amsgrad", "refused"),
+        (with_optimizer("OneBitAdam", momentum=0.9), "momentum", "no such option"),
+        (with_optimizer("AdamW", comm_backend_name="nccl"), "comm_backend_name", "sends nothing"),
+        (with_optimizer("OneBitLamb", adam_w_mode=False), "adam_w_mode", "L2"),
+        ({"train_batch_size": 64}, "train_batch_size", "give --ranks"),
+        ({"fp16": {"enabled": True, "hysteresis": 2}}, "fp16.hysteresis", "every overflow"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled", "torch.profiler"),
+        ({"train_micro_batch_size": 4}, "train_micro_batch_size", "no such option"),
+    ],
+)
+def test_what_has_no_counterpart_is_named_with_a_reason(config: dict[str, Any], option: str, reason: str) -> None:
+    found = {row.option: row.remark for row in translate(config).lost}
+    (name,) = [name for name in found if name.endswith(option) and reason in found[name]]
+    assert name in set(leaves(config))
+
+
+def test_every_option_is_accounted_for() -> None:
+    everything = {
+        name: dict.fromkeys(("enabled", "something"), True) if "." not in name else True
+        for name in (*tables.NO_COUNTERPART, *tables.NOT_NEEDED)
+        if "." not in name
+    }
+    zero = {name.split(".")[1]: True for name in (*tables.NO_COUNTERPART, *tables.NOT_NEEDED) if "." in name}
+    zero |= dict.fromkeys(tables.ZERO_OPTIONS, "auto")
+    configs = [*CONFIGS.values(), {"zero_optimization": {"stage": 2, **zero}, **everything}]
+    configs += [with_optimizer(kind, **dict.fromkeys(text_options(cls), "auto")) for kind, cls in KINDS.items()]
+    configs += [{"flops_profiler": {"detailed": True, "enabled": False}, "tensorboard": {"enabled": True, "job": "a"}}]
+    for config in configs:
+        before = copy.deepcopy(config)
+        for same in (False, True):
+            rows = [row for row in translate(config, ranks=64, same_arithmetic=same).rows if row.given]
+            assert sorted(row.option for row in rows) == sorted(leaves(config))
+            assert all(row.here or row.remark for row in rows)
+        assert config == before
+
+
+KINDS = {"OneBitAdam": OnebitAdam, "ZeroOneAdam": ZeroOneAdam, "OneBitLamb": OnebitLamb, "Lamb": Lamb}
+
+
+def test_sections_that_are_off_lose_nothing() -> None:
+    config = {"flops_profiler": {"detailed": True, "enabled": False}, "wandb": {"enabled": False, "team": "x"}}
+    rows = [row for row in translate(config).rows if row.given]
+    assert {row.kind for row in rows} == {SAME} and len(rows) == 4
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "plugin"])
+def test_the_printed_code_runs(name: str) -> None:
+    config = copy.deepcopy(CONFIGS.get(name, with_optimizer("OneBitAdam", freeze_step=7)))
+    config.get("optimizer", {}).get("params", {}).pop("comm_backend_name", None)  # this process has no NCCL
+    translation = translate(config, ranks=64, same_arithmetic=name == "1-bit LAMB")
+    scope: dict[str, Any] = {"model": torch.nn.Linear(3, 2)}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    code = accelerate_code(translation)
+    exec(code, scope)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    optimizer = scope["optimizer"].optimizer
+    kinds = {"1-bit Adam": OnebitAdam, "0/1 Adam": ZeroOneAdam, "1-bit LAMB": OnebitLamb, "plugin": OnebitAdam}
+    assert type(optimizer) is kinds.get(name, ZeroOptimizer)
+    assert ("CompressOptPlugin" in code) == (name == "plugin")
+    if name == "plugin":
+        assert optimizer.freeze_step == 7 and optimizer.param_groups[0]["lr"] == 1e-3
+    if name == "1-bit LAMB":
+        assert optimizer.scale_block is None and optimizer.variance_floor == 0
+        assert optimizer.param_groups[0]["bias_correction"] is False
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(ONEBIT_ADAM))
+    assert cli.main(["from-deepspeed", str(path), "--ranks", "64"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "    --optim onebit_adam\n",
+        "    --optim_args communicator=nccl,freeze_step=23000,bias_correction=false\n",
+        "    --gradient_accumulation_steps 4\n",
+        "optimizer.params.bias_correction (false) -> --optim_args bias_correction=false: had no effect in DeepSpeed",
+    ):
+        assert line in text
+    assert "No counterpart" not in text
+    path.write_text(json.dumps({**ONEBIT_ADAM, "sparse_gradients": True}))
+    assert cli.main(["from-deepspeed", str(path), "--json", "--ranks", "64"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["lost"] == ["sparse_gradients"]
+    assert facts["trainer"] == translate(ONEBIT_ADAM, ranks=64).arguments()
+    assert [row["kind"] for row in facts["options"] if row["option"] == "sparse_gradients"] == [LOST]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no DeepSpeed configuration in JSON: Expecting value"),
+        ("[1]", "it must be a JSON object, got list"),
+        ('{"fp16": {}, "fp16": {}}', "fp16 given twice"),
+        ('{"optimizer": "OneBitAdam"}', "optimizer must be an object with options, got 'OneBitAdam'"),
+        ('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage must be 0, 1, 2 or 3, got 5"),
+        ('{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": "soon"}}}', "freeze_step must be"),
+        ('{"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}', "freeze_step must be"),
+        ('{"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}', "optimizer.params.lr must be a number"),
+        ('{"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}', "optimizer.params.betas must be 2 numbers"),
+        ('{"optimizer": {"type": "OneBitLamb", "params": {"max_coeff": true}}}', "max_coeff must be a float"),
+        ('{"train_batch_size": 5}', "must be a multiple of 2, by 2 rank(s), got 5"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(text)
+    assert cli.main(["from-deepspeed", str(path), "--ranks", "2"]) == 2
+    assert message in capsys.readouterr().err
+    assert cli.main(["from-deepspeed", str(tmp_path / "missing.json")]) == 2
+    assert "missing.json" in capsys.readouterr().err

@@ -1,0 +1,254 @@
+"""The recipes and the demo through the real launchers, with settings that take seconds."""
+
+import csv
+import json
+import os
+import runpy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.harness import run_ranks
+from tests.support.launching import REPO_ROOT, environment, free_port, run, torchrun
+from tests.support.trainer_runs import use_accelerate
+
+RECIPES = REPO_ROOT / "recipes"
+CONFIGS = RECIPES / "causal_lm" / "configs"
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+TRAINER = {
+    "optim": "onebit_adam",
+    "optim_args": "freeze_step=2",
+    "per_device_train_batch_size": 2,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "save_steps": 3,
+    "report_to": "none",
+    "ddp_find_unused_parameters": "false",
+}
+CAUSAL_LM = {**TRAINER, "tokenizer_vocab_size": 300, "block_size": 16, "max_eval_samples": 4}
+
+
+def words(recipe: str, directory: Path, settings: dict[str, Any]) -> list[str]:
+    """The script and its command line."""
+    given = {**settings, "output_dir": directory}
+    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [str(RECIPES / recipe / "train.py"), "--use_cpu", *options]
+
+
+def two_processes() -> list[str]:
+    """`accelerate launch` with the configuration for two CPU processes."""
+    return [
+        *ACCELERATE,
+        "--config_file",
+        str(CONFIGS / "cpu_2_processes.yaml"),
+        "--main_process_port",
+        str(free_port()),
+    ]
+
+
+def run_in_ranks(world_size: int, command: list[str]) -> None:
+    """What a launcher does, in ranks that have imported torch and transformers already."""
+    run_ranks(world_size, run_script, command, timeout=120)
+
+
+def run_script(rank: int, world_size: int, command: list[str]) -> None:
+    use_accelerate(rank, world_size)
+    before, sys.argv = sys.argv, command
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def logged(directory: Path, name: str) -> list[float]:
+    """The values of `name` in the log lines of a Trainer's run."""
+    return [row[name] for row in read(directory / "trainer_state.json")["log_history"] if "loss" in row]
+
+
+def same_model(*directories: Path) -> bool:
+    models = [load_file(directory / "model.safetensors") for directory in directories]
+    return all(
+        model.keys() == models[0].keys() and all(model[name].equal(models[0][name]) for name in model)
+        for model in models
+    )
+
+
+def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(tmp_path: Path) -> None:
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run([*two_processes(), *words("causal_lm", whole, CAUSAL_LM), "--tiny"])
+    assert logged(whole, "compressopt/stage") == [0.0, 0.0, 1.0, 1.0]
+    assert logged(whole, "compressopt/compression_ratio")[-1] > 30
+    again = {**CAUSAL_LM, "resume_from_checkpoint": whole / "checkpoint-3"}
+    run_in_ranks(2, [*words("causal_lm", resumed, again), "--tiny"])
+    results = [read(directory / "eval_results.json") for directory in (whole, resumed)]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"] and results[0]["perplexity"] > 1
+    assert same_model(whole, resumed)
+
+
+def test_causal_lm_has_the_losses_of_adamw_with_zero_and_the_fused_one(tmp_path: Path) -> None:
+    losses = {}
+    for optim in ("adamw_torch", "zero2_adamw", "fused_adam"):
+        settings = {**CAUSAL_LM, "optim": optim, "learning_rate": 1e-3}
+        del settings["optim_args"]
+        run_in_ranks(2, [*words("causal_lm", tmp_path / optim, settings), "--tiny"])
+        losses[optim] = [*logged(tmp_path / optim, "loss"), read(tmp_path / optim / "eval_results.json")["eval_loss"]]
+    assert losses["zero2_adamw"] == pytest.approx(losses["adamw_torch"], rel=1e-5)
+    assert losses["fused_adam"] == pytest.approx(losses["adamw_torch"], rel=1e-5)
+    header = read(tmp_path / "zero2_adamw" / "checkpoint-3" / "compressopt.index.json")["header"]
+    assert (header["class"], header["stage"], header["world_size"]) == ("ZeroOptimizer(AdamW)", 2, 2)
+    state = torch.load(tmp_path / "fused_adam" / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    assert "adam_w_mode" in state["param_groups"][0]
+
+
+def test_text_classification_trains_on_files_as_two_machines(tmp_path: Path) -> None:
+    with (
+        (tmp_path / "train.csv").open("w", newline="") as train,
+        (tmp_path / "valid.csv").open("w", newline="") as valid,
+    ):
+        for file, rows in ((train, 24), (valid, 5)):  # 5: the ranks evaluate different numbers of rows
+            writer = csv.writer(file)
+            writer.writerow(["first", "second", "kind"])
+            writer.writerows([f"a {n}", f"b {n}", ("even", "odd")[n % 2]] for n in range(rows))
+    settings = {
+        **TRAINER,
+        "train_file": tmp_path / "train.csv",
+        "validation_file": tmp_path / "valid.csv",
+        "label_column": "kind",
+    }
+    place = ["--config_file", str(CONFIGS / "several_machines.yaml"), "--num_processes", "2"]
+    place += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    script = [*words("text_classification", tmp_path / "out", settings), "--tiny"]
+    with ThreadPoolExecutor() as machines:
+        list(machines.map(lambda rank: run([*ACCELERATE, *place, "--machine_rank", str(rank), *script]), range(2)))
+    assert logged(tmp_path / "out", "compressopt/stage") == [0.0, 0.0, 1.0, 1.0]
+    # the mean of all ranks' examples: nothing of it is multiplied by their number
+    assert all(0.3 < loss < 1.2 for loss in logged(tmp_path / "out", "loss"))
+    config, results = read(tmp_path / "out" / "config.json"), read(tmp_path / "out" / "eval_results.json")
+    assert config["id2label"] == {"0": "even", "1": "odd"}
+    assert results["eval_accuracy"] * 5 == pytest.approx(round(results["eval_accuracy"] * 5))
+
+
+def test_seq2seq_generates_and_resumes_with_tied_weights(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}", "answer": f"{n + 1}"} for n in range(40)]
+    (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
+    settings = {
+        **TRAINER,
+        "train_file": tmp_path / "train.json",
+        "source_column": "question",
+        "target_column": "answer",
+        "predict_with_generate": "true",
+        "generation_max_length": 4,
+    }
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run([*torchrun(2), *words("seq2seq", whole, settings), "--tiny"])
+    assert logged(whole, "compressopt/stage") == [0.0, 0.0, 1.0, 1.0]
+    again = {**settings, "resume_from_checkpoint": whole / "checkpoint-3"}
+    run_in_ranks(2, [*words("seq2seq", resumed, again), "--tiny"])
+    results = [read(directory / "eval_results.json") for directory in (whole, resumed)]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"] and 0 <= results[0]["eval_exact_match"] <= 1
+    assert same_model(whole, resumed)
+    names = load_file(whole / "model.safetensors")
+    assert "shared.weight" in names and "lm_head.weight" not in names
+
+
+def test_accelerate_loop_accumulates_and_resumes(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"line {n} of a text" for n in range(60)))
+    settings = {
+        "train_file": text,
+        "block_size": 16,
+        "per_device_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 20,  # the text has some 18 steps an epoch
+        "freeze_step": 3,
+        "logging_steps": 1,
+        "save_steps": 9,
+    }
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    said = run([*two_processes(), *words("accelerate_loop", whole, settings), "--tiny"]).stdout
+    lines = [line for line in said.splitlines() if line.startswith("step ")]
+    sent = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    assert len(sent) == 20 and sent[2] / sent[3] > 30
+    for step in (9, 18):  # within an epoch, and near the end of one
+        again = {**settings, "resume_from_checkpoint": whole / f"step-{step}"}
+        run_in_ranks(2, [*words("accelerate_loop", resumed, again), "--tiny"])
+        assert read(whole / "results.json") == read(resumed / "results.json")
+        assert same_model(whole, resumed)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Environment of a job on two nodes, which are this machine: `srun` and `scontrol` stand in for Slurm's own."""
+    programs = {
+        "scontrol": 'test "$*" = "show hostnames two-nodes" && printf "127.0.0.1\\nnobody\\n"',
+        "srun": """
+            while [[ $1 == --* ]]; do shift; done
+            for node in 0 1; do SLURM_NODEID=$node "$@" & started[node]=$!; done
+            for node in 0 1; do wait "${started[node]}" || failed=1; done
+            exit "${failed:-0}" """,
+    }
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "two-nodes", "SLURM_JOB_NUM_NODES": "2"}
+    return {**job, "PATH": path, "MASTER_PORT": str(free_port()), "NETWORK_INTERFACE": "lo", "PROCESSES_PER_NODE": "1"}
+
+
+def submit(slurm: dict[str, str], *command: str) -> str:
+    return run(["bash", str(RECIPES / "multi_node" / "train.slurm"), *command], **slurm).stdout
+
+
+def test_the_slurm_script_joins_two_nodes_and_torch_loop_resumes(slurm: dict[str, str], tmp_path: Path) -> None:
+    said = submit(
+        slurm, str(RECIPES / "multi_node" / "check_link.py"), "--use_cpu", "--params", "1e5", "--repeats", "2"
+    )
+    assert "2 ranks over gloo, interface lo" in said
+    sent = {line[:18].strip(): float(line[18:].split()[0]) for line in said.splitlines()[1:3]}
+    assert sent == {"float32 gradients": 0.4, "1-bit messages": 0.01}  # MB: 2 (W-1)/W of 4 n, and of n/8 and scales
+
+    settings = {
+        "block_size": 16,
+        "batch_size": 2,
+        "max_steps": 5,
+        "save_steps": 4,
+        "logging_steps": 1,
+        "freeze_step": 2,
+    }
+    said = submit(slurm, *words("torch_loop", tmp_path / "whole", settings))
+    assert [line.split(":")[0] for line in said.splitlines()[:-1]] == [f"step {n}" for n in range(1, 6)]
+    saved = tmp_path / "whole" / "step-4"
+    assert len(list(saved.glob("compressopt-*-of-00002.safetensors"))) == 2
+    again = {**settings, "resume_from_checkpoint": saved}
+    resumed = submit(slurm, *words("torch_loop", tmp_path / "resumed", again))
+    assert resumed.splitlines() == said.splitlines()[-2:]
+    models = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "resumed")]
+    assert all(models[0][name].equal(models[1][name]) for name in models[0])
+
+
+def test_the_slurm_script_says_how_it_is_used(slurm: dict[str, str]) -> None:
+    script = ["bash", str(RECIPES / "multi_node" / "train.slurm")]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment(**slurm))
+    assert done.returncode == 2 and "usage: sbatch" in done.stderr
+
+
+def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None:
+    script = [sys.executable, str(REPO_ROOT / "scripts" / "demo.py")]
+    done = run([*script, "--steps", "10", "--batch_size", "1", "--output_dir", str(tmp_path)])
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "onebit_adam" in done.stdout and "compressed" in done.stdout
+    runs = read(tmp_path / "results.json")["runs"]
+    losses = [list(runs[name]["eval_loss"].values()) for name in ("adamw_torch", "onebit_adam")]
+    assert len(losses[0]) == len(losses[1]) > 0

@@ -1,0 +1,276 @@
+"""Trainer with two (or three) real processes: `--optim onebit_adam` in everything that Trainer can be asked to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.trainer_runs import Run, equal_params, make_trainer, train
+
+FREEZE = 3
+ONEBIT = {"optim": "onebit_adam", "optim_args": f"freeze_step={FREEZE}, bucket_cap_mb=0.02, scale_block=256"}
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+    "clipping": ({"max_grad_norm": 0.3}, {}),
+    "no_clipping": ({"max_grad_norm": 0.0}, {}),
+    "bf16_autocast": ({"bf16": True}, {}),
+    "gradient_checkpointing": ({"gradient_checkpointing": True}, {}),
+    "torch_compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
+    "find_unused_parameters": ({"ddp_find_unused_parameters": True}, {"unused": True}),
+    "no_find_unused_parameters": ({"ddp_find_unused_parameters": False}, {}),
+    "evaluate_before_train": ({}, {"evaluate_first": True}),
+    "evaluate_before_train_compiled": (
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"evaluate_first": True},
+    ),
+    "uneven_last_window": ({"gradient_accumulation_steps": 5}, {}),  # of 24 micro-batches an epoch: the 5th step has 4
+    "partly_frozen": ({}, {"frozen": True}),
+    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),  # Accelerate itself clips before it unscales here
+}
+
+
+def run_variant(name: str, arguments: dict[str, Any], world_size: int = 2, **more: Any) -> list[dict[str, Any]]:
+    variant_arguments, variant_run = VARIANTS[name]
+    run = Run({**variant_arguments, **arguments}, **{**variant_run, **more})
+    return run_ranks(world_size, train, run, timeout=240)
+
+
+@pytest.mark.invariant(32)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_warmup_has_the_bits_of_adamw_torch_under_ddp(name: str, tmp_path: Path) -> None:
+    here = {"output_dir": str(tmp_path), "max_steps": 6}
+    plain = run_variant(name, {**here, "optim": "adamw_torch"}, evaluate_first=False)
+    onebit = run_variant(name, {**here, "optim": "onebit_adam", "optim_args": "freeze_step=100"})
+    assert plain[0]["optimizer"] == "AdamW" and onebit[0]["optimizer"] == "OnebitAdam"
+    assert equal_params(plain[0]["params"], onebit[0]["params"])
+    assert all(onebit[0]["alike"]) and onebit[0]["model_class"] == "DistributedDataParallel"
+    losses = [[row["loss"] for row in result[0]["history"] if "loss" in row] for result in (plain, onebit)]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+
+
+def test_plain_lamb_is_the_warmup_of_onebit_lamb(tmp_path: Path) -> None:
+    here = {"output_dir": str(tmp_path), "max_steps": 4}
+    options = "max_coeff=0.3,bias_correction=false"
+    plain = run_variant("clipping", {**here, "optim": "lamb", "optim_args": options})
+    onebit = run_variant("clipping", {**here, "optim": "onebit_lamb", "optim_args": f"{options},freeze_step=100"})
+    assert plain[0]["optimizer"] == "Lamb" and onebit[0]["optimizer"] == "OnebitLamb"
+    assert equal_params(plain[0]["params"], onebit[0]["params"])
+
+
+def test_a_trainer_trains_twice(tmp_path: Path) -> None:
+    for arguments in (ONEBIT, {"optim": "onebit_adam"}):
+        result = run_variant("plain", {**arguments, "output_dir": str(tmp_path)}, twice=True)[0]
+        assert result["alike"] == [True] * 16 and result["metrics"]["step"] == 16
+        assert result["metrics"]["stage"] == 1.0 and result["freeze_step"] == (FREEZE if arguments is ONEBIT else 1)
+
+
+def test_a_scheduler_made_in_a_way_of_its_own_changes_no_stage(tmp_path: Path) -> None:
+    result = run_variant("plain", {"optim": "onebit_adam", "output_dir": str(tmp_path)}, own_scheduler=True)[0]
+    assert result["freeze_step"] == 1 and result["metrics"]["stage"] == 1.0
+
+
+def test_warmup_has_the_bits_of_adamw_torch_with_three_ranks(tmp_path: Path) -> None:
+    here = {"output_dir": str(tmp_path), "max_steps": 5}
+    plain = run_variant("plain", {**here, "optim": "adamw_torch"}, world_size=3)
+    onebit = run_variant("plain", {**here, "optim": "onebit_adam", "optim_args": "freeze_step=5"}, world_size=3)
+    assert equal_params(plain[0]["params"], onebit[0]["params"])
+
+
+@pytest.mark.invariant(8)
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(name: str, tmp_path: Path) -> None:
+    whole = run_variant(name, {**ONEBIT, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1})
+    for result in whole:
+        assert result["alike"] == [True] * 8
+        assert equal_params(result["params"], whole[0]["params"])
+    assert whole[0]["metrics"]["stage"] == 1.0 and whole[0]["model_class"] == "DistributedDataParallel"
+    assert whole[0]["metrics"]["compression_ratio"] > 10
+    stages = [row["compressopt/stage"] for row in whole[0]["history"] if "loss" in row]
+    assert stages == [0.0] * FREEZE + [1.0] * (8 - FREEZE)
+    in_every_stage = (2, FREEZE, 5) if name in ("plain", "accumulation", "scaler") else (5,)
+    for step in in_every_stage:
+        arguments = {**ONEBIT, "output_dir": str(tmp_path / "resumed")}
+        resumed = run_variant(name, arguments, resume=str(tmp_path / f"checkpoint-{step}"))
+        assert equal_params(resumed[0]["params"], whole[0]["params"]), f"resumed at step {step}"
+        assert len(resumed[0]["rows"]) == 8 - step
+
+
+def test_traffic_falls_to_a_thirty_second_and_the_logs_say_so(tmp_path: Path) -> None:
+    arguments = {
+        **ONEBIT,
+        "optim_args": f"freeze_step={FREEZE}",
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 8,
+        "report_to": "tensorboard",
+    }
+    result = run_variant("plain", arguments)[0]
+    rows = [row for row in result["history"] if "loss" in row]
+    numel = sum(p.numel() for p in result["params"].values())
+    warmup, compressed = rows[1]["compressopt/bytes_sent_step"], rows[-1]["compressopt/bytes_sent_step"]
+    assert warmup == pytest.approx(4 * numel, rel=0.01)
+    assert compressed == pytest.approx(numel / 8 + 4 * numel / 4096, rel=0.05)
+    assert rows[-1]["compressopt/compression_ratio"] > 30
+    sent = [row["compressopt/bytes_sent"] for row in rows]
+    assert sent == sorted(sent) and sent[-1] > 0
+    saved = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
+    assert saved["log_history"][-1]["compressopt/stage"] == 1.0
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = [EventAccumulator(str(path.parent)) for path in tmp_path.rglob("events.out.tfevents*")]
+    tags = {tag for event in events if event.Reload() for tag in event.Tags()["scalars"]}
+    assert {"train/compressopt/stage", "train/compressopt/bytes_sent", "train/compressopt/compression_ratio"} <= tags
+
+
+def test_given_no_freeze_step_trainer_takes_a_fifth_of_the_run(tmp_path: Path) -> None:
+    here = {"output_dir": str(tmp_path), "optim": "onebit_adam", "max_steps": 15, "logging_steps": 5}
+    assert run_variant("plain", here)[0]["freeze_step"] == 3
+    epochs = {**here, "max_steps": -1, "num_train_epochs": 1}  # 96 examples / (2 ranks x 2) = 24 steps
+    assert run_variant("plain", epochs)[0]["freeze_step"] == 4
+    by_class = run_variant("plain", {**here, "optim": "adamw_torch"}, optimizer="cls_and_kwargs")
+    assert by_class[0]["optimizer"] == "OnebitAdam" and by_class[0]["freeze_step"] == 3
+
+
+def test_an_optimizer_made_by_hand_keeps_its_own_schedule(tmp_path: Path) -> None:
+    result = run_variant("plain", {"output_dir": str(tmp_path), "optim": "adamw_torch"}, optimizer="instance")[0]
+    assert result["optimizer"] == "OnebitAdam" and result["freeze_step"] == 3
+    assert result["alike"] == [True] * 8 and result["metrics"]["stage"] == 1.0
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("scaler", [True, False])
+@pytest.mark.parametrize("step", [1, 5])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(scaler: bool, step: int, tmp_path: Path) -> None:
+    arguments = {**ONEBIT, "output_dir": str(tmp_path), "lr_scheduler_type": "linear", "warmup_steps": 0}
+    results = run_variant("plain", arguments, scaler=scaler, overflow=(1, step))
+    for result in results:
+        assert result["alike"] == [True] * 8
+        rows = result["rows"]
+        assert rows[step]["norm"] == rows[step - 1]["norm"], "the step changed the parameters"
+        assert rows[step + 1]["norm"] != rows[step]["norm"], "training did not go on"
+        assert rows[step]["lr"] == rows[step - 1]["lr"] > rows[step + 1]["lr"], "the lr schedule moved"
+        assert result["metrics"]["step"] == 7
+        assert all(torch.isfinite(p).all() for p in result["params"].values())
+
+
+def test_best_model_rotation_and_model_only_saves(tmp_path: Path) -> None:
+    arguments = {
+        **ONEBIT,
+        "output_dir": str(tmp_path),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
+    result = run_variant("plain", arguments)[0]
+    kept = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+    assert Path(result["best"]).name in kept and "checkpoint-8" in kept and len(kept) == 2
+    for name in kept:
+        assert len(list((tmp_path / name).glob("compressopt-*.safetensors"))) == 2
+        stub = torch.load(tmp_path / name / "optimizer.pt", weights_only=True)
+        assert stub["state"] == {} and (tmp_path / name / "optimizer.pt").stat().st_size < 10_000
+    only = run_variant("plain", {**arguments, "output_dir": str(tmp_path / "only"), "save_only_model": True})[0]
+    assert equal_params(only["params"], result["params"])
+    assert not list((tmp_path / "only").rglob("compressopt*"))
+
+
+@pytest.mark.invariant(22)
+def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+    saving = {**ONEBIT, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 4}
+    whole = run_variant("plain", saving)[0]
+    run = Run({**ONEBIT, "output_dir": str(tmp_path / "other")}, resume=str(tmp_path / "checkpoint-4"))
+    for world_size in (1, 3):
+        results = run_ranks(world_size, train, run, timeout=120)
+        for result in results:
+            assert equal_params(result["params"], results[0]["params"])
+            assert len(result["rows"]) == 4 and result["metrics"]["step"] == 8 and result["metrics"]["stage"] == 1.0
+            assert [row["lr"] for row in result["rows"]] == [row["lr"] for row in whole["rows"][4:]]
+        losses = [
+            [float(row["loss"]) for row in result["history"] if "loss" in row][-4:] for result in (results[0], whole)
+        ]
+        assert abs(sum(losses[0]) - sum(losses[1])) < 0.05 * sum(losses[1])
+
+
+def test_a_stub_without_its_shards_is_refused(tmp_path: Path) -> None:
+    run_variant("plain", {**ONEBIT, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 4})
+    (tmp_path / "checkpoint-4" / "compressopt.index.json").unlink()
+    run = Run({**ONEBIT, "output_dir": str(tmp_path / "other")}, resume=str(tmp_path / "checkpoint-4"))
+    errors = run_ranks_expecting_error(2, train, run, timeout=120)
+    assert all("stub" in message and "compressopt.index.json" in message for message in errors.values())
+    stub = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        plain.load_state_dict(stub)
+
+
+FAMILY = {
+    "zero_one_adam": "var_freeze_step=4,var_update_scaler=1,local_step_scaler=2,local_step_clipper=4",
+    "onebit_lamb": "freeze_step=3",
+}
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.invariant(37)
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_family_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path) -> None:
+    arguments = {"optim": name, "optim_args": FAMILY[name] + ",scale_block=256,bucket_cap_mb=0.02", "max_steps": 14}
+
+    def run(directory: str, **more: Any) -> list[dict[str, Any]]:
+        resume = more.pop("resume", None)  # no dropout: an evaluation draws random numbers
+        given = {**arguments, **more, "output_dir": str(tmp_path / directory)}
+        return run_variant("plain", given, resume=resume, dropout=0.0)
+
+    plain = run("plain")
+    watched = run("watched", eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=1)
+    assert plain[0]["metrics"]["stage"] == 1.0
+    for result in (*plain, *watched):  # after the training all ranks hold the same, and watching changes no bit
+        assert equal_params(result["params"], plain[0]["params"])
+    if name == "zero_one_adam":
+        assert plain[0]["alike"][:4] == [True] * 4
+        assert plain[0]["alike"][8:12] == [False, False, False, True]  # step 12 is a sync, 9 to 11 are not
+    else:
+        assert plain[0]["alike"] == [True] * 14
+    for step in (3, 4, 9, 11):
+        resumed = run("resumed", resume=str(tmp_path / "watched" / f"checkpoint-{step}"))
+        assert equal_params(resumed[0]["params"], plain[0]["params"]), f"resumed at step {step}"
+
+
+BAD_OPTIONS = {
+    "frezze_step=3": "no option 'frezze_step'; legal are",
+    "freeze_step=soon": "freeze_step must be an int >= 1, or 'auto', got 'soon'",
+    "max_freeze_step=soon": "max_freeze_step must be an int, got 'soon'",
+    "freeze_step": "name=value",
+    "freeze_step=0": "freeze_step must be >= 1, got 0",
+    "freeze_step=2,freeze_step=3": "given twice",
+    "scale_block=12": "scale_block must be a positive multiple of 8",
+    "bias_correction=perhaps": "bias_correction must be true or false",
+    "betas=0.9": "--adam_beta1",
+    "communicator=carrier_pigeon": "carrier_pigeon",
+}
+
+
+def make_with_bad_options(rank: int, world_size: int, directory: str) -> dict[str, str]:
+    messages = {}
+    for text in BAD_OPTIONS:
+        trainer = make_trainer(rank, world_size, Run({**ONEBIT, "optim_args": text, "output_dir": directory}))
+        try:
+            trainer.create_optimizer()
+            messages[text] = "no error"
+        except ValueError as error:
+            messages[text] = str(error)
+    return messages
+
+
+def test_bad_optim_args_name_the_value_and_what_is_legal(tmp_path: Path) -> None:
+    for messages in run_ranks(2, make_with_bad_options, str(tmp_path)):
+        for text, expected in BAD_OPTIONS.items():
+            assert expected in messages[text], f"{text}: {messages[text]}"
+        assert "variance_floor (a float; default 0.01)" in messages["frezze_step=3"]

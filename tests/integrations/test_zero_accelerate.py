@@ -1,0 +1,139 @@
+"""Accelerate without Trainer: a partitioned optimizer by the plug-in, and one given as such."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations.test_accelerate import Recorder, batch, network
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.trainer_runs import equal_params, same_on_all_ranks, use_accelerate
+
+STEPS = 6
+
+
+def make(how: str) -> tuple[Any, ...]:
+    """accelerator, model, optimizer, scheduler, prepared."""
+    from accelerate import Accelerator
+
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, ZeroOptimizer, attach
+
+    torch.manual_seed(int(os.environ["RANK"]))  # prepare() is to make the models alike, as DDP does
+    model = network()
+    options: dict[str, Any] = {"cpu": True, "step_scheduler_with_optimizer": False, "gradient_accumulation_steps": 2}
+    if how == "ddp":
+        accelerator: Any = Accelerator(**options)
+        optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    elif how.startswith("plugin"):
+        plugin = CompressOptPlugin(zero_stage=int(how[-1]), bucket_cap_mb=0.001)
+        accelerator = CompressOptAccelerator(compressopt_plugin=plugin, **options)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2)
+    else:
+        accelerator = attach(Accelerator(**options))
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.Adagrad, lr=1e-2, loss_scale=8.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    if how == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        return accelerator, accelerator.prepare(model), optimizer, accelerator.prepare(scheduler)
+    return (accelerator, *accelerator.prepare(model, optimizer, scheduler))
+
+
+def loop(rank: int, world_size: int, how: str, directory: str = "", resume: bool = False) -> dict[str, Any]:
+    use_accelerate(rank, world_size)
+    accelerator, model, optimizer, scheduler = make(how)
+    if resume:
+        accelerator.load_state(f"{directory}/3")
+    logged: list[dict[str, Any]] = []
+    accelerator.trackers = [Recorder(logged)]
+    alike = []
+    for step in range(3 if resume else 0, STEPS):
+        for number in range(2):
+            with accelerator.accumulate(model):
+                inputs, targets = batch(rank, 10 * step + number)
+                accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step() if accelerator.sync_gradients else None
+                optimizer.zero_grad()
+        alike.append(same_on_all_ranks(model.parameters()))
+        accelerator.log({"loss": 0.0}, step=step)
+        if directory and not resume and step == 2:
+            accelerator.save_state(f"{directory}/3")
+            accelerator.wait_for_everyone()
+    assert all(alike)
+    inner = optimizer.optimizer
+    return {
+        "params": {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()},
+        "class": type(inner).__name__,
+        "lr": inner.param_groups[0]["lr"],
+        "logged": logged,
+        "messages": inner.traffic.bytes["all_to_all"] if hasattr(inner, "traffic") else 0,
+    }
+
+
+def test_every_way_in_gives_ddps_numbers(tmp_path: Path) -> None:
+    ways = ["ddp", "plugin1", "plugin2", "together", "optimizer first"]
+    found = {how: run_ranks(2, loop, how)[0] for how in ways}
+    plain = found.pop("ddp")
+    for how, result in found.items():
+        assert result["class"] == "ZeroOptimizer" and result["lr"] == plain["lr"], how
+        for name, value in plain["params"].items():
+            torch.testing.assert_close(result["params"][name], value, rtol=0, atol=1e-6)
+        assert result["logged"][-1]["compressopt/stage"] == (1.0 if how == "plugin1" else 2.0)
+    # stage 1 holds whole gradients over the two micro-batches, stage 2 sends those of each
+    assert found["plugin2"]["messages"] == 2 * found["plugin1"]["messages"]
+
+
+@pytest.mark.parametrize("how", ["plugin1", "optimizer first"])
+def test_save_state_and_load_state(how: str, tmp_path: Path) -> None:
+    whole = run_ranks(2, loop, how, str(tmp_path))
+    assert (tmp_path / "3" / "compressopt.index.json").is_file()
+    resumed = run_ranks(2, loop, how, str(tmp_path), True)
+    assert equal_params(whole[0]["params"], resumed[0]["params"])
+
+
+def model_first(rank: int, world_size: int) -> None:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, ZeroOptimizer
+
+    accelerator = CompressOptAccelerator(cpu=True)
+    model = accelerator.prepare(network())
+    accelerator.prepare(ZeroOptimizer(model.parameters(), torch.optim.AdamW))
+
+
+def two_optimizers(rank: int, world_size: int, order: list[int]) -> None:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, ZeroOptimizer
+
+    accelerator = CompressOptAccelerator(cpu=True)
+    model = network()
+    zero = ZeroOptimizer(model[0].parameters(), torch.optim.AdamW)
+    objects = [model, zero, torch.optim.AdamW(model[2].parameters())]
+    accelerator.prepare(*[objects[index] for index in order])
+
+
+def lbfgs(rank: int, world_size: int) -> None:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(zero_stage=2))
+    accelerator.prepare(torch.optim.LBFGS(network().parameters()))
+
+
+def test_what_cannot_be_had_is_refused() -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    assert CompressOptPlugin().optimizer == "onebit_adam" and CompressOptPlugin(zero_stage=1).optimizer == "none"
+    with pytest.raises(ValueError, match="zero_stage=2 cannot be had with zero_one_adam"):
+        CompressOptPlugin(optimizer="zero_one_adam", zero_stage=2)
+    with pytest.raises(ValueError, match="zero_stage must be 0, 1 or 2, got 3"):
+        CompressOptPlugin(zero_stage=3)
+    for order in ([0, 1, 2], [2, 1, 0]):
+        errors = run_ranks_expecting_error(2, two_optimizers, order)
+        assert all("nobody would average" in error for error in errors.values())
+    for fn, message in ((model_first, "give both to one prepare"), (lbfgs, "LBFGS cannot be partitioned")):
+        assert all(message in error for error in run_ranks_expecting_error(2, fn).values())

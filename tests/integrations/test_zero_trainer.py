@@ -1,0 +1,116 @@
+"""Trainer with `--optim zero1_adamw` and `zero2_adamw` beside `adamw_torch` under DDP."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.trainer_runs import Run, equal_params, train
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+    "clipping": ({"max_grad_norm": 0.3}, {}),
+    "bf16_autocast": ({"bf16": True}, {}),
+    "checkpointing_reentrant": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {},
+    ),
+    "checkpointing": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {},
+    ),
+    "torch_compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
+    "unused": ({}, {"unused": True}),
+    "frozen": ({}, {"frozen": True}),
+    "evaluate_first": ({}, {"evaluate_first": True}),
+    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),
+}
+
+
+def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
+    return [train(rank, world_size, run) for run in runs]
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return [row["loss"] for row in result["history"] if "loss" in row]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Path) -> None:
+    arguments, more = VARIANTS[name]
+    arguments = {"output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 1e-3, **arguments}
+    runs = [
+        Run({**arguments, "optim": "adamw_torch"}, **{**more, "evaluate_first": False}),
+        Run({**arguments, "optim": "zero1_adamw"}, **more),
+        Run({**arguments, "optim": "zero2_adamw", "optim_args": "reduce_bucket_size=3000"}, **more),
+    ]
+    plain, *partitioned = run_ranks(2, run_all, runs, timeout=240)[0]
+    assert plain["optimizer"] == "AdamW" and plain["model_class"] == "DistributedDataParallel"
+    for result in partitioned:
+        assert result["optimizer"] == "ZeroOptimizer" and result["model_class"] != "DistributedDataParallel"
+        # a norm of shards is rounded in another way than torch's: a clipped step may differ in its last bit
+        assert losses(result) == pytest.approx(losses(plain), abs=5e-7) and len(losses(plain)) == 6
+        assert [f"{loss:.4g}" for loss in losses(result)] == [f"{loss:.4g}" for loss in losses(plain)]
+        assert result["alike"] == [True] * 6
+        worst = max(float((result["params"][k] - v).abs().max()) for k, v in plain["params"].items() if v.numel())
+        assert worst <= (1e-5 if name == "bf16_autocast" else 1e-6), worst
+        if name == "scaler":
+            continue  # Accelerate's own reports the norm of scaled gradients here
+        norms = [[row["grad_norm"] for row in r["history"] if "grad_norm" in row] for r in (result, plain)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_resume_is_the_uninterrupted_run(tmp_path: Path) -> None:
+    def run(output: str, **more: Any) -> list[dict[str, Any]]:
+        arguments = {"output_dir": str(tmp_path / output), "optim": "zero2_adamw", "gradient_accumulation_steps": 2}
+        saving = {} if more else {"save_strategy": "steps", "save_steps": 3}
+        return run_ranks(2, train, Run({**arguments, **saving}, **more), timeout=240)
+
+    whole = run("whole")
+    resumed = run("resumed", resume=str(tmp_path / "whole" / "checkpoint-3"))
+    assert equal_params(whole[0]["params"], resumed[0]["params"]) and len(resumed[0]["rows"]) == 5
+    assert (tmp_path / "whole" / "checkpoint-3" / "compressopt.index.json").is_file()
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    arguments = {"output_dir": str(tmp_path), "optim": "zero2_adamw", "max_grad_norm": 0.0}
+    for scaler in (True, False):
+        results = run_ranks(2, train, Run(arguments, scaler=scaler, overflow=(1, 3)), timeout=240)
+        for result in results:
+            assert result["alike"] == [True] * 8
+            assert [row["skipped"] for row in result["rows"]] == [False] * 3 + [True] + [False] * 4
+            assert result["rows"][3]["norm"] == result["rows"][2]["norm"] != result["rows"][4]["norm"]
+            assert result["metrics"]["skipped_steps"] == 1
+
+
+def test_zero_stage_in_optim_args_wraps_element_wise_optimizers_and_lamb(tmp_path: Path) -> None:
+    names = ["sgd", "adagrad", "rmsprop", "adamw_torch_fused", "fused_adam", "lamb"]
+    here = {"output_dir": str(tmp_path), "max_steps": 3, "learning_rate": 1e-3, "adam_epsilon": 1e-5}
+    runs = [
+        Run({**here, "optim": name, **extra})
+        for name in names
+        for extra in ({}, {"optim_args": "zero_stage=2, bucket_cap_mb=0.1"})
+    ]
+    results = run_ranks(2, run_all, runs, timeout=240)[0]
+    for plain, partitioned in zip(results[::2], results[1::2], strict=True):
+        assert partitioned["optimizer"] == "ZeroOptimizer"
+        assert losses(plain) == pytest.approx(losses(partitioned), abs=5e-7)
+        assert all(torch.allclose(v, partitioned["params"][k], atol=1e-6) for k, v in plain["params"].items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optim": "onebit_adam", "optim_args": "zero_stage=2"}, "--optim zero2_adamw"),
+        ({"optim": "adafactor", "optim_args": "zero_stage=1"}, "whole rows and columns"),
+        ({"optim": "adamw_torch", "optim_args": "zero_stage=3"}, "stage must be 1 or 2, got 3"),
+        ({"optim": "zero2_adamw", "optim_args": "zero_stage=1"}, "part of the optimizer's name"),
+        ({"optim": "zero2_adamw", "optim_args": "offload_optimizer=cpu"}, "no accelerator"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    errors = run_ranks_expecting_error(2, train, Run({"output_dir": str(tmp_path), **arguments}))
+    assert all(message in error for error in errors.values()), errors

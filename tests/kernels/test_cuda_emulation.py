@@ -1,0 +1,116 @@
+"""The CUDA kernels' own source, compiled as C++ and run on the CPU by tests/support/emulation, against the reference.
+
+What this cannot show: speed, the GPU's memory model beyond the order of threads, and CUDA's own runtime.
+"""
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_compressopt.kernels import library, native
+from hf_compressopt.kernels.operands import Combination, LambOptions, Segment
+from tests.support import kernel_cases as cases
+from tests.support.kernel_suite import (
+    test_adam,
+    test_adam_of_all_dtypes,
+    test_apply_adam,
+    test_average_compress,
+    test_combine,
+    test_compress,
+    test_decompress,
+    test_lamb,
+    test_local_step,
+    test_square_sums,
+    test_sync_parameters,
+)
+
+__all__ = [
+    "test_adam",
+    "test_adam_of_all_dtypes",
+    "test_apply_adam",
+    "test_average_compress",
+    "test_combine",
+    "test_compress",
+    "test_decompress",
+    "test_lamb",
+    "test_local_step",
+    "test_square_sums",
+    "test_sync_parameters",
+]
+CPU = torch.device("cpu")
+EMULATION = Path(__file__).parents[1] / "support" / "emulation"
+SOURCES = Path(library.__file__).parent / "csrc" / "cuda"
+FLAGS = [
+    *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
+    *("-Wno-psabi", "-Wno-unknown-pragmas", "-x", "c++"),
+]
+# A misaligned access, which a GPU refuses, and an overflowing index are reported on stderr.
+CHECKS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-static-libubsan"]
+ORDERS = {"downwards": 1, "at random": 20}  # of the threads of a block, and of blocks
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels are compiled with g++, not found here")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a library of that name lies that runs the CUDA kernels."""
+    build = tmp_path_factory.mktemp("emulation")
+    sources = [*SOURCES.glob("*.cu"), EMULATION / "emulator.cpp"]
+    objects = [build / f"{source.name}.o" for source in sources]
+
+    def compile_one(source: Path, out: Path) -> None:
+        run("g++", *FLAGS, *CHECKS, f"-I{EMULATION}", "-c", str(source), "-o", str(out))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, sources, objects))
+    run("g++", "-shared", *CHECKS, *map(str, objects), "-o", str(build / "libcompressopt_cpu.so"))
+    return build
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return CPU
+
+
+def run(*command: str) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(autouse=True, params=ORDERS)
+def emulation(
+    request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[None]:
+    monkeypatch.setattr(library, "_DIRECTORY", directory)
+    library._library.cache_clear()
+    library._library("cpu").emulator_set_order(ORDERS[request.param])
+    yield
+    library._library.cache_clear()
+    reported = capfd.readouterr().err
+    assert "runtime error" not in reported, reported
+
+
+def test_the_library_says_what_it_has() -> None:
+    assert library.instruction_set("cpu") == "sm_90 compute_90"
+
+
+def test_wrong_arguments_are_refused_in_words() -> None:
+    error, messages = torch.zeros(16), torch.zeros(32, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="scale_block is no multiple of 8"):
+        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 12, 1)
+    with pytest.raises(RuntimeError, match="z is null"):
+        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 8, 1)
+    with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
+        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr() + 4, 16, 8, 1)
+    segments = [Segment(error, 0, 16, 0), Segment(error, 0, 16, 0)]
+    two = torch.zeros(32)
+    with pytest.raises(RuntimeError, match="the same index"):
+        options = LambOptions(0.9, 0.999, 1e-6, 0.0, False)
+        sums = torch.zeros(1, 3, dtype=torch.float64)
+        native.lamb_moments_(cases.Average.of(two), two, two, two, segments, torch.ones(1), sums, options)
+    native.combine_(Combination.of(torch.zeros(0)), torch.zeros(0))

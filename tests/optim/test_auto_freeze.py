@@ -1,0 +1,99 @@
+"""freeze_step="auto": the variance decides, alike on all ranks, and a resume goes on as if nothing had been."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.harness import run_ranks
+
+OPTION = {"OnebitAdam": "freeze_step", "OnebitLamb": "freeze_step", "ZeroOneAdam": "var_freeze_step"}
+STEPS, WINDOW = 40, 5  # D = 1 / (1 - 0.8)
+
+
+def make(name: str, **options: Any) -> tuple[nn.Parameter, Any]:
+    import hf_compressopt
+
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(40))
+    settings: dict[str, Any] = {OPTION[name]: "auto", "betas": (0.9, 0.8), "lr": 1e-3, "scale_block": 8, **options}
+    return p, getattr(hf_compressopt, name)([p], **settings)
+
+
+def stability_says(variances: list[float], lrs: list[float], threshold: float, bound: int) -> int:
+    """The rule, from the norms of the corrected variance after every step."""
+    for step in range(1, bound):
+        if step <= WINDOW or (step > 1 and lrs[step - 1] > lrs[step - 2]):
+            continue
+        now, before = variances[step - 1], variances[step - 1 - WINDOW]
+        if min(now / before, before / now) >= threshold:
+            return step
+    return bound
+
+
+def run(rank: int, world_size: int, name: str, options: dict[str, Any], directory: str) -> dict[str, Any]:
+    from hf_compressopt import load_state, save_state
+
+    p, optimizer = make(name, **options)
+    results: dict[str, Any] = {"variances": [], "lrs": [], "params": []}
+    for step in range(1, STEPS + 1):
+        if step == 13 and directory:  # in the middle of the search
+            save_state(optimizer, directory)
+            values = p.detach().clone()
+            p, optimizer = make(name, **options)
+            load_state(optimizer, directory)
+            with torch.no_grad():
+                p.copy_(values)
+        lr = 1e-3 * min(1.0, step / 8)
+        optimizer.param_groups[0]["lr"] = lr
+        shared = torch.Generator().manual_seed(step)
+        local = torch.Generator().manual_seed(1000 * (rank + 1) + step)
+        scale = 1.0 + 3.0 / step  # the variance settles down
+        p.grad = scale * (torch.rand(40, generator=shared) + 0.5)
+        if not optimizer.plan.reduce_grads:
+            p.grad += 0.1 * torch.randn(40, generator=local)
+        optimizer.step()
+        state = optimizer.state[p]
+        results["variances"].append(float(state["exp_avg_sq"].double().sum()) / (1 - 0.8**step))
+        results["lrs"].append(lr)
+        results["params"].append(p.detach().clone())
+    return {**results, "freeze_step": optimizer.freeze_step, "stage": optimizer.metrics()["stage"]}
+
+
+@pytest.mark.parametrize("name", OPTION)
+def test_the_variance_decides_alike_on_all_ranks_and_survives_a_resume(name: str, tmp_path: Path) -> None:
+    options = {"freeze_threshold": 0.9}
+    plain = run_ranks(2, run, name, options, "")
+    resumed = run_ranks(2, run, name, options, str(tmp_path))
+    found = plain[0]["freeze_step"]
+    assert WINDOW + 8 <= found < STEPS and plain[0]["stage"] == 1.0
+    assert found > 13, "the search was over before the resume"
+    for result in (*plain, *resumed):
+        assert result["freeze_step"] == found
+    assert all(
+        torch.equal(a, b)
+        for rank in (0, 1)
+        for a, b in zip(plain[rank]["params"], resumed[rank]["params"], strict=True)
+    )
+    if name != "ZeroOneAdam":  # there the variance learns in some steps only
+        assert found == stability_says(plain[0]["variances"][:found], plain[0]["lrs"], 0.9, STEPS)
+
+
+@pytest.mark.parametrize("name", OPTION)
+def test_the_bound_holds(name: str) -> None:
+    result = run_ranks(2, run, name, {"max_freeze_step": 9, "freeze_threshold": 1.0}, "")[0]
+    assert result["freeze_step"] == 9 and result["stage"] == 1.0
+
+
+def test_bad_options_are_named() -> None:
+    for options, words in (
+        ({"freeze_step": "soon"}, "freeze_step must be an int >= 1, or 'auto', got 'soon'"),
+        ({"max_freeze_step": 0}, "max_freeze_step must be >= 1, got 0"),
+        ({"freeze_threshold": 1.5}, r"freeze_threshold must be in \(0, 1\], got 1.5"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make("OnebitAdam", **options)
+    with pytest.raises(ValueError, match="var_freeze_step must be >= 1, got 0"):
+        make("ZeroOneAdam", var_freeze_step=0)

@@ -1,0 +1,600 @@
+"""OnebitAdam on real gloo ranks, against the float64 simulation, recorded trajectories and torch's AdamW."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_compressopt import OnebitAdam
+from tests.optim.test_oracle_simulation import RECORDED, TENSORS, recorded_kwargs
+from tests.oracles.cases import Case, Problem, make_optimizer, run_on_rank, safe_problem, set_gradients
+from tests.oracles.simulation import chunk_bounds
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
+COSINE = tuple(0.01 * (0.55 + 0.45 * math.cos(math.pi * t / 12)) for t in range(12))
+MASK = [1.0, 0, 1, 0, 0]
+
+
+def bucket_cap(numel):
+    """bucket_cap_mb of buckets of this many elements, and a little: the fraction of an element is cut off."""
+    return (numel + 0.5) * 4 / 2**20
+
+
+CASES = [
+    *(Case(f"block_{block}", [{"shapes": ODD}], {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64, 4096)),
+    Case("weight_decay", [{"shapes": ODD}], {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-6}, lrs=COSINE),
+    Case("no_bias_correction", [{"shapes": ODD}], {"bias_correction": False, "scale_block": 8}),
+    Case("eps_inside_sqrt", [{"shapes": ODD}], {"eps_inside_sqrt": True, "eps": 0.05, "lr": 0.01}),
+    Case(
+        "eps_inside_no_correction",
+        [{"shapes": ODD}],
+        {"eps_inside_sqrt": True, "eps": 0.05, "bias_correction": False, "weight_decay": 0.1},
+    ),
+    Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"scale_block": 8, "lr": 0.01}),
+    Case(
+        "groups",
+        [
+            {"shapes": ODD, "lr": 0.02, "weight_decay": 0.2},
+            {"shapes": []},
+            {"shapes": [(4, 4), (0,), (9,)], "non_freeze": True, "eps": 1e-3},
+            {"shapes": [(0, 3), (21,), (0,)], "betas": (0.5, 0.9)},
+        ],
+        {"scale_block": 64},
+        lrs=COSINE,
+    ),
+    Case(
+        "missing_gradients",
+        [{"shapes": ODD}, {"shapes": [(6,), (2, 2)], "non_freeze": True}],
+        {"lr": 0.01, "scale_block": 8},
+        missing=((2, None, 0, 1), (3, 0, 0, 2), (6, None, 0, 1), (7, 0, 0, 0), (8, 0, None, None), (9, None, 1, 1)),
+    ),
+    Case("small_buckets", [{"shapes": ODD}, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11), "lr": 0.01}),
+    Case(
+        "small_buckets_one_scale",
+        [{"shapes": [*ODD, (40,)]}],
+        {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05},
+    ),
+    Case("clipping", [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}], {"max_grad_norm": 0.5, "lr": 0.01}),
+    Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
+    Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),
+    *(
+        Case(f"large_{block}", [{"shapes": [(131, 133), (9,)]}], {"scale_block": block}, freeze_step=2, steps=5)
+        for block in (None, 4096)
+    ),
+]
+
+
+def solve_all(rank, world_size, problems):
+    return [run_on_rank(rank, problem) for problem in problems]
+
+
+@pytest.mark.invariant(29)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_simulation(world_size):
+    solved = [safe_problem(case, world_size) for case in CASES]
+    by_rank = run_ranks(world_size, solve_all, [problem for problem, _, _ in solved])
+    for index, (problem, simulation, history) in enumerate(solved):
+        for rank in range(world_size):
+            got = by_rank[rank][index]
+            context = f"case {problem.case.name}, rank {rank}"
+            assert got["history"].tobytes() == by_rank[0][index]["history"].tobytes(), f"{context}: ranks differ"
+            np.testing.assert_allclose(got["history"], history, rtol=0, atol=2e-6, err_msg=context)
+            compare_state(got, simulation, rank, context)
+
+
+def compare_state(got, simulation, rank, context):
+    for g, group in enumerate(simulation.groups):
+        where = f"{context}, group {g}"
+        assert got["steps"][g] == group.steps, where
+        np.testing.assert_allclose(got["exp_avg"][g], group.flatten(group.exp_avg), rtol=4e-6, atol=2e-6, err_msg=where)
+        expected = group.flatten(group.exp_avg_sq)
+        np.testing.assert_allclose(got["exp_avg_sq"][g], expected, rtol=1e-5, atol=1e-7, err_msg=where)
+        if simulation.world_size > 1:
+            for name in ("worker_error", "server_error"):
+                expected = np.concatenate([np.zeros(0), *(errors[rank] for errors in getattr(group, name + "s"))])
+                np.testing.assert_allclose(got[name][g], expected, rtol=0, atol=5e-6, err_msg=f"{where}: {name}")
+
+
+@pytest.mark.invariant(29)
+@pytest.mark.parametrize("name", RECORDED)
+def test_equals_recorded_trajectory(name):
+    for history, states in run_ranks(2, follow_recording, name):
+        recorded = np.load(Path(__file__).parents[1] / "oracles" / f"{name}.npz")
+        for i in TENSORS:
+            np.testing.assert_allclose(history[i], recorded[f"param{i}"][0, 1:], rtol=0, atol=2e-6)
+            np.testing.assert_allclose(states[i][0], recorded[f"exp_avg{i}"][0], rtol=0, atol=2e-6)
+            np.testing.assert_allclose(states[i][1], recorded[f"exp_avg_sq{i}"][0], rtol=0, atol=2e-6)
+
+
+def follow_recording(rank, world_size, name):
+    recorded = np.load(Path(__file__).parents[1] / "oracles" / f"{name}.npz")
+    history, states = [], []
+    for i in TENSORS:
+        kwargs, mask = recorded_kwargs(recorded, i, name)
+        p = torch.nn.Parameter(torch.from_numpy(recorded[f"init_param{i}"].copy()))
+        group = {"params": [p]} if mask is None else {"params": [p], "exp_avg_mask": torch.from_numpy(mask)}
+        optimizer = OnebitAdam([group], **kwargs)
+        history.append([])
+        for t in range(1, recorded["grads0"].shape[1]):
+            assert optimizer.plan.reduce_grads == recorded["reduce_grads"][t]
+            grads = recorded[f"grads{i}"][:, t]
+            p.grad = torch.from_numpy(grads.mean(axis=0) if optimizer.plan.reduce_grads else grads[rank].copy())
+            optimizer.param_groups[0]["lr"] = float(recorded["lr"][t])
+            optimizer.step()
+            history[-1].append(p.detach().numpy().copy())
+        states.append((optimizer.state[p]["exp_avg"].numpy(), optimizer.state[p]["exp_avg_sq"].numpy()))
+    return [np.stack(rows) for rows in history], states
+
+
+# -- the warmup stage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(32)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_warmup_is_adamw_bit_for_bit(world_size):
+    for rank, mismatches in enumerate(run_ranks(world_size, compare_with_adamw)):
+        assert mismatches == [], f"rank {rank}"
+
+
+def compare_with_adamw(rank, world_size):
+    """Differences to torch's AdamW over 20 steps; parameter 1 has a gradient in every third step only."""
+    mismatches = []
+    for kwargs in ({}, {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}, {"lr": torch.tensor(0.003)}):
+        generator = torch.Generator().manual_seed(5)
+        ours = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ODD]
+        theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+        optimizer = OnebitAdam(ours, freeze_step=100, **{"lr": 0.01, **kwargs})
+        adamw = torch.optim.AdamW(theirs, **{"lr": 0.01, "weight_decay": 0.0, **kwargs})
+        generator = torch.Generator().manual_seed(100 + rank)
+        for t in range(1, 21):
+            assert optimizer.plan.reduce_grads and optimizer.plan.update_variance and not optimizer.plan.synchronize
+            for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+                grad = torch.randn(p.shape, generator=generator) / world_size
+                dist.all_reduce(grad)
+                p.grad = None if i == 1 and t % 3 else grad
+                q.grad = None if p.grad is None else grad.clone()
+            for group in (*optimizer.param_groups, *adamw.param_groups):
+                group["lr"] = group["lr"] * 0.97
+            optimizer.step()
+            adamw.step()
+            for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+                same = torch.equal(p, q) and all(
+                    torch.equal(
+                        optimizer.state[p][key], adamw.state[q].get(key, torch.zeros_like(optimizer.state[p][key]))
+                    )
+                    for key in ("exp_avg", "exp_avg_sq", "step")
+                )
+                mismatches += [] if same else [(str(kwargs), t, i)]
+    return mismatches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_warmup_is_adamw_but_for_rounding(dtype):
+    from hf_compressopt import OnebitAdam
+
+    results = []
+    for fused in (False, True):
+        params = [torch.nn.Parameter(torch.linspace(-1, 1, n).to(dtype)) for n in (5, 130, 0, 3)]
+        optimizer = OnebitAdam(params, lr=0.01, weight_decay=0.1, freeze_step=8, fused_warmup=fused)
+        for step in range(10):
+            generator = torch.Generator().manual_seed(step)
+            for p in params[: 4 - step % 2]:
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [optimizer.state[p] for p in params]
+        results.append(([p.detach().float() for p in params], [s["exp_avg_sq"] for s in states]))
+        assert [float(s["step"]) for s in states] == [10, 10, 10, 6]
+    assert not all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True)), "took torch's way"
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    for plain, fused in zip(results[0], results[1], strict=True):
+        for one, other in zip(plain, fused, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_first_gradient_counts():
+    """The original only counted in its first step()."""
+    p = torch.nn.Parameter(torch.zeros(4))
+    optimizer = OnebitAdam([p], lr=0.1, freeze_step=3)
+    p.grad = torch.tensor([1.0, -2, 3, -4])
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.1, -0.1, 0.1]))
+    assert float(optimizer.state[p]["step"]) == 1
+
+
+def trajectory(**kwargs):
+    """Eight steps of one rank alone, three of them warmup, from the same start with the same gradients."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(20, generator=generator))
+    optimizer = OnebitAdam([p], **{"lr": 0.01, "freeze_step": 3, **kwargs})
+    history = []
+    for _ in range(8):
+        p.grad = torch.randn(20, generator=generator)
+        optimizer.step()
+        history.append(p.detach().clone())
+    return torch.stack(history)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"bias_correction": False},
+        {"eps_inside_sqrt": True, "eps": 0.1},
+        {"max_grad_norm": 0.1, "eps": 0.1},
+        {"variance_floor": 1.0},
+        {"weight_decay": 0.1},
+        {"freeze_step": 4},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_option_has_an_effect(option):
+    assert not torch.allclose(trajectory(**option), trajectory(eps=option.get("eps", 1e-8)), atol=1e-4)
+
+
+def test_bias_correction_outside_the_fast_path_agrees_with_it():
+    """eps inside the root, of 1e-30, is no eps at all: the same numbers as torch's own arithmetic with eps = 0."""
+    torch.testing.assert_close(trajectory(eps_inside_sqrt=True, eps=1e-30), trajectory(eps=0.0), rtol=0, atol=2e-6)
+
+
+# -- the switch -------------------------------------------------------------------------------------------------------
+
+
+def test_plan_follows_freeze_step():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = OnebitAdam([p], freeze_step=2)
+    seen = []
+    for _ in range(4):
+        plan = optimizer.plan
+        seen.append((plan.step, plan.stage.value, plan.reduce_grads, plan.update_variance, plan.synchronize))
+        p.grad = torch.ones(3)
+        optimizer.step()
+    assert seen == [
+        (1, "warmup", True, True, False),
+        (2, "warmup", True, True, False),
+        (3, "compressed", False, False, True),
+        (4, "compressed", False, False, True),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_parameter_has_its_error(world_size):
+    """The original reset the error buffers of the last parameter only, and one scale hid small tensors."""
+    shapes = [(40,), (6, 8), (40,)]
+    case = Case("errors", [{"shapes": shapes}, {"shapes": [(64,)]}], {"bucket_cap_mb": bucket_cap(50)}, steps=8)
+    results = run_ranks(world_size, solve_all, [Problem(case, world_size, 0)])
+    for (result,) in results:
+        pieces = np.split(result["worker_error"][0], np.cumsum([40, 48]))
+        assert all(np.count_nonzero(piece) == piece.size for piece in (*pieces, result["worker_error"][1]))
+        assert all(np.count_nonzero(error) == error.size > 0 for error in result["server_error"])
+    for g, numel in enumerate((128, 64)):
+        assert sum(result["server_error"][g].size for (result,) in results) == numel
+
+
+@pytest.mark.invariant(36)
+def test_rows_never_seen_in_warmup_stay_near():
+    """With the floor f no element moves by more than lr * scale / (sqrt(f mean(v)) + eps) in a step; without, far."""
+    lr, floor, largest = 1e-3, 0.01, 3.0  # gradients are drawn from [-largest, largest]
+    for moves, scales, mean_variance in run_ranks(2, train_embedding, lr, floor, largest):
+        bound = lr * scales / (math.sqrt(floor * mean_variance) + 1e-8)
+        assert np.all(moves <= 1.0001 * bound)
+        assert moves.max() <= lr * largest / (math.sqrt(floor * mean_variance) + 1e-8), "a bound known beforehand"
+        assert np.all(moves > 0)
+    for moves, scales, mean_variance in run_ranks(2, train_embedding, lr, 0.0, largest):
+        bound = lr * scales / (math.sqrt(floor * mean_variance) + 1e-8)
+        assert moves.max() > 100 * bound.max(), "the problem must be one that needs the floor"
+
+
+def train_embedding(rank, world_size, lr, floor, largest):
+    """Largest move and largest |m| of each of 100 compressed steps, and mean(v) as it was before the floor."""
+    freeze_step, (rows, columns) = 20, (64, 16)
+    p = torch.nn.Parameter(torch.zeros(rows, columns))
+    optimizer = OnebitAdam([p], lr=lr, freeze_step=freeze_step, variance_floor=floor, scale_block=64)
+    generator = torch.Generator().manual_seed(rank)
+    variance = torch.zeros(rows, columns, dtype=torch.float64)
+    moves, scales = [], []
+    for t in range(1, freeze_step + 101):
+        grad = torch.empty(rows, columns).uniform_(-largest, largest, generator=generator)
+        grad[1::2] = 0  # never seen
+        grad[1] = 1e-4 if t == 3 else 0  # seen once, hardly
+        if optimizer.plan.reduce_grads:
+            grad /= world_size
+            dist.all_reduce(grad)
+            variance = 0.999 * variance + 0.001 * grad.double() ** 2
+        before = p.detach().clone()
+        p.grad = grad
+        optimizer.step()
+        if t > freeze_step:
+            moves.append(float((p.detach() - before).abs().max()))
+            scales.append(float(optimizer.state[p]["exp_avg"].abs().max()))
+    return np.array(moves), np.array(scales), float((variance / (1 - 0.999**freeze_step)).mean())
+
+
+@pytest.mark.invariant(36)
+def test_parameter_without_any_gradient_in_warmup_keeps_still():
+    """It has no variance to divide by: it must not be thrown away by its neighbours' scale."""
+    for moved, finite in run_ranks(2, train_beside_unused_parameter):
+        assert finite
+        assert moved <= 1e-6
+
+
+def train_beside_unused_parameter(rank, world_size):
+    used, unused = torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(20))
+    optimizer = OnebitAdam([used, unused], lr=0.01, freeze_step=3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        used.grad = torch.randn(20, generator=generator)
+        optimizer.step()
+    return float((unused.detach() - 1).abs().max()), bool(used.isfinite().all())
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(34)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_clip_grad_norm(world_size):
+    """Averaged gradients: their norm. Local ones: sqrt(mean of the squared norms), and one factor on every rank."""
+    rows = run_ranks(world_size, clip_on_a_rank)
+    for averaged, clipped, local, _, again, _ in rows:
+        expected = math.sqrt(sum((3 * (rank + 1)) ** 2 for rank in range(world_size)) / world_size)
+        assert averaged == pytest.approx(3.0)
+        assert clipped == pytest.approx(1.5)
+        assert local == pytest.approx(expected)
+        assert again == pytest.approx(1.5)
+    assert len({row[2] for row in rows}) == 1, "the norm must be the same number on all ranks"
+    assert rows[0][5] == pytest.approx(rows[-1][5]), "the factor must be the same on all ranks"
+
+
+def clip_on_a_rank(rank, world_size):
+    p = torch.nn.Parameter(torch.zeros(9))
+    optimizer = OnebitAdam([p], freeze_step=1)
+    p.grad = torch.ones(9)
+    averaged = float(optimizer.clip_grad_norm_(1.5))
+    clipped = float(p.grad.norm())
+    optimizer.step()
+    p.grad = torch.full((9,), float(rank + 1))
+    local = float(optimizer.clip_grad_norm_(1.5))
+    factor = float(p.grad[0]) / (rank + 1)
+    again = float(optimizer.clip_grad_norm_(math.inf))
+    assert float(p.grad[0]) / (rank + 1) == factor, "an infinite norm only measures"
+    return averaged, clipped, local, factor, again, factor
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("clipping", ["none", "max_grad_norm", "clip_grad_norm_"])
+def test_gradient_that_is_not_finite_skips_the_step_everywhere(world_size, clipping):
+    """The run goes on as if the step had never been; one rank's local NaN is enough in the compressed stage."""
+    for rank, rows in enumerate(run_ranks(world_size, skip_on_a_rank, clipping)):
+        for where, problems in rows:
+            assert problems == [], f"rank {rank}, bad gradient {where}"
+
+
+def skip_on_a_rank(rank, world_size, clipping):
+    rows = []
+    for bad in (math.nan, math.inf, -math.inf):
+        for bad_step in (2, 4, 6):  # warmup, the first compressed step, a later one
+            rows.append(
+                (f"{bad} before step {bad_step}", differences_after_skip(rank, world_size, clipping, bad, bad_step))
+            )
+    return rows
+
+
+def differences_after_skip(rank, world_size, clipping, bad, bad_step):
+    kwargs = {"max_grad_norm": 0.5} if clipping == "max_grad_norm" else {}
+    case = Case("skip", [{"shapes": ODD}, {"shapes": [(6,)], "non_freeze": True}], {"lr": 0.01, **kwargs}, 3, 8)
+    problem, problems = Problem(case, world_size, 0), []
+    (disturbed, params), (undisturbed, others) = make_optimizer(problem), make_optimizer(problem)
+    for t in range(1, case.steps + 1):
+        if t == bad_step:
+            set_gradients(problem, disturbed, params, rank, t)
+            if disturbed.plan.reduce_grads or rank == world_size - 1:
+                params[0][1].grad[0, 0] = bad
+            before = snapshot(disturbed, params)
+            if clipping == "clip_grad_norm_":
+                disturbed.clip_grad_norm_(0.5)
+            disturbed.step()
+            problems += [] if disturbed.step_was_skipped is True else ["step_was_skipped is not True"]
+            problems += [f"{key} changed" for key in different(before, snapshot(disturbed, params))]
+            problems += [] if disturbed.metrics()["skipped_steps"] == 1 else ["skipped_steps is not 1"]
+        for optimizer, tensors in ((disturbed, params), (undisturbed, others)):
+            set_gradients(problem, optimizer, tensors, rank, t)
+            if clipping == "clip_grad_norm_":
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+        problems += [f"step {t} skipped"] if disturbed.step_was_skipped is not False else []
+    problems += [f"{key} differs" for key in different(snapshot(disturbed, params), snapshot(undisturbed, others))]
+    return problems
+
+
+def snapshot(optimizer, params):
+    saved = optimizer.state_dict()
+    errors = {
+        f"{name}{g}": error.clone()
+        for name in ("worker_error", "server_error")
+        for g, error in enumerate(saved["compressopt"][name])
+    }
+    state = {f"{key}{i}": value.clone() for i, row in saved["state"].items() for key, value in row.items()}
+    values = {f"param{g}.{i}": p.detach().clone() for g, group in enumerate(params) for i, p in enumerate(group)}
+    return {**errors, **state, **values, "t": torch.tensor(optimizer.plan.step)}
+
+
+def different(before, after):
+    assert before.keys() == after.keys()
+    return [key for key in before if not torch.equal(before[key], after[key])]
+
+
+@pytest.mark.invariant(30)
+def test_huge_finite_gradient_leaves_no_poison():
+    """Its square is beyond float32: whether the step is taken or skipped, nothing may become NaN or stay infinite."""
+    for rank, not_finite in enumerate(run_ranks(2, huge_on_a_rank)):
+        assert not_finite == [], f"rank {rank}"
+
+
+def huge_on_a_rank(rank, world_size):
+    case = Case("huge", [{"shapes": ODD}], {"lr": 0.01}, 3, 8)
+    problem = Problem(case, world_size, 0)
+    optimizer, params = make_optimizer(problem)
+    for t in range(1, case.steps + 1):
+        set_gradients(problem, optimizer, params, rank, t)
+        if t == 5 and rank == 1:
+            params[0][1].grad[0, 0] = 1e25
+        optimizer.step()
+    return [key for key, value in snapshot(optimizer, params).items() if not value.isfinite().all()]
+
+
+@pytest.mark.parametrize("stage", ["warmup", "compressed"])
+def test_sparse_gradient_is_refused_by_all_ranks(stage):
+    """In the compressed stage one rank's is enough, and the others do not hang. Nothing has changed."""
+    errors = run_ranks_expecting_error(2, sparse_on_a_rank, stage)
+    assert "sparse" in errors[1] and "sparse=False" in errors[1] and errors[1].startswith("TypeError")
+    assert "another" in errors[0] or "other rank" in errors[0] or "sparse" in errors[0]
+
+
+def sparse_on_a_rank(rank, world_size, stage):
+    case = Case("sparse", [{"shapes": [(8, 4), (3,)]}], {}, 2, 4)
+    problem = Problem(case, world_size, 0)
+    optimizer, params = make_optimizer(problem)
+    for t in range(1, 2 if stage == "warmup" else 4):
+        set_gradients(problem, optimizer, params, rank, t)
+        optimizer.step()
+    set_gradients(problem, optimizer, params, rank, case.steps)
+    if rank == 1 or stage == "warmup":  # averaged gradients are alike on all ranks
+        params[0][0].grad = params[0][0].grad.to_sparse()
+    before = snapshot(optimizer, params)
+    try:
+        optimizer.step()
+    except (TypeError, RuntimeError) as error:
+        if changed := different(before, snapshot(optimizer, params)):
+            raise AssertionError(f"{changed} changed") from error
+        raise
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(33)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_metrics_count_bytes(world_size):
+    numel, blocks = 40_000, sum(-(-(e - b) // 64) for b, e in chunk_bounds(40_000, world_size))
+    formula = 2 * (world_size - 1) / world_size * (numel / 8 + 4 * blocks)
+    for warmup, compressed in run_ranks(world_size, metrics_on_a_rank, numel):
+        assert warmup["stage"] == 0.0 and compressed["stage"] == 1.0
+        assert compressed["step"] == 3.0 and compressed["skipped_steps"] == 0.0
+        assert all(isinstance(value, float) for value in compressed.values())
+        assert abs(compressed["bytes_sent_step"] - formula) <= 64 * world_size
+        if world_size > 1:
+            full = 2 * (world_size - 1) / world_size * 4 * numel
+            assert compressed["compression_ratio"] == pytest.approx(full / compressed["bytes_sent_step"])
+            assert compressed["compression_ratio"] > 15
+
+
+def metrics_on_a_rank(rank, world_size, numel):
+    p = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = OnebitAdam([p], freeze_step=1, scale_block=64)
+    seen = []
+    for _ in range(3):
+        seed = 0 if optimizer.plan.reduce_grads else rank
+        p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+        seen.append(optimizer.metrics())
+    return seen[0], seen[2]
+
+
+# -- what the constructor refuses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(7)
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"freeze_step": 0}, ValueError, ["freeze_step", ">= 1", "0"]),
+        ({"freeze_step": -3}, ValueError, ["freeze_step", ">= 1", "-3"]),
+        ({"betas": (1.0, 0.999)}, ValueError, ["betas[0]", "[0, 1)", "1.0"]),
+        ({"betas": (0.9, -0.1)}, ValueError, ["betas[1]", "[0, 1)", "-0.1"]),
+        ({"betas": (0.9, math.nan)}, ValueError, ["betas[1]", "[0, 1)", "nan"]),
+        ({"betas": (0.9,)}, ValueError, ["betas", "[0, 1)"]),
+        ({"lr": -1.0}, ValueError, ["lr", ">= 0", "-1.0"]),
+        ({"lr": math.nan}, ValueError, ["lr", ">= 0", "nan"]),
+        ({"eps": -1e-8}, ValueError, ["eps", ">= 0", "-1e-08"]),
+        ({"weight_decay": -0.5}, ValueError, ["weight_decay", ">= 0", "-0.5"]),
+        ({"max_grad_norm": -2.0}, ValueError, ["max_grad_norm", ">= 0", "-2.0"]),
+        ({"variance_floor": -0.5}, ValueError, ["variance_floor", ">= 0", "-0.5"]),
+        ({"scale_block": 0}, ValueError, ["scale_block", "multiple of 8", "0"]),
+        ({"scale_block": 12}, ValueError, ["scale_block", "multiple of 8", "12"]),
+        ({"bucket_cap_mb": 0}, ValueError, ["bucket_cap_mb", "> 0", "0"]),
+        ({"amsgrad": True}, ValueError, ["amsgrad", "False", "True"]),
+        ({"communicator": "no-such-thing"}, ValueError, ["communicator", "auto", "no-such-thing"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_bad_option_is_named(kwargs, error, words):
+    with pytest.raises(error) as caught:
+        OnebitAdam([torch.nn.Parameter(torch.zeros(3))], **kwargs)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.invariant(7)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_parameter_of_unsupported_dtype_is_named(dtype):
+    with pytest.raises(TypeError) as caught:
+        OnebitAdam([torch.nn.Parameter(torch.zeros(3, dtype=dtype))])
+    assert str(dtype) in str(caught.value) and "torch.float32" in str(caught.value)
+
+
+def test_mask_that_does_not_fit_is_named():
+    group = {"params": [torch.nn.Parameter(torch.zeros(3, 5))], "exp_avg_mask": torch.ones(4)}
+    with pytest.raises(ValueError, match=r"exp_avg_mask.*\(4,\).*\(3, 5\)"):
+        OnebitAdam([group])
+    with pytest.raises(TypeError, match="exp_avg_mask.*list"):
+        OnebitAdam([{"params": [torch.nn.Parameter(torch.zeros(3))], "exp_avg_mask": [1, 0, 1]}])
+
+
+def test_ranks_that_differ_are_refused_together():
+    errors = run_ranks_expecting_error(2, differ_on_a_rank)
+    assert all(error.startswith("ValueError") and "differ" in error for error in errors.values())
+
+
+def differ_on_a_rank(rank, world_size):
+    p = torch.nn.Parameter(torch.zeros(8 + rank))
+    optimizer = OnebitAdam([p], freeze_step=1)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+# -- lower precision --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_follow_float32_moments(dtype):
+    """Parameters are rounded once per step; moments stay float32 and equal those of a float32 run."""
+    for same_bits, moment_dtype, distance, spacing in run_ranks(2, low_precision_on_a_rank, dtype):
+        assert same_bits and moment_dtype == torch.float32
+        assert distance <= 12 * spacing
+
+
+def low_precision_on_a_rank(rank, world_size, dtype):
+    case = Case("low", [{"shapes": ODD}], {"lr": 0.01, "weight_decay": 0.1}, 3, 8)
+    problem = Problem(case, world_size, 0)
+    wide, wide_params = make_optimizer(problem)
+    params = [[torch.nn.Parameter(p.detach().to(dtype)) for p in wide_params[0]]]
+    for p, q in zip(wide_params[0], params[0], strict=True):
+        p.data.copy_(q.detach())
+    narrow = OnebitAdam(params[0], freeze_step=3, **case.kwargs)
+    for t in range(1, case.steps + 1):
+        set_gradients(problem, wide, wide_params, rank, t)
+        for p, q in zip(wide_params[0], params[0], strict=True):
+            q.grad = p.grad.to(dtype)
+            p.grad = q.grad.float()
+        wide.step()
+        narrow.step()
+    flat, exact = (torch.cat([p.detach().reshape(-1) for p in tensors]) for tensors in (params[0], wide_params[0]))
+    gathered = [torch.empty_like(flat.float()) for _ in range(world_size)]
+    dist.all_gather(gathered, flat.float())
+    same_bits = all(torch.equal(gathered[0], other) for other in gathered)
+    distance = float(((flat.float() - exact).abs() / exact.abs().clamp(min=1)).max())
+    return same_bits, narrow.state[params[0][0]]["exp_avg"].dtype, distance, torch.finfo(dtype).eps

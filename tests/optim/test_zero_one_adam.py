@@ -1,0 +1,619 @@
+"""ZeroOneAdam on real gloo ranks, against the float64 simulation and the recorded trajectories."""
+
+import copy
+import dataclasses
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
+from tests.optim.test_oracle_simulation_family import TENSORS, ZERO_ONE_RECORDED, load_recorded
+from tests.oracles.cases import BYTES_PER_MB, SAFE_DISTANCE, Case, Problem, flat_params, flat_state, set_gradients
+from tests.oracles.simulation import chunk_bounds
+from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation, variance_steps
+from tests.support.harness import run_ranks
+
+ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
+MASK = [1.0, 0, 1, 0, 0]
+FREEZE, STEPS = 8, 24
+SCHEDULE = {"var_freeze_step": FREEZE, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
+VARIANCE_STEPS = (1, 2, 4, 6, 8)
+SYNCS = (9, 10, 11, 12, 14, 16, 20, 24)  # intervals of 1, 2 and 4
+COSINE = tuple(0.02 * (0.55 + 0.45 * math.cos(math.pi * t / STEPS)) for t in range(STEPS))
+
+
+def bucket_cap(numel):
+    """bucket_cap_mb of buckets of this many elements, and a little: the fraction of an element is cut off."""
+    return (numel + 0.5) * 4 / BYTES_PER_MB
+
+
+def zero_lr(*ranges):
+    """A learning rate that is 0 in these steps, both ends included."""
+    return tuple(0.0 if any(a <= t <= b for a, b in ranges) else 0.02 for t in range(1, STEPS + 1))
+
+
+def case(name, groups, kwargs=None, **more):
+    return Case(name, groups, {"lr": 0.02, **SCHEDULE, **(kwargs or {})}, steps=more.pop("steps", STEPS), **more)
+
+
+ONE = [{"shapes": ODD}]
+CASES = [
+    *(case(f"block_{block}", ONE, {"scale_block": block}) for block in (None, 8, 64)),
+    case("weight_decay", ONE, {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-6}, lrs=COSINE),
+    case("no_bias_correction", ONE, {"bias_correction": False, "scale_block": 8, "betas": (0.8, 0.9)}),
+    case("eps_inside_sqrt", ONE, {"eps_inside_sqrt": True, "eps": 0.05}),
+    case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, *ONE], {"scale_block": 8, "weight_decay": 0.05}),
+    case(
+        "groups",
+        [
+            {"shapes": ODD, "lr": 0.03, "weight_decay": 0.2},
+            {"shapes": []},
+            {"shapes": [(4, 4), (0,), (9,)], "non_freeze": True, "eps": 1e-3},
+            {"shapes": [(0, 3), (21,), (0,)], "betas": (0.5, 0.9)},
+        ],
+        {"scale_block": 64},
+        lrs=COSINE,
+    ),
+    case(
+        "missing_gradients",
+        ONE,
+        {"scale_block": 8},
+        missing=((2, None, 0, 1), (3, 0, 0, 2), (4, 0, 0, 2), (5, None, 0, 1), (8, 0, None, None), (17, None, 0, 0)),
+    ),
+    case("small_buckets", [*ONE, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11)}),
+    case(
+        "small_buckets_one_scale",
+        [{"shapes": [*ODD, (40,)]}],
+        {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05},
+    ),
+    case("clipping", ONE, {"max_grad_norm": 0.5}),
+    case("clipping_together", [*ONE, {"shapes": [(5,)], "non_freeze": True}], {"max_grad_norm": 0.5}),
+    case("high_floor", ONE, {"variance_floor": 0.9}),
+    case("freeze_at_a_one_bit_step", ONE, {"var_freeze_step": 7, "local_step_scaler": 5, "local_step_clipper": 3}),
+    case("freeze_at_once", ONE, {"var_freeze_step": 1, "local_step_scaler": 2, "local_step_clipper": 8}),
+    case("lr_zero_at_start", ONE, {"weight_decay": 0.1}, lrs=zero_lr((1, 5))),
+    case("lr_zero_at_switch", ONE, {"weight_decay": 0.1}, lrs=zero_lr((7, 10))),
+    case("lr_zero_in_the_middle", ONE, {"weight_decay": 0.1}, lrs=zero_lr((10, 10), (13, 14), (17, 20))),
+    case("lr_zero_at_end", ONE, {"weight_decay": 0.1}, lrs=zero_lr((18, 24))),
+    case("lr_zero_always", ONE, lrs=zero_lr((1, 24))),
+    case(
+        "large",
+        [{"shapes": [(61, 133), (9,)]}],
+        {"lr": 0.1, "var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 2, "variance_floor": 0.5},
+        steps=6,
+    ),
+]
+NOT_FINITE = case("not_finite", ONE, {"scale_block": 8})
+
+
+class ZeroOneProblem(Problem):
+    """In the case not_finite, the last rank has a gradient with a NaN inside an interval, and one at a sync."""
+
+    def __init__(self, case, world_size, seed):
+        super().__init__(case, world_size, seed)
+        for t, i in ((18, 1), (20, 4)) if case.name == "not_finite" else ():
+            self.grads[t - 1][-1][0][i].flat[0] = math.nan if t == 18 else math.inf
+
+
+def simulate(problem):
+    """The finished simulation, and every rank's parameters after every step, [steps, world_size, numel]."""
+    case = problem.case
+    kwargs = {key: value for key, value in case.kwargs.items() if key != "bucket_cap_mb"}
+    groups = [{"params": params, **problem.options(g, lambda mask: mask)} for g, params in enumerate(problem.params)]
+    simulation = ZeroOneAdamSimulation(groups, problem.world_size, bucket_numel=case.bucket_numel, **kwargs)
+    history = []
+    for t in range(1, case.steps + 1):
+        for group, spec in zip(simulation.groups, case.groups, strict=True):
+            if case.lrs and "lr" not in spec:
+                group.lr = case.lrs[t - 1]
+        assert simulation.step(problem.grads[t - 1])
+        history.append(np.stack([simulation.params_of(rank) for rank in range(problem.world_size)]))
+    return simulation, np.stack(history)
+
+
+def safe_problem(case, world_size):
+    """The first problem whose messages keep away from a change of sign, with its solution."""
+    for seed in range(200):
+        problem = ZeroOneProblem(case, world_size, seed)
+        simulation, history = simulate(problem)
+        if simulation.min_distance >= SAFE_DISTANCE:
+            return problem, simulation, history
+    raise AssertionError(f"{case.name}: no seed keeps every message away from a change of sign")
+
+
+def make_optimizer(problem, **kwargs):
+    params = [[torch.nn.Parameter(torch.from_numpy(p.copy())) for p in group] for group in problem.params]
+    groups = [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
+    return ZeroOneAdam(groups, **{**problem.case.kwargs, **kwargs}), params
+
+
+def solve_all(rank, world_size, problems):
+    return [solve(rank, problem) for problem in problems]
+
+
+def solve(rank, problem):
+    optimizer, params = make_optimizer(problem)
+    history, bytes_sent = [], []
+    for t in range(1, problem.case.steps + 1):
+        set_gradients(problem, optimizer, params, rank, t)
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+        history.append(flat_params(params))
+        bytes_sent.append(optimizer.metrics()["bytes_sent_step"])
+    saved = optimizer.state_dict()["compressopt"]
+    return {
+        "history": np.stack(history),
+        "bytes": bytes_sent,
+        "rounds": optimizer.metrics()["rounds"],
+        "exp_avg": flat_state(optimizer, params, "exp_avg"),
+        "exp_avg_sq": flat_state(optimizer, params, "exp_avg_sq"),
+        "worker_error": [error.numpy() for error in saved["worker_error"]],
+        "server_error": [error.numpy() for error in saved["server_error"]],
+    }
+
+
+@pytest.mark.invariant(29)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_simulation(world_size):
+    """Every rank's own parameters after every step, and the same bits on all ranks after a sync."""
+    solved = [safe_problem(case, world_size) for case in CASES]
+    by_rank = run_ranks(world_size, solve_all, [problem for problem, *_ in solved])
+    for index, (problem, simulation, history) in enumerate(solved):
+        for rank in range(world_size):
+            got = by_rank[rank][index]
+            context = f"case {problem.case.name}, rank {rank}"
+            assert np.isfinite(got["history"]).all(), context
+            np.testing.assert_allclose(got["history"], history[:, rank], rtol=0, atol=2e-6, err_msg=context)
+            compare_state(got, simulation, rank, context)
+            for t in range(1, problem.case.steps + 1):
+                if not simulation.in_local_stage(t) or simulation.is_sync(t):
+                    mine, first = got["history"][t - 1], by_rank[0][index]["history"][t - 1]
+                    assert mine.tobytes() == first.tobytes(), f"{context}: ranks differ after step {t}"
+
+
+def compare_state(got, simulation, rank, context):
+    for g, group in enumerate(simulation.groups):
+        where = f"{context}, group {g}"
+        np.testing.assert_allclose(got["exp_avg"][g], group.m[rank], rtol=1e-5, atol=4e-6, err_msg=where)
+        np.testing.assert_allclose(got["exp_avg_sq"][g], group.v, rtol=1e-5, atol=1e-7, err_msg=where)
+        if simulation.world_size > 1:
+            for name in ("worker_error", "server_error"):
+                expected = np.concatenate([np.zeros(0), *(errors[rank] for errors in getattr(group, name + "s"))])
+                np.testing.assert_allclose(got[name][g], expected, rtol=1e-5, atol=5e-6, err_msg=f"{where}: {name}")
+
+
+@pytest.mark.parametrize("name", ["lr_zero_in_the_middle", "lr_zero_at_end", "lr_zero_always"])
+def test_nothing_is_sent_where_nothing_has_moved(name):
+    """A sync at the end of an interval whose learning rates were all 0 sends nothing; the others do."""
+    (chosen,) = (case for case in CASES if case.name == name)
+    problem = ZeroOneProblem(chosen, 2, 0)
+    moved, expected = False, {}
+    for t in range(FREEZE + 1, STEPS + 1):
+        moved |= chosen.lrs[t - 1] > 0
+        expected[t] = t in SYNCS and moved
+        moved &= t not in SYNCS
+    assert not all(expected[t] for t in SYNCS)
+    for (result,) in run_ranks(2, solve_all, [problem]):
+        assert {t: result["bytes"][t - 1] > 0 for t in expected} == expected
+
+
+@pytest.mark.invariant(29)
+@pytest.mark.parametrize("name", ZERO_ONE_RECORDED)
+def test_equals_recorded_trajectory(name):
+    recorded, _ = load_recorded(name)
+    for rank, (history, states) in enumerate(run_ranks(2, follow_recording, name)):
+        for i in TENSORS:
+            np.testing.assert_allclose(history[i], recorded[f"param{i}"][rank, 1:], rtol=0, atol=2e-6)
+            np.testing.assert_allclose(states[i][0], recorded[f"exp_avg{i}"][rank], rtol=0, atol=2e-6)
+            np.testing.assert_allclose(states[i][1], recorded[f"exp_avg_sq{i}"][rank], rtol=0, atol=2e-6)
+
+
+class CountedFromTwo(ZeroOneAdam):
+    """The original's schedule: its first step() did nothing but count, and the next one was number 2."""
+
+    def plan_at(self, step):
+        plan = dataclasses.replace(super().plan_at(step + 1), step=step)
+        schedule = self._schedule_options()
+        if step + 1 > schedule["var_freeze_step"]:
+            return plan
+        learns = step + 1 in variance_steps(step + 1, schedule["var_update_scaler"], first=2)
+        return dataclasses.replace(plan, reduce_grads=learns, update_variance=learns, synchronize=not learns)
+
+
+def follow_recording(rank, world_size, name):
+    recorded, kwargs = load_recorded(name)
+    history, states = [], []
+    for i in TENSORS:
+        p = torch.nn.Parameter(torch.from_numpy(recorded[f"init_param{i}"].copy()))
+        optimizer = CountedFromTwo([p], **kwargs)
+        history.append([])
+        for t in range(1, recorded["lr"].size):
+            assert optimizer.plan.reduce_grads == recorded["reduce_grads"][t]
+            grads = recorded[f"grads{i}"][:, t]
+            p.grad = torch.from_numpy(grads.mean(axis=0) if optimizer.plan.reduce_grads else grads[rank].copy())
+            optimizer.param_groups[0]["lr"] = float(recorded["lr"][t])
+            optimizer.step()
+            history[-1].append(p.detach().numpy().copy())
+        states.append((optimizer.state[p]["exp_avg"].numpy(), optimizer.state[p]["exp_avg_sq"].numpy()))
+    return [np.stack(rows) for rows in history], states
+
+
+# -- schedule and bytes -----------------------------------------------------------------------------------------------
+
+
+def test_plan_follows_the_schedule():
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = ZeroOneAdam([p], **SCHEDULE)
+    learning, syncing = [], []
+    for t in range(1, STEPS + 1):
+        plan = optimizer.plan
+        assert plan.step == t
+        assert plan.stage.value == ("variance" if t <= FREEZE else "local-step")
+        assert plan.reduce_grads == plan.update_variance
+        assert plan.ends_stage == (t == FREEZE)
+        learning += [t] if plan.update_variance else []
+        syncing += [t] if plan.synchronize else []
+        p.grad = torch.ones(3)
+        optimizer.step()
+    assert learning == list(VARIANCE_STEPS)
+    assert syncing == [3, 5, 7, *SYNCS]
+
+
+@pytest.mark.parametrize("scaler", [1, 2, 3, 16])
+def test_variance_schedule_is_that_of_a_counter(scaler):
+    optimizer = ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], var_freeze_step=400, var_update_scaler=scaler)
+    learning = [t for t in range(1, 401) if optimizer.plan_at(t).update_variance]
+    assert learning == variance_steps(400, scaler)
+
+
+@pytest.mark.invariant(33)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_rounds_and_bytes_are_those_of_the_schedule(world_size):
+    """A full message in every one-bit step and every sync, next to nothing in a variance step, nothing in between."""
+    numel, blocks = 40_000, sum(-(-(e - b) // 64) for b, e in chunk_bounds(40_000, world_size))
+    formula = 2 * (world_size - 1) / world_size * (numel / 8 + 4 * blocks)
+    for by_step in run_ranks(world_size, metrics_on_a_rank, numel):
+        total = 0.0
+        for t, metrics in enumerate(by_step, start=1):
+            expected = 0 if t in VARIANCE_STEPS or t > FREEZE and t not in SYNCS else formula
+            assert abs(metrics["bytes_sent_step"] - expected) <= 64 * world_size, t
+            if t > FREEZE and t not in SYNCS:
+                assert metrics["bytes_sent_step"] == 0 and metrics["compression_ratio"] == 1
+            elif t > FREEZE and world_size > 1:
+                full = 2 * (world_size - 1) / world_size * 4 * numel
+                assert metrics["compression_ratio"] == pytest.approx(full / metrics["bytes_sent_step"])
+            assert metrics["stage"] == float(t > FREEZE) and metrics["step"] == t
+            total += metrics["bytes_sent_step"]
+            assert metrics["bytes_sent"] == total
+        assert by_step[-1]["rounds"] == FREEZE + len(SYNCS)
+
+
+def metrics_on_a_rank(rank, world_size, numel):
+    p = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = ZeroOneAdam([p], scale_block=64, **SCHEDULE)
+    seen = []
+    for t in range(1, STEPS + 1):
+        seed = t if optimizer.plan.reduce_grads else 100 * t + rank
+        p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        optimizer.step()
+        seen.append(optimizer.metrics())
+    return seen
+
+
+# -- gradients that are not finite, or not there ----------------------------------------------------------------------
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rank_goes_on_with_its_momentum_where_its_gradient_is_not_finite(world_size):
+    """In the local-step stage, where ranks do not wait for each other: as in the simulation, and it says so."""
+    problem, simulation, history = safe_problem(NOT_FINITE, world_size)
+    for rank, (got, messages) in enumerate(run_ranks(world_size, solve_and_listen, problem)):
+        np.testing.assert_allclose(got["history"], history[:, rank], rtol=0, atol=2e-6)
+        compare_state(got, simulation, rank, f"rank {rank}")
+        told = [message for message in messages if "not finite" in message]
+        assert len(told) == (2 if rank == world_size - 1 else 0)
+        assert all(f"step {t}" in message for t, message in zip((18, 20), told, strict=False))
+
+
+def solve_and_listen(rank, world_size, problem):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hf_compressopt").addHandler(handler)
+    try:
+        return solve(rank, problem), messages
+    finally:
+        logging.getLogger("hf_compressopt").removeHandler(handler)
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("groups", [ONE, [*ONE, {"shapes": [(6,)], "non_freeze": True}]], ids=["one", "non_freeze"])
+def test_gradient_that_is_not_finite_skips_the_step_everywhere(groups):
+    """In the variance stage; and wherever a group in full precision connects the ranks."""
+    for rank, problems in enumerate(run_ranks(2, skip_on_a_rank, groups)):
+        assert problems == [], f"rank {rank}"
+
+
+def skip_on_a_rank(rank, world_size, groups):
+    problems = []
+    problem = ZeroOneProblem(case("skip", groups), world_size, 0)
+    for bad_step in (2, 3, 8) if len(groups) == 1 else (2, 3, 8, 9, 18, 20):
+        runs = [make_optimizer(problem) for _ in range(2)]
+        for t in range(1, STEPS + 1):
+            if t == bad_step:
+                optimizer, params = runs[0]
+                set_gradients(problem, optimizer, params, rank, t)
+                if optimizer.plan.reduce_grads or rank == world_size - 1:
+                    params[0][1].grad[0, 0] = math.nan
+                before = everything(optimizer, params)
+                optimizer.step()
+                problems += [] if optimizer.step_was_skipped else [f"step {t} was not skipped"]
+                problems += [f"{key} changed" for key in different(before, everything(optimizer, params))]
+            for optimizer, params in runs:
+                set_gradients(problem, optimizer, params, rank, t)
+                optimizer.step()
+        problems += [f"{bad_step}: {key}" for key in different(everything(*runs[0]), everything(*runs[1]))]
+    return problems
+
+
+def everything(optimizer, params):
+    """Every bit of a run, by name."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    own = saved["compressopt"]
+    values = {f"{key}{i}": torch.as_tensor(v) for i, row in saved["state"].items() for key, v in row.items()}
+    for name in ("worker_error", "server_error"):
+        values |= {f"{name}{g}": error for g, error in enumerate(own[name])}
+    values |= {f"{key}{g}": value for g, group in enumerate(own["group_tensors"]) for key, value in group.items()}
+    values |= {f"param{g}.{i}": p.detach().clone() for g, group in enumerate(params) for i, p in enumerate(group)}
+    return values | {"step": torch.tensor(optimizer.plan.step)}
+
+
+def different(before, after):
+    assert before.keys() == after.keys()
+    return [key for key in before if not torch.equal(before[key], after[key])]
+
+
+@pytest.mark.invariant(36)
+@pytest.mark.parametrize("eps", [1e-8, 0.0])
+@pytest.mark.parametrize("first_seen", [3, 5, FREEZE + 1, FREEZE + 5])
+def test_parameter_without_variance_keeps_still(eps, first_seen):
+    """One-bit gradients carry a scale to it that it has no variance for."""
+    for farthest, still, finite in run_ranks(2, train_beside_unused_parameter, eps, first_seen):
+        assert finite
+        assert still <= 1e-6, "it moved without a variance"
+        assert farthest <= 1.0
+
+
+def train_beside_unused_parameter(rank, world_size, eps, first_seen):
+    used, unused = torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(20))
+    optimizer = ZeroOneAdam([used, unused], lr=0.01, eps=eps, **SCHEDULE)
+    generator = torch.Generator().manual_seed(0)
+    still, learnt = 0.0, False
+    for t in range(1, STEPS + 1):
+        used.grad = torch.randn(20, generator=generator)
+        unused.grad = torch.randn(20, generator=generator) if t >= first_seen else None
+        learnt |= optimizer.plan.update_variance and t >= first_seen
+        optimizer.step()
+        if not learnt:
+            still = max(still, float((unused.detach() - 1).abs().max()))
+    finite = bool(used.isfinite().all() and unused.isfinite().all())
+    return float((unused.detach() - 1).abs().max()), still, finite
+
+
+# -- one set of parameters --------------------------------------------------------------------------------------------
+
+MIXED = case(
+    "mixed",
+    [
+        {"shapes": [(3, 5), (5,)], "mask": MASK},
+        {"shapes": ODD, "weight_decay": 0.1},
+        {"shapes": [(6,), (0, 2)], "non_freeze": True},
+    ],
+    {"bucket_cap_mb": bucket_cap(11), "scale_block": 16},
+    lrs=COSINE,
+)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_averaged_parameters(world_size):
+    """The mean on all ranks, for as long as the context is open, and a run that does not notice it."""
+    by_rank = run_ranks(world_size, average_on_a_rank)
+    for rank, (own, seen, differences) in enumerate(by_rank):
+        assert differences == [], f"rank {rank}"
+        assert seen.tobytes() == by_rank[0][1].tobytes(), "ranks differ inside"
+        mean = np.mean([row[0].astype(np.float64) for row in by_rank], axis=0)
+        np.testing.assert_allclose(seen, mean, rtol=0, atol=1e-6)
+        for t in range(1, STEPS + 1):
+            alike = t <= FREEZE or t in SYNCS or world_size == 1
+            assert alike == (own[t - 1].tobytes() == seen[t - 1].tobytes()), f"step {t}"
+
+
+def average_on_a_rank(rank, world_size):
+    problem = ZeroOneProblem(MIXED, world_size, 0)
+    optimizer, params = make_optimizer(problem)
+    undisturbed, others = make_optimizer(problem)
+    own, seen, differences = [], [], []
+    for t in range(1, STEPS + 1):
+        for each, tensors in ((optimizer, params), (undisturbed, others)):
+            set_gradients(problem, each, tensors, rank, t)
+            each.step()
+        own.append(flat_params(params))
+        with optimizer.averaged_parameters():
+            seen.append(flat_params(params))
+        try:
+            with optimizer.averaged_parameters():
+                raise KeyError("an evaluation that fails")
+        except KeyError:
+            pass
+        differences += [(t, key) for key in different(everything(undisturbed, others), everything(optimizer, params))]
+    differences += [] if optimizer.metrics()["bytes_sent"] == undisturbed.metrics()["bytes_sent"] else ["bytes_sent"]
+    return np.stack(own), np.stack(seen), differences
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_settled_parameters_are_alike_and_leave_the_next_sync_as_it_was(world_size):
+    by_rank = run_ranks(world_size, settle_on_a_rank)
+    for rank, (settled, differences) in enumerate(by_rank):
+        assert settled.tobytes() == by_rank[0][0].tobytes()
+        assert differences == [], f"rank {rank}"
+
+
+def settle_on_a_rank(rank, world_size):
+    problem = ZeroOneProblem(MIXED, world_size, 0)
+    runs = [make_optimizer(problem) for _ in range(2)]
+    for t in range(1, 21):
+        for optimizer, params in runs:
+            set_gradients(problem, optimizer, params, rank, t)
+            optimizer.step()
+        if t == 18:
+            runs[0][0].settle_parameters()
+            settled = flat_params(runs[0][1])
+    return settled, different(everything(*runs[0]), everything(*runs[1]))
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_resume_is_the_uninterrupted_run(world_size, tmp_path):
+    """In every stage, and inside a local interval, where the model's file holds the mean and not this rank's own."""
+    for rank, differences in enumerate(run_ranks(world_size, resume_on_a_rank, str(tmp_path))):
+        assert differences == [], f"rank {rank}"
+
+
+def resume_on_a_rank(rank, world_size, directory):
+    problem = ZeroOneProblem(MIXED, world_size, 0)
+    whole, params = make_optimizer(problem)
+    saved = {}
+    for t in range(1, STEPS + 1):
+        set_gradients(problem, whole, params, rank, t)
+        whole.step()
+        if t in (2, 3, FREEZE, 15, 18, 20):
+            save_state(whole, f"{directory}/{t}")
+            with whole.averaged_parameters():
+                torch.save([[p.detach() for p in group] for group in params], f"{directory}/{t}-{rank}.pt")
+            saved[t] = copy.deepcopy((whole.state_dict(), params))
+    expected, differences = everything(whole, params), []
+    for at, (state_dict, own) in saved.items():
+        for way in ("files", "state dict") if at in (3, 18) else ("files",):
+            optimizer, params = make_optimizer(problem, lr=0.5, var_freeze_step=9, local_step_clipper=2)
+            copy_parameters(params, torch.load(f"{directory}/{at}-{rank}.pt") if way == "files" else own)
+            if way == "files":
+                load_state(optimizer, f"{directory}/{at}")
+            else:
+                optimizer.load_state_dict(state_dict)
+            differences += (
+                [(at, way, "parameters")] if flat_params(own).tobytes() != flat_params(params).tobytes() else []
+            )
+            for t in range(at + 1, STEPS + 1):
+                set_gradients(problem, optimizer, params, rank, t)
+                optimizer.step()
+            differences += [(at, way, key) for key in different(expected, everything(optimizer, params))]
+    return differences
+
+
+@torch.no_grad()
+def copy_parameters(params, values):
+    for group, row in zip(params, values, strict=True):
+        for p, value in zip(group, row, strict=True):
+            p.copy_(value)
+
+
+# -- lower precision, and what the constructor refuses ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_follow_float32_moments(dtype):
+    for same_bits, moment_dtype, distance, spacing in run_ranks(2, low_precision_on_a_rank, dtype):
+        assert same_bits and moment_dtype == torch.float32
+        assert distance <= 12 * spacing
+
+
+def low_precision_on_a_rank(rank, world_size, dtype):
+    problem = ZeroOneProblem(case("low", ONE, {"lr": 0.01, "weight_decay": 0.1}), world_size, 0)
+    wide, wide_params = make_optimizer(problem)
+    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in wide_params[0]]
+    for p, q in zip(wide_params[0], params, strict=True):
+        p.data.copy_(q.detach())
+    narrow = ZeroOneAdam(params, **problem.case.kwargs)
+    for t in range(1, STEPS + 1):
+        set_gradients(problem, wide, wide_params, rank, t)
+        for p, q in zip(wide_params[0], params, strict=True):
+            q.grad = p.grad.to(dtype)
+            p.grad = q.grad.float()
+        wide.step()
+        narrow.step()
+    flat, exact = (torch.cat([p.detach().reshape(-1) for p in tensors]).float() for tensors in (params, wide_params[0]))
+    gathered = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(gathered, flat)
+    same_bits = all(torch.equal(gathered[0], other) for other in gathered)
+    distance = float(((flat - exact).abs() / exact.abs().clamp(min=1)).max())
+    return same_bits, narrow.state[params[0]]["exp_avg"].dtype, distance, torch.finfo(dtype).eps
+
+
+@pytest.mark.invariant(7)
+@pytest.mark.parametrize("name", SCHEDULE)
+@pytest.mark.parametrize("value", [0, -3])
+def test_bad_option_is_named(name, value):
+    with pytest.raises(ValueError) as caught:
+        ZeroOneAdam([torch.nn.Parameter(torch.zeros(3))], **{name: value})
+    assert all(word in str(caught.value) for word in (name, ">= 1", str(value))), str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [1000, 3000, 20_000])
+def test_default_schedules_send_at_most_half_of_onebit_adams_bytes(steps):
+    def bytes_per_element(optimizer):
+        optimizer.scale_schedule(steps, given=())
+        plans = [optimizer.plan_at(step) for step in range(1, steps + 1)]
+        return sum(4 * plan.reduce_grads + (1 / 8 + 4 / optimizer.scale_block) * plan.synchronize for plan in plans)
+
+    zero_one, onebit = (cls([torch.nn.Parameter(torch.zeros(3))]) for cls in (ZeroOneAdam, OnebitAdam))
+    assert bytes_per_element(zero_one) <= 0.5 * bytes_per_element(onebit)
+    assert "var_update_scaler=16" not in zero_one.scale_schedule(steps, given=())
+    assert "var_update_scaler=16" in ZeroOneAdam(zero_one.param_groups[0]["params"]).scale_schedule(
+        steps, ["var_update_scaler"]
+    )
+
+
+def save_in_an_interval_with_other_strides(rank: int, world_size: int, folder: str) -> None:
+    def make() -> tuple[torch.nn.Conv2d, ZeroOneAdam]:
+        torch.manual_seed(0)
+        conv = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        options: dict[str, Any] = {"var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+        return conv, ZeroOneAdam(conv.parameters(), lr=1e-2, var_freeze_step=3, scale_block=16, **options)
+
+    def train(conv: torch.nn.Conv2d, optimizer: ZeroOneAdam, steps: range) -> None:
+        for step in steps:
+            images = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            conv(images).square().mean().backward()
+            for param in conv.parameters():
+                if step < 3:  # in the variance stage they must be alike
+                    dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    conv, optimizer = make()
+    assert not conv.weight.is_contiguous()
+    train(conv, optimizer, range(9))
+    save_state(optimizer, folder)
+    saved = json.loads((Path(folder) / "compressopt.index.json").read_text())["tensors"]
+    assert any(name.startswith("param/") for name in saved), "not inside an interval"
+    train(conv, optimizer, range(9, 12))
+    other, again = make()
+    load_state(again, folder)
+    train(other, again, range(9, 12))
+    assert not other.weight.is_contiguous()
+    assert torch.equal(other.weight, conv.weight) and torch.equal(other.bias, conv.bias)  # type: ignore[arg-type]
+
+
+def test_parameters_with_other_strides_resume_inside_an_interval(tmp_path: Path) -> None:
+    run_ranks(2, save_in_an_interval_with_other_strides, str(tmp_path))

@@ -1,0 +1,287 @@
+"""The planner: its terms against simulations of them, its whole against what was measured, and the command."""
+
+import json
+import math
+import statistics
+import sys
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, cli
+from hf_compressopt.planner import cost, report, units
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Cluster, Model, Training
+from hf_compressopt.stages import Stage, local_interval
+from tests.support.harness import run_ranks
+from tests.support.launching import REPO_ROOT, run
+
+ROWS = REPO_ROOT / "docs" / "network.json"
+CHECK = [sys.executable, str(REPO_ROOT / "scripts" / "check_planner.py"), str(ROWS)]
+METHODS = {"ddp", "fp16", "zero2", "onebit_adam", "zero_one_adam", "onebit_lamb"}
+SLOW = Cluster(nodes=4, gpus_per_node=8, bandwidth=1e9, local_bandwidth=1e11, latency=0.0)
+SMALL = Training(params=100_000_000, compute_seconds=0.5)
+
+
+# -- against what was measured ----------------------------------------------------------------------------------------
+
+
+def test_every_measured_row_is_predicted_within_20_percent() -> None:
+    lines = [line.split(" | ") for line in run(CHECK).stdout.splitlines() if line.startswith("| ") and "%" not in line]
+    measured = [row for row in json.loads(ROWS.read_text()) if row["method"] in METHODS]
+    assert len(measured) >= 24 and len(lines) == len(measured)
+    for row, (model, ranks, link, method, _, predicted, error) in zip(measured, lines, strict=True):
+        assert (row["model"], str(row["ranks"]), row["link"], row["method"]) == (model.strip("| "), ranks, link, method)
+        off = float(predicted) / 1e3 / statistics.median(row["seconds"]) - 1
+        assert abs(off) <= 0.2 and off * 100 == pytest.approx(float(error.strip(" |")), abs=0.5), row
+
+
+@pytest.mark.parametrize("row", json.loads(ROWS.read_text()), ids=lambda row: f"{row['method']}-{row['link']}")
+def test_bytes_are_those_that_the_interface_counted(row: dict[str, Any]) -> None:
+    model = Model(Training(row["numel"], 1.0), Cluster(row["ranks"], 1, 1e9))
+    steps = {
+        "ddp": model.ddp(),
+        "fp16": model.ddp(2),
+        "zero2": model.zero(),
+        "onebit_adam": model.compressed(ONEBIT_ADAM),
+        "zero_one_adam": model.local_steps(16),
+    }
+    if row["method"] in steps:
+        headers = 0.0075 * row["ranks"]  # and acknowledgements: more connections have more of them
+        assert row["sent"] == pytest.approx(steps[row["method"]].sent, rel=headers)
+        assert steps[row["method"]].on_link == pytest.approx(steps[row["method"]].sent)  # one rank on each node
+
+
+# -- terms against simulations ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(2, 1), (4, 1), (2, 2), (4, 8), (1, 4), (1, 1)])
+def test_what_crosses_a_link_is_what_ranks_of_different_nodes_send_each_other(nodes: int, gpus: int) -> None:
+    cluster, nbytes, count = Cluster(nodes, gpus, 1.0, local_bandwidth=3.0, latency=0.0), 960.0, nodes * gpus
+    leaving, inside = Counter[int](), Counter[int]()
+    for sender, receiver in product(range(count), repeat=2):
+        if sender // gpus != receiver // gpus:
+            leaving[sender // gpus] += 1
+        elif sender != receiver:
+            inside[sender] += 1
+    message = cost.all_to_all(cluster, nbytes)
+    on_link = max(leaving.values(), default=0) * nbytes / count
+    assert message.on_link == pytest.approx(on_link)
+    slowest = max(on_link, max(inside.values(), default=0) * nbytes / count / 3.0)
+    assert message.seconds == pytest.approx(slowest / cost.WIRE_EFFICIENCY)
+    assert message.sent == pytest.approx((count - 1) * nbytes / count)
+
+    neighbours = [(rank, (rank + 1) % count) for rank in range(count) if count > 1]
+    crossing = Counter(a // gpus for a, b in neighbours if a // gpus != b // gpus)
+    assert set(crossing.values()) <= {1}  # a ring leaves a node once
+    for passes in (1, 2):
+        message, volume = cost.ring(cluster, nbytes, passes), passes * (count - 1) * nbytes / count
+        assert message.on_link == pytest.approx(max(crossing.values(), default=0) * volume)
+        rate = 1.0 if nodes > 1 else 3.0
+        assert message.seconds == pytest.approx(volume / rate / cost.WIRE_EFFICIENCY)
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 3e9, 1e10, 1e12])
+def test_overlap_is_that_of_buckets_that_leave_one_after_the_other(bandwidth: float) -> None:
+    buckets = [2**20, *[25 * 2**20] * 40]
+    model = Model(Training(sum(buckets) // 4, 0.4), Cluster(4, 1, bandwidth, latency=1e-3))
+    ready = end = model.forward
+    for nbytes in buckets:
+        ready += model.backward * nbytes / sum(buckets)
+        end = max(ready, end) + 6 * 1e-3 + 1.5 * nbytes / (bandwidth * cost.WIRE_EFFICIENCY)
+    assert model.ddp().seconds == pytest.approx(end + model.update, rel=2e-3)
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e10, 1e11, 1e12])
+def test_a_compressed_step_is_a_pipeline_of_passes_and_messages(bandwidth: float) -> None:
+    """Two machines, a memory and a link; bucket i + 1 is compressed before bucket i is applied."""
+    count = 32
+    training = Training(count * 6_553_600, 0.5)
+    model = Model(training, Cluster(2, 1, bandwidth, latency=0.0))
+    moved = model.cluster.pass_seconds(ONEBIT_ADAM.compress * 6_553_600), model.cluster.pass_seconds(22 * 6_553_600)
+    wire = 6_553_600 * (1 / 8 + 4 / 4096) / (bandwidth * cost.WIRE_EFFICIENCY)
+    memory = link = model.forward + model.backward + model.cluster.pass_seconds(ONEBIT_ADAM.alone * training.params)
+    arrived = [0.0] * count
+    for index in range(count + 1):
+        if index < count:
+            memory += moved[0]
+            link = arrived[index] = max(link, memory) + wire
+        if index > 0:
+            memory = max(memory, arrived[index - 1]) + moved[1]
+    assert model.compressed(ONEBIT_ADAM).seconds == pytest.approx(memory, rel=0.02)
+
+
+def test_zero_shares_the_update_and_waits_for_the_parameters() -> None:
+    training, cluster = Training(100_000_000, 1.0, update_seconds=0.4), Cluster(4, 1, 1e12, latency=0.0)
+    fast = Model(training, cluster)
+    passes = cluster.pass_seconds(24 * training.params)
+    expected = 0.6 + 0.1 + passes  # a link so fast hides all but the last slice and the gather
+    assert fast.zero().seconds == pytest.approx(expected, rel=2e-3)
+    slow = fast.at(1e6)
+    assert slow.zero().seconds == pytest.approx(2 * 0.75 * 4e8 / 1e6 / cost.WIRE_EFFICIENCY, rel=1e-2)
+
+
+def test_a_processor_that_moves_messages_cannot_hide_it_behind_computing() -> None:
+    cluster = Cluster(2, 1, math.inf, memory_bandwidth=1e11, host_bandwidth=1e9, latency=0.0)
+    model = Model(Training(100_000_000, 1.0), cluster)
+    assert model.ddp().seconds == pytest.approx(1.0 + 0.4, rel=0.05)  # 400 MB sent
+    assert model.ddp(2).seconds == pytest.approx(1.0 + 0.4, rel=0.1)  # as many sums
+    assert model.compressed(ONEBIT_ADAM).seconds < 1.1
+
+
+def test_slow_links_are_slow_by_their_bytes_and_fast_ones_by_their_passes() -> None:
+    crawling = Model(SMALL, Cluster(2, 1, 1e6, latency=0.0))
+    assert crawling.ddp().seconds == pytest.approx(4e8 / 0.9e6, rel=0.01)
+    assert crawling.compressed(ONEBIT_ADAM).seconds == pytest.approx(4e8 / 31.75 / 0.9e6, rel=0.05)
+    free = Model(SMALL, Cluster(2, 1, math.inf, local_bandwidth=math.inf, latency=0.0))
+    assert free.ddp().seconds == pytest.approx(SMALL.compute_seconds)
+    assert free.compressed(ONEBIT_ADAM).seconds > free.ddp().seconds  # more passes than a fused AdamW
+    assert free.local_steps(16).seconds < free.local_steps(2).seconds
+    assert free.local_steps(1) == free.compressed(ZERO_ONE_LOCAL)
+
+
+def test_below_the_crossover_it_is_faster_over_every_link_and_just_above_it_slower() -> None:
+    model = Model(SMALL, SLOW)
+    found = report.crossovers(model, 1000)
+    assert 1e9 < found["OnebitAdam"]["compressed"]["DDP, 32-bit gradients"] < math.inf
+    cases = [
+        (name, stage, other, rate)
+        for name in found
+        for stage in found[name]
+        for other, rate in found[name][stage].items()
+    ]
+    assert len(cases) == 12
+    for name, stage, other, rate in cases:
+        places = [place for place in (1e6, 1e7, 1e8, 1e9, 3e9, 1e10, 1e11, 1e13, rate * 0.99) if place < rate]
+        for place, faster in [(place, True) for place in places] + [(rate * 1.01, False)] * math.isfinite(rate):
+            rows = report.time_rows(model.at(place), 1000)
+            assert (rows[name][stage].seconds < rows[other][""].seconds) is faster, (name, stage, other, place)
+
+
+@pytest.mark.parametrize("steps", [1, 7, 100, 1000])
+def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None:
+    optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(1))])
+    optimizer.scale_schedule(steps, ())
+    shares: Counter[tuple[Stage, int]] = Counter()
+    for plan in map(optimizer.plan_at, range(1, steps + 1)):
+        if plan.stage is Stage.VARIANCE:
+            shares[plan.stage, int(plan.reduce_grads)] += 1
+        else:
+            scaler = max(1, steps // 10)
+            shares[plan.stage, local_interval(plan.step, optimizer.last_warmup_step, scaler, 16)] += 1
+    assert report.zero_one_shares(steps) == shares
+
+
+def state_bytes(rank: int, world_size: int, params: int) -> list[int]:
+    found = []
+    for cls in (OnebitAdam, ZeroOneAdam, OnebitLamb):
+        (state,) = cls([torch.nn.Parameter(torch.zeros(params))])._states
+        tensors = [state.exp_avg, state.exp_avg_sq, state.worker_error, state.server_error]
+        tensors += [tensor for tensor in state.extra.values() if tensor.numel() == params]
+        found.append(sum(tensor.nbytes for tensor in tensors))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_is_what_the_optimizers_allocate(world_size: int) -> None:
+    rows = report.memory_rows(40_000, world_size, torch.float32, 2, 25.0)
+    expected = [rows[name]["states"] for name in ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")]
+    assert run_ranks(world_size, state_bytes, 40_000) == [expected] * world_size
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+WORDS = ["estimate", "--params", "124e6", "--nodes", "4", "--gpus-per-node", "2"]
+NETWORK = ["--bandwidth", "10Gbit", "--compute-seconds", "350ms"]
+
+
+def test_the_command_tells_time_where_it_knows_the_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*WORDS, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"ranks", "bytes_per_rank"}
+    assert cli.main([*WORDS, *NETWORK, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    model = Model(Training(124_000_000, units.seconds("350ms")), Cluster(4, 2, 1.25e9))
+    assert facts["steps"]["DDP, 32-bit gradients"]["every step"]["seconds"] == model.ddp().seconds
+    assert facts["steps"]["DDP, 16-bit gradients"]["every step"]["seconds"] == model.ddp(2).seconds
+    stages = facts["steps"]["OnebitAdam"]
+    assert stages["warmup"]["seconds"] == model.ddp().seconds
+    assert stages["whole run"]["seconds"] == pytest.approx(
+        0.2 * stages["warmup"]["seconds"] + 0.8 * stages["compressed"]["seconds"]
+    )
+    assert facts["assumptions"]["bandwidth"] == 1.25e9
+    assert cli.main([*WORDS, *NETWORK]) == 0
+    table = capsys.readouterr().out
+    assert f"{model.ddp().seconds * 1e3:,.1f} ms" in table
+    assert "OnebitAdam, compressed: faster than DDP, 32-bit gradients, below" in table
+
+
+def test_one_node_and_16_bit_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", "--params", "124e6", "--gpus-per-node", "4", "--dtype", "bfloat16", *NETWORK]
+    assert cli.main([*words, "--json"]) == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    model = Model(Training(124_000_000, units.seconds("350ms"), itemsize=2), Cluster(4, 1, 1.25e9))
+    assert steps["DDP, 16-bit gradients"]["every step"]["seconds"] == model.ddp().seconds
+    assert "DDP, 32-bit gradients" not in steps
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*WORDS, "--bandwidth", "10Gbit"], "--compute-seconds missing"),
+        ([*WORDS, "--latency", "5us"], "--bandwidth and --compute-seconds missing"),
+        ([*WORDS, *NETWORK[:3], "0"], "must be above zero and finite, a number of seconds"),
+        ([*WORDS, *NETWORK[:3], "nan"], "argument --compute-seconds: must be above zero and finite"),
+        ([*WORDS, "--bandwidth", "fast", *NETWORK[2:]], "such as 25Gbit, 25Gbps, 100Mbit/s (bits) or 3.1GB/s (bytes)"),
+        (
+            [*WORDS, *NETWORK, "--update-seconds", "1s"],
+            "update_seconds must be >= 0 and less than compute_seconds=0.35",
+        ),
+        ([*WORDS, *NETWORK, "--memory-bandwidth", "1GB/s"], "give the seconds of a whole step, or the bandwidth"),
+        (["estimate", "--params", "1e6", *NETWORK], "one rank sends nothing"),
+        ([*WORDS, *NETWORK, "--bucket-cap-mb", "0"], "bucket_cap_mb must be > 0"),
+    ],
+)
+def test_bad_input_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("25Gbit", 3.125e9),
+        ("25Gbps", 3.125e9),
+        ("25 Gbit/s", 3.125e9),
+        ("25gbit/s", 3.125e9),
+        ("100Mbit", 1.25e7),
+        ("3.1GB/s", 3.1e9),
+        ("3.1e3 MB/s", 3.1e9),
+        ("2TB/s", 2e12),
+        ("8e9bit/s", 1e9),
+    ],
+)
+def test_bandwidths(text: str, value: float) -> None:
+    assert units.bandwidth(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "text", ["25", "25G", "25GB", "25Gb", "0Gbit", "-1Gbit", "nanGbit", "infGbit", "Gbit", "", "1e400Gbit", "1Gibit"]
+)
+def test_no_bandwidths(text: str) -> None:
+    with pytest.raises(ValueError, match="a number with a unit, such as 25Gbit"):
+        units.bandwidth(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1.2", 1.2), ("1.2s", 1.2), ("350 ms", 0.35), ("20us", 2e-5)])
+def test_times(text: str, value: float) -> None:
+    assert units.seconds(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-1s", "0", "infs", "3min"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(ValueError, match="a number of seconds"):
+        units.seconds(text)

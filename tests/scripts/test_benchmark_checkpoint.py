@@ -1,0 +1,44 @@
+"""The benchmark of checkpoints, tiny: every variant saves and loads, the table says so, and nothing is left behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from tests.support.launching import REPO_ROOT, environment
+
+SCRIPT = str(REPO_ROOT / "scripts" / "benchmark_checkpoint.py")
+TINY = ["--parameters", "1e5", "--width", "64", "--rounds", "2", "--keep-cache"]
+
+
+def test_every_variant_saves_and_loads_and_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
+    folder, out = tmp_path / "disk", tmp_path / "found.json"
+    folder.mkdir()
+    command = [sys.executable, SCRIPT, *TINY, "--folder", str(folder)]
+    interrupted = subprocess.Popen(
+        command,
+        env=environment(),
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # what a shell starts with `&` ignores it
+    )
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("*/store")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(folder.glob("*/store")), "the ranks did not begin"
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.wait(60) != 0 and list(folder.iterdir()) == []
+    done = subprocess.run([*command, "--out", str(out)], env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert list(folder.iterdir()) == []
+    found = json.loads(out.read_text())["ranks"]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert rows[1:] == [name for name in found[0] if name != "bytes"] and len(rows) == 7
+    for rank in found:
+        assert 3.9e5 < rank["bytes"] < 4.6e5  # two float32 moments of half of the parameters
+        for name in rows[1:]:
+            assert len(rank[name]) == 2
+            assert all(row["save"] >= row["blocked"] > 0 and row["load"] > 0 for row in rank[name])

@@ -1,0 +1,127 @@
+"""The benchmark of training over slow links: rows and tables come out, and its networks are gone afterwards."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.support.launching import REPO_ROOT, environment, run
+
+SCRIPT = [sys.executable, str(REPO_ROOT / "scripts" / "benchmark_network.py")]
+SMALL = ["--models", "tiny", "--methods", "ddp", "onebit_adam", "--rounds", "1", "--steps", "3", "--slow-steps", "3"]
+
+
+def namespaces_can_be_made() -> bool:
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        return False
+    probe = f"co{os.getpid()}-test"
+    made = subprocess.run(("ip", "netns", "add", probe), capture_output=True).returncode == 0
+    subprocess.run(("ip", "netns", "del", probe), capture_output=True)
+    return made
+
+
+needs_namespaces = pytest.mark.skipif(
+    not namespaces_can_be_made(), reason="making network namespaces needs root, and the tools ip and tc"
+)
+
+
+def own_namespaces(pid: int) -> list[str]:
+    listed = subprocess.run(("ip", "netns", "list"), capture_output=True, text=True).stdout
+    return re.findall(rf"^co{pid}-\S+", listed, re.MULTILINE)
+
+
+def test_loopback(tmp_path: Path) -> None:
+    report = tmp_path / "network.md"
+    text = run([*SCRIPT, "--loopback", *SMALL, "--report", str(report)]).stdout
+    assert report.read_text() in text
+    rows = {row["method"]: row for row in json.loads(report.with_suffix(".json").read_text())}
+    assert set(rows) == {"ddp", "onebit_adam"} and all(len(row["seconds"]) == 1 for row in rows.values())
+    assert rows["ddp"]["ranks"] == 2
+    assert rows["ddp"]["sent"] > 4 * rows["ddp"]["numel"]  # 2 (W-1)/W values of 4 bytes; others may use loopback too
+    assert "| OnebitAdam | " in text
+
+
+@needs_namespaces
+def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
+    report = tmp_path / "network.md"
+    known = [("1 Gbit/s", "ddp"), ("1 Gbit/s", "fp16"), ("10 Gbit/s", "zero2"), ("10 Gbit/s", "ddp")]
+    rows = [
+        {"model": "tiny", "ranks": 2, "link": link, "method": method, "numel": 1, "seconds": [1.0], "sent": 1.0}
+        for link, method in known
+    ]
+    report.with_suffix(".json").write_text(json.dumps(rows))
+    process = subprocess.Popen(
+        [*SCRIPT, *SMALL, "--links", "1 Gbit/s", "100 Mbit/s", "--report", str(report)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    rows = json.loads(report.with_suffix(".json").read_text())
+    assert [(row["ranks"], row["link"], row["method"]) for row in rows] == [
+        *((2, "10 Gbit/s", method) for method in ("ddp", "zero2")),  # which were measured before
+        *((2, "1 Gbit/s", method) for method in ("ddp", "fp16", "onebit_adam")),
+        *((2, "100 Mbit/s", method) for method in ("ddp", "onebit_adam")),
+    ]
+    fresh = [row for row in rows if row["numel"] > 1]
+    # 2 (W-1)/W values of 4 bytes; of so small a model's messages of signs half are headers
+    assert all(row["sent"] == pytest.approx(4 * row["numel"], rel=0.1) for row in fresh if row["method"] == "ddp")
+    assert all(row["sent"] < row["numel"] / 2 for row in fresh if row["method"] == "onebit_adam")
+    assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "OnebitAdam against DDP fp32" in report.read_text() and own_namespaces(process.pid) == []
+
+
+@needs_namespaces
+def test_ctrl_c_leaves_nothing_behind() -> None:
+    process = subprocess.Popen(
+        [*SCRIPT, *SMALL, "--rounds", "999"],
+        env=environment(),
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # what a shell starts with `&` ignores it
+    )
+    end = time.monotonic() + 60
+    while len(own_namespaces(process.pid)) < 3 and time.monotonic() < end:
+        time.sleep(0.2)
+    ranks = subprocess.run(("pgrep", "-s", str(process.pid)), capture_output=True, text=True).stdout.split()
+    assert len(own_namespaces(process.pid)) == 3 and str(process.pid) in ranks
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    try:
+        assert process.wait(timeout=60) != 0
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert own_namespaces(process.pid) == []
+    assert not subprocess.run(("pgrep", "-s", str(process.pid)), capture_output=True, text=True).stdout.split()
+
+
+def test_time_to_loss(tmp_path: Path) -> None:
+    report = tmp_path / "time.md"
+    small = ["--methods", "adamw", "onebit_adam", "--steps", "10", "--batch-size", "1", "--evaluated", "4"]
+    script = str(REPO_ROOT / "scripts" / "benchmark_time_to_loss.py")
+    text = run([sys.executable, script, "--loopback", *small, "--report", str(report)]).stdout
+    assert report.read_text() in text and report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    adamw, onebit = json.loads(report.with_suffix(".json").read_text())
+    assert adamw["steps"] == onebit["steps"] == list(range(1, 11))
+    assert adamw["seconds"] == sorted(adamw["seconds"]) and adamw["losses"][-1] < adamw["losses"][0]
+    assert adamw["losses"][0] == onebit["losses"][0]  # its warmup is the same run
+    assert onebit["losses"] != adamw["losses"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--ranks", "1"], "--ranks must be >= 2, got 1"), (["--report", "nowhere/x.md"], "there is no folder nowhere")],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
+    done = subprocess.run([*SCRIPT, *arguments], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr

@@ -1,0 +1,53 @@
+"""The script of the reference runs: rows, a report, and no finished run repeated."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "scripts" / "compare_convergence.py"
+OPTIMIZERS = ["AdamW", "Lamb", "OnebitAdam", "ZeroOneAdam", "OnebitLamb"]
+
+
+def run_script(*arguments: object) -> str:
+    words = [
+        sys.executable,
+        SCRIPT,
+        "--steps",
+        10,
+        "--only",
+        "optimizers",
+        "--world-sizes",
+        2,
+        "--seeds",
+        0,
+        *arguments,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    result = subprocess.run([str(word) for word in words], env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_rows_and_report_come_out_and_a_finished_run_is_not_repeated(tmp_path):
+    assert "[5/5] OnebitLamb, 2 ranks" in run_script("--output", tmp_path)
+    lines = (tmp_path / "rows.jsonl").read_text()
+    rows = {row["name"]: row for row in map(json.loads, lines.splitlines())}
+    assert list(rows) == OPTIMIZERS
+    assert all(3 < row["eval_loss"] < 9 for row in rows.values())
+    ring = 4 * rows["AdamW"]["parameters"]  # 2 (W-1)/W = 1
+    assert rows["AdamW"]["bytes"] == 10 * ring
+    assert 2 * ring < rows["OnebitAdam"]["bytes"] < 2 * ring + 8 * ring / 28  # two steps of warmup, eight of signs
+    assert rows["ZeroOneAdam"]["rounds"] < rows["OnebitAdam"]["rounds"] == 10
+
+    report = tmp_path / "again.md"
+    report.write_text("kept\n" + (tmp_path / "convergence.md").read_text().replace("| OnebitLamb |", "| stale |"))
+    assert "[1/" not in run_script("--output", tmp_path, "--report", report)
+    assert (tmp_path / "rows.jsonl").read_text() == lines
+    text = report.read_text()
+    assert text == "kept\n" + (tmp_path / "convergence.md").read_text()
+    assert f"| OnebitLamb | 2 | 1 | {rows['OnebitLamb']['eval_loss']:.4f} (" in text
+    assert len(json.loads((tmp_path / "again.json").read_text())) == 5
+    assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,179 @@
+"""Run a function on real ranks: a pool of worker processes joined in a gloo process group.
+
+    results = run_ranks(2, work, argument)     # work(rank, world_size, argument), a module-level function
+
+The workers are spawned once per test session and reused, since importing torch costs more than most tests. Every call
+makes a process group of its own and destroys it afterwards. Arguments and results travel through pickle.
+"""
+
+import atexit
+import gc
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAX_WORLD_SIZE = 4
+REPO_ROOT = str(Path(__file__).resolve().parents[2])
+
+
+class Failure(NamedTuple):
+    type: str
+    message: str
+    traceback: str
+
+
+class RankError(Exception):
+    """At least one rank raised; `errors` maps each such rank to its Failure."""
+
+    def __init__(self, errors: dict[int, Failure]):
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {rank} ---\n{errors[rank].traceback}" for rank in sorted(errors)))
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Results of `fn(rank, world_size, *args)` by rank; RankError if a rank raised, TimeoutError if one hung."""
+    outcomes = _pool.run(world_size, fn, args, timeout)
+    errors = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Failure)}
+    if errors:
+        raise RankError(errors)
+    return outcomes
+
+
+def run_ranks_expecting_error(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+) -> dict[int, str]:
+    """The error of every rank, as "TypeName: message"; AssertionError if any rank got through."""
+    outcomes = _pool.run(world_size, fn, args, timeout)
+    unharmed = [rank for rank, outcome in enumerate(outcomes) if not isinstance(outcome, Failure)]
+    assert not unharmed, f"ranks {unharmed} of {world_size} raised no error"
+    return {rank: f"{outcome.type}: {outcome.message}" for rank, outcome in enumerate(outcomes)}
+
+
+class RankPool:
+    def __init__(self) -> None:
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self.connections: list[Connection] = []
+
+    def run(self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        if not 1 <= world_size <= MAX_WORLD_SIZE:
+            raise ValueError(f"world_size must be in [1, {MAX_WORLD_SIZE}], got {world_size}")
+        try:
+            self._start(world_size)
+            with tempfile.TemporaryDirectory() as directory:
+                for rank in range(world_size):
+                    task = (fn, rank, world_size, args, os.path.join(directory, "store"), timeout)
+                    self.connections[rank].send_bytes(pickle.dumps(task))
+                outcomes = self._collect(world_size, timeout)
+                for rank in range(world_size):  # nobody's connections close while another rank may still be reading
+                    self.connections[rank].send_bytes(b"leave")
+                for rank in range(world_size):
+                    self.connections[rank].recv_bytes()
+            return outcomes
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for connection in self.connections:
+            connection.close()
+        self.processes, self.connections = [], []
+
+    def _start(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for _ in range(len(self.processes), world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, REPO_ROOT), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def _collect(self, world_size: int, timeout: float) -> list[Any]:
+        outcomes: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < world_size:
+            waiting = {self.connections[rank]: rank for rank in range(world_size) if rank not in outcomes}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failed = [f"rank {rank}: {o.message}" for rank, o in outcomes.items() if isinstance(o, Failure)]
+                raise TimeoutError(
+                    f"ranks {sorted(waiting.values())} of {world_size} gave no result within {timeout:g} s"
+                    + (f"; {'; '.join(failed)}" if failed else "")
+                )
+            for connection in ready:
+                rank = waiting[connection]
+                try:
+                    outcomes[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    raise RuntimeError(f"the process of rank {rank} died (exit or signal) inside the test") from None
+        return [outcomes[rank] for rank in range(world_size)]
+
+
+def _serve(connection: Connection, repo_root: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if repo_root not in sys.path:
+        sys.path.insert(0, repo_root)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            task = connection.recv_bytes()
+        except (EOFError, OSError):  # the session is over
+            return
+        outcome = pickle.dumps(_run_task(task))
+        gc.collect()  # a failed rank must let go of its group, or the others wait for it
+        gc.freeze()  # what is left are modules: looking through them again would take longer than most tests
+        connection.send_bytes(outcome)
+        connection.recv_bytes()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+        connection.send_bytes(b"left")
+
+
+def _run_task(task: bytes) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    environment = dict(os.environ)
+    try:
+        fn, rank, world_size, args, path, timeout = pickle.loads(task)
+        torch.manual_seed(0)
+        store = dist.FileStore(path, world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
+        if store.add("joined", 1) == world_size:  # a rank that fails early must not break another one's start
+            store.set("all_joined", "1")
+        store.wait(["all_joined"])
+        outcome = fn(rank, world_size, *args)
+        pickle.dumps(outcome)  # a result that does not pickle is the rank's own error
+        return outcome
+    except BaseException as error:
+        # A thread of gloo may wait for the interpreter's lock, to let go of its last collective's tensors: who drops
+        # the group holds the lock and waits for the thread.
+        time.sleep(0.1)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return Failure(type(error).__name__, str(error), traceback.format_exc())
+    finally:  # the next task must not find what this one has set, such as Trainer's WORLD_SIZE
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+_pool = RankPool()
+atexit.register(_pool.kill)

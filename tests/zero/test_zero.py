@@ -1,0 +1,47 @@
+"""ZeroOptimizer against the unpartitioned optimizer, bit for bit."""
+
+import pytest
+import torch
+
+from tests.support.harness import run_ranks
+from tests.support.zero_runs import OPTIMIZERS, Case, compare
+
+
+@pytest.mark.invariant(1)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_optimizer_has_the_bits_of_the_unpartitioned_one(world_size: int) -> None:
+    cases = [Case(name, {"reduce_bucket_size": 700}) for name in OPTIMIZERS]
+    for found in run_ranks(world_size, compare, cases, (1, 2)):
+        assert dict(zip(OPTIMIZERS, found, strict=True)) == {name: [] for name in OPTIMIZERS}
+
+
+VARIANTS = {
+    "one bucket": Case(options={"bucket_cap_mb": 25.0}),
+    "tiny buckets": Case(options={"reduce_bucket_size": 1, "allgather_bucket_size": 1}),
+    "gather more than is reduced": Case(options={"reduce_bucket_size": 300, "allgather_bucket_size": 10**6}),
+    "no overlap": Case(options={"overlap_comm": False, "reduce_bucket_size": 300}),
+    "gradients wait in p.grad": Case(options={"contiguous_gradients": False, "reduce_bucket_size": 300}),
+    "round robin": Case(options={"round_robin_gradients": True, "reduce_bucket_size": 300}),
+    "groups": Case(groups=True),
+    "three passes": Case(passes=3),
+    "three passes, stage 1": Case(passes=3, options={"stage": 1, "overlap_comm": False}),
+    "three passes held": Case(passes=3, hold=True, options={"reduce_bucket_size": 300}),
+    "three passes held, stage 1": Case(passes=3, hold=True, options={"stage": 1}),
+    "gradients by hand": Case(set_grads=True),
+    "clip_grad_norm_": Case(clip=0.1),
+    "clip_grad": Case(clip=0.1, options={"clip_grad": 0.1, "stage": 1, "reduce_bucket_size": 300}),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "bfloat16, small buckets, no overlap": Case(
+        dtype=torch.bfloat16, options={"reduce_bucket_size": 300, "overlap_comm": False, "stage": 1}
+    ),
+    "float16 with a loss scale": Case(dtype=torch.float16, options={"loss_scale": 1024.0}, clip=10.0),
+    "lamb, clipped, tiny buckets": Case("lamb", clip=0.1, options={"reduce_bucket_size": 1}),
+    "postscaled": Case(options={"postscale_gradients": True, "gradient_predivide_factor": 2.0}),
+}
+
+
+@pytest.mark.invariant(9)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_option_changes_a_bit(world_size: int) -> None:
+    for found in run_ranks(world_size, compare, list(VARIANTS.values())):
+        assert dict(zip(VARIANTS, found, strict=True)) == {name: [] for name in VARIANTS}

@@ -1,0 +1,243 @@
+"""Full-precision access, memory estimates and reports, and ZeroOptimizer's options."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_compressopt import Lamb, OnebitAdam, ZeroOptimizer, estimate_zero_memory
+from hf_compressopt.zero.memory import memory_report, memory_reports, release_memory
+from tests.support.harness import run_ranks
+from tests.support.zero_runs import (
+    Case,
+    Net,
+    averaged,
+    bits,
+    different,
+    gradients,
+    loss_of,
+    run_steps,
+    train_plain,
+    train_zero,
+)
+
+
+def read_and_write(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    case = Case(options={"reduce_bucket_size": 300}, dtype=dtype)
+    plain_model, plain = train_plain(rank, case)
+    model, optimizer = train_zero(rank, case)
+    masters = plain.param_groups[0]["params"]
+    params = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(KeyError, match="no trainable parameter"):
+        optimizer.get_full_param(nn.Parameter(torch.zeros(1)))
+    for p, master in zip(params, masters, strict=True):
+        assert torch.equal(optimizer.get_full_param(p), master)
+        if plain.state.get(master) and p.numel():
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(optimizer.get_full_state(p, name), plain.state[master][name]), name
+            with pytest.raises(KeyError, match="exp_avg_sq"):
+                optimizer.get_full_state(p, "momentum_buffer")
+    weight = model.first.weight
+    value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+    optimizer.set_full_param(weight, value)
+    assert torch.equal(optimizer.get_full_param(weight), value) and torch.equal(weight, value.to(dtype))
+    optimizer.set_full_state(weight, "exp_avg", value)
+    optimizer.set_full_state(weight, "step", 7)
+    assert torch.equal(optimizer.get_full_state(weight, "exp_avg"), value)
+    assert float(optimizer.get_full_state(weight, "step")) == 7
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.set_full_param(weight, value.flatten())
+    # gradients: averages, set anew, taken by the step
+    mean = averaged(gradients(model, loss_of(model, rank, 9)), params)
+    loss_of(model, rank, 9).backward()
+    for p, grad in zip(params, mean, strict=True):
+        found = optimizer.get_full_grad(p)
+        assert (found is None and grad is None) or torch.equal(found, grad.float())
+    new = torch.full(weight.shape, 0.25)
+    optimizer.set_full_grad(weight, new)
+    assert torch.equal(optimizer.get_full_grad(weight), new)
+    local = optimizer.get_local_grad(weight)
+    assert torch.equal(local, torch.full_like(local, 0.25))
+    optimizer.set_local_grad(weight, local * 2)
+    others = [g.float() for p, g in zip(params, mean, strict=True) if g is not None and p is not weight]
+    square = sum(float(g.double().square().sum()) for g in others) + 0.25 * weight.numel()
+    assert float(optimizer.clip_grad_norm_(1e9)) == pytest.approx(square**0.5, rel=1e-6)
+    sizes = torch.tensor([float(optimizer.get_local_param(weight).numel())])
+    torch.distributed.all_reduce(sizes)
+    assert sizes == weight.numel()
+    optimizer.set_local_param(weight, torch.zeros(optimizer.get_local_param(weight).numel()))
+    assert not optimizer.get_full_param(weight).any()
+    optimizer.set_local_state(weight, "exp_avg", torch.ones(optimizer.get_local_state(weight, "exp_avg").numel()))
+    assert bool((optimizer.get_full_state(weight, "exp_avg") == 1).all())
+    optimizer.step()
+    with pytest.raises(ValueError, match="no accelerator"):
+        optimizer.offload_states()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_states_and_gradients_are_read_and_written(dtype: torch.dtype) -> None:
+    run_ranks(3, read_and_write, dtype)
+
+
+def by_name(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = ZeroOptimizer(model.named_parameters(), Lamb, lr=1e-2)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    assert torch.equal(optimizer.get_full_param("norm.weight"), model.norm.weight)
+    assert optimizer.get_full_state("norm.weight", "exp_avg").shape == (19,)
+    assert 0 < float(optimizer.get_full_state("norm.weight", "trust_ratio")) <= 10
+    with pytest.raises(KeyError, match="legal are empty, never"):
+        optimizer.get_full_grad("norm.wait")
+
+
+def test_by_name() -> None:
+    run_ranks(2, by_name)
+
+
+def weights_loaded_later(rank: int, world_size: int) -> None:
+    """A model that is loaded after its optimizer was made takes the loaded weights, and keeps master digits else."""
+    case = Case(dtype=torch.bfloat16)
+    model, optimizer = train_zero(rank, case)
+    masters = [optimizer.get_full_param(p) for p in model.parameters() if p.requires_grad]
+    model.load_state_dict(model.state_dict())
+    for p, master in zip([p for p in model.parameters() if p.requires_grad], masters, strict=True):
+        assert torch.equal(optimizer.get_full_param(p), master)
+    torch.nn.init.constant_(model.first.weight, 0.5)
+    run_steps(rank, case, model, optimizer, range(3, 4))
+    assert float((model.first.weight - 0.5).abs().max()) < 0.05
+
+
+def test_weights_loaded_later() -> None:
+    run_ranks(2, weights_loaded_later)
+
+
+def reports(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> list[dict[str, Any]]:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(dtype)
+    optimizer = ZeroOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-3, stage=stage, reduce_bucket_size=4096, clip_grad=1.0
+    )
+    for _ in range(2):
+        with optimizer.no_sync():
+            model(torch.ones(1, 64, dtype=dtype)).sum().backward()
+    held = memory_report(optimizer)
+    assert held.whole_gradients == held.parameters and held.buckets == held.gradient_shards == 0
+    model(torch.ones(1, 64, dtype=dtype)).sum().backward()
+    sent = memory_report(optimizer)
+    assert sent.whole_gradients == sent.buckets == 0
+    optimizer.step()
+    assert memory_report(optimizer).gradient_shards == 0
+    release_memory()
+    everyone = memory_reports(optimizer)
+    assert everyone[rank].states == memory_report(optimizer).states
+    return [{**asdict(entry), "gradient_shards": sent.gradient_shards} for entry in everyone]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reports_are_what_was_estimated(dtype: torch.dtype) -> None:
+    numel = 8 * 65 * 64
+    estimate = estimate_zero_memory(numel, 2, 2, dtype=dtype)
+    for report in run_ranks(2, reports, dtype, 2):
+        mine = report[0]
+        assert mine["parameters"] == estimate.parameters
+        assert mine["gradient_shards"] == pytest.approx(estimate.gradients, rel=0.05)
+        assert mine["states"] + mine["masters"] == pytest.approx(estimate.states, rel=0.05)
+        assert mine["resident"] > 10**7
+
+
+def test_estimates_are_the_formulas() -> None:
+    psi = 10**9
+    for world_size in (1, 2, 8):
+        for stage, fixed, shared in ((0, 16, 0), (1, 8, 8), (2, 4, 12)):
+            found = estimate_zero_memory(psi, world_size, stage, bucket_cap_mb=0)
+            assert found.total == psi * fixed + psi * shared // world_size
+        for stage, fixed, shared in ((0, 16, 0), (1, 4, 12), (2, 2, 14)):
+            found = estimate_zero_memory(psi, world_size, stage, dtype=torch.bfloat16, bucket_cap_mb=0)
+            assert found.total == psi * fixed + psi * shared // world_size
+    assert estimate_zero_memory(psi, 2, 2, bucket_cap_mb=25).buckets == 50 * 2**20
+    model = nn.Linear(10, 10)
+    model.bias.requires_grad_(False)
+    assert estimate_zero_memory(model, 1, 1) == estimate_zero_memory(100, 1, 1).__class__(440, 400, 800, 0)
+    assert estimate_zero_memory(psi, 4, 2, offload_optimizer=True).host == psi * 12 // 4
+    for model, world_size, stage in ((10, 2, 3), (10, 0, 1), ("x", 1, 1)):
+        with pytest.raises(ValueError, match="must be"):
+            estimate_zero_memory(model, world_size, stage)  # type: ignore[arg-type]
+
+
+class Adafactor(torch.optim.SGD):
+    """Transformers' has this name too."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "error", "message"),
+    [
+        (torch.optim.LBFGS, {}, ValueError, "LBFGS cannot be partitioned: it needs the whole gradient"),
+        (torch.optim.SparseAdam, {}, ValueError, "sparse=False embeddings"),
+        (torch.optim.Adafactor, {}, ValueError, "Adafactor cannot be partitioned"),
+        (Adafactor, {}, ValueError, "whole rows and columns"),
+        (getattr(torch.optim, "Muon", Adafactor), {}, ValueError, "or AdamW here"),
+        (OnebitAdam, {}, ValueError, "error feedback needs whole buckets"),
+        (ZeroOptimizer, {}, ValueError, "the class that it wraps"),
+        ("adamw", {}, TypeError, "must be a subclass of torch.optim.Optimizer"),
+        (torch.optim.AdamW, {"stage": 3}, ValueError, "stage must be 1 or 2, got 3"),
+        (torch.optim.AdamW, {"lr": -1.0}, ValueError, "Invalid learning rate"),
+        (torch.optim.AdamW, {"bucket_cap_mb": 0.0}, ValueError, "bucket_cap_mb must be > 0"),
+        (torch.optim.AdamW, {"bucket_cap_mb": 1.0, "reduce_bucket_size": 5}, ValueError, "two spellings"),
+        (torch.optim.AdamW, {"reduce_bucket_size": 0}, ValueError, "reduce_bucket_size must be >= 1"),
+        (torch.optim.AdamW, {"allgather_bucket_size": 1.5}, TypeError, "allgather_bucket_size must be an int"),
+        (torch.optim.AdamW, {"reduce_scatter": False}, ValueError, "reduce_scatter must be True"),
+        (torch.optim.AdamW, {"overlap_comm": 1}, TypeError, "overlap_comm must be True or False"),
+        (torch.optim.AdamW, {"communication_data_type": "int8"}, ValueError, "communication_data_type must be one of"),
+        (torch.optim.AdamW, {"gradient_predivide_factor": 2.0}, ValueError, "needs postscale_gradients=True"),
+        (torch.optim.AdamW, {"loss_scale": "static"}, ValueError, "loss_scale must be a number"),
+        (torch.optim.AdamW, {"clip_grad": -1.0}, ValueError, "clip_grad must be >= 0"),
+        (torch.optim.AdamW, {"offload_optimizer": True}, ValueError, "no accelerator"),
+        (torch.optim.AdamW, {"communicator": "nccl2"}, ValueError, "communicator must be one of"),
+        (torch.optim.AdamW, {"nonsense": 1}, TypeError, "nonsense"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(cls: Any, options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ZeroOptimizer([nn.Parameter(torch.ones(3))], cls, **options)
+
+
+def test_parameters_that_cannot_be_had_are_refused() -> None:
+    whole = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(TypeError, match="int64 in param group 0"):
+        ZeroOptimizer([whole], torch.optim.AdamW)
+    optimizer = ZeroOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW)
+    with pytest.raises(TypeError, match="int64 in param group 1"):
+        optimizer.add_param_group({"params": [whole]})
+    assert len(optimizer.param_groups) == 1
+
+
+def low_precision(rank: int, world_size: int) -> None:
+    reference, _ = train_zero(rank, Case())
+    found: dict[str, tuple[list[Tensor], Any]] = {}
+    for name, dtype, options in (
+        ("sent in bf16", torch.float32, {"communication_data_type": "bf16"}),
+        ("kept in bf16", torch.float32, {"gradient_accumulation_dtype": torch.bfloat16}),
+        ("states in bf16", torch.float32, {"state_dtype": "bf16"}),
+        ("no masters", torch.bfloat16, {"master_dtype": "bf16"}),
+        ("kept in fp32", torch.bfloat16, {"gradient_accumulation_dtype": "fp32"}),
+    ):
+        model, optimizer = train_zero(rank, Case(dtype=dtype, options=options))
+        found[name] = (bits(model), memory_report(optimizer))
+        assert list(different(bits(reference), [b.float() for b in bits(model)])), f"{name} had no effect"
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p, q.float(), rtol=0.05, atol=0.05)
+    whole = memory_report(train_zero(rank, Case())[1])
+    assert found["states in bf16"][1].states == pytest.approx(whole.states / 2, rel=0.05)
+    assert found["no masters"][1].masters == whole.masters / 2  # those of a parameter that is not contiguous
+    assert found["no masters"][1].states == pytest.approx(whole.states / 2, rel=0.2)
+    sent = {}
+    for dtype in (None, "bf16"):
+        _, optimizer = train_zero(rank, Case(options={"communication_data_type": dtype}))
+        sent[dtype] = optimizer.traffic.bytes["all_to_all"]
+    assert sent["bf16"] * 2 == sent[None]
+
+
+def test_low_precision_on_the_wire_and_in_memory() -> None:
+    run_ranks(2, low_precision)

@@ -1,0 +1,455 @@
+"""How ZeroOptimizer takes gradients: graphs of all kinds, faults, overlap, memory, groups."""
+
+import copy
+import os
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+from hf_compressopt import GradScaler, ZeroOptimizer
+from hf_compressopt.zero.messages import FLOAT_BYTES
+from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error
+from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps, train_plain, train_zero
+
+
+class Stack(nn.Module):
+    """Linear layers; with `shared` all of them are one, as in ALBERT."""
+
+    def __init__(self, layers: int = 6, width: int = 32, shared: bool = False, mode: str = "none") -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        made = [nn.Linear(width, width) for _ in range(1 if shared else layers)]
+        self.layers = nn.ModuleList(made)
+        self.order = [made[0 if shared else i] for i in range(layers)]
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            if self.mode == "none":
+                x = torch.tanh(layer(x))
+            else:
+                x = checkpoint(lambda y, f=layer: torch.tanh(f(y)), x, use_reentrant=self.mode == "reentrant")
+        return x
+
+
+def stack_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(4, 32, generator=generator).requires_grad_()
+    return model(x).square().mean()
+
+
+def train_stack(rank: int, options: dict[str, Any], passes: int = 1, **model_options: Any) -> list[Tensor]:
+    model = Stack(**model_options)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
+    for step in range(3):
+        for number in range(passes):
+            stack_loss(model, rank, 10 * step + number).backward()
+        optimizer.step()
+        assert all(p.grad is None for p in model.parameters())
+    return bits(model)
+
+
+def checkpointed(rank: int, world_size: int) -> None:
+    for shared in (False, True):
+        for passes in (1, 2):
+            expected = train_stack(rank, {}, passes, shared=shared)
+            for mode in ("reentrant", "non-reentrant"):
+                for size in (64, 10**6):
+                    options = {"reduce_bucket_size": size, "contiguous_gradients": size > 64}
+                    found = train_stack(rank, options, passes, shared=shared, mode=mode)
+                    if shared and mode == "reentrant":  # portions are averaged one by one
+                        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+                    else:
+                        assert not list(different(found, expected)), (shared, passes, mode, size)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_both_kinds_of_checkpointing(world_size: int) -> None:
+    run_ranks(world_size, checkpointed)
+
+
+def watched(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    """For each gradient that arrives: the messages that have left, and the elements of gradients that are alive."""
+    model = Stack(layers=16, width=32)
+    bucket = 2 * 32 * 33
+    optimizer = ZeroOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-2, stage=stage, reduce_bucket_size=bucket, overlap_comm=True
+    )
+    reducer = optimizer._reducer
+    sent_before_gradient: list[int] = []
+    alive: list[int] = []
+
+    def look(_: Tensor) -> None:
+        sent_before_gradient.append(sum(g.sent for g in reducer.slices))
+        whole = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+        waiting = sum(g.buffer.numel() for g in reducer.slices if g.buffer is not None)
+        shards = sum(g.average.numel() for g in reducer.slices if g.average is not None)
+        alive.append(whole + waiting + shards + reducer.bytes_under_way // 2 // FLOAT_BYTES)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(look)  # after the optimizer's own
+    for step in range(2):
+        stack_loss(model, rank, step).backward()
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+    total = sum(p.numel() for p in model.parameters())
+    return {"sent": sent_before_gradient, "alive": max(alive), "bound": total / world_size + 2 * bucket, "all": total}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(world_size: int) -> None:
+    for found in run_ranks(world_size, watched, 2):
+        gradients = len(found["sent"]) // 2
+        for sent in (found["sent"][:gradients], found["sent"][gradients:]):
+            assert sent[0] == 0 and sent[gradients // 2] > 0 and sent == sorted(sent)
+        assert found["alive"] <= found["bound"] < found["all"]
+
+
+def overflow(rank: int, world_size: int) -> None:
+    case = Case(options={"reduce_bucket_size": 300, "loss_scale": "dynamic", "initial_loss_scale": 16.0})
+    model, optimizer = train_zero(rank, case)
+    before, state = bits(model), optimizer.get_full_state(model.first.weight, "exp_avg")
+    for bad in (float("inf"), float("nan")):
+        optimizer.backward(loss_of(model, rank, 5) * (bad if rank == 1 else 1.0))
+        optimizer.step()
+        assert optimizer.step_was_skipped and not list(different(before, bits(model)))
+        assert torch.equal(state, optimizer.get_full_state(model.first.weight, "exp_avg"))
+    assert optimizer.loss_scale.value == 4.0 and optimizer.skipped_steps == 2 and optimizer.steps == case.steps
+    run_steps(rank, case, model, optimizer, range(3, 4))
+    assert not optimizer.step_was_skipped
+    whole, _ = train_zero(rank, Case(options=case.options, steps=4))
+    torch.testing.assert_close(bits(whole), bits(model), rtol=0, atol=0)
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
+    run_ranks(world_size, overflow)
+
+
+def scaled_by_torch(rank: int, world_size: int) -> None:
+    model = Net()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    for step in range(4):
+        bad = float("inf") if (rank, step) == (0, 3) else 1.0
+        scaler.scale(loss_of(model, rank, step) * bad).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.step_was_skipped == (step == 3)
+        model.zero_grad()
+    assert scaler.get_scale() == 512.0
+    plain, _ = train_plain(rank, Case(clip=0.1))
+    assert not list(different(bits(plain), bits(model)))
+
+
+def test_torchs_gradient_scaler() -> None:
+    run_ranks(2, scaled_by_torch)
+
+
+def sparse_gradient(rank: int, world_size: int) -> None:
+    embedding = nn.Embedding(10, 4, sparse=rank == 1)
+    optimizer = ZeroOptimizer(embedding.parameters(), torch.optim.AdamW)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
+def unused(rank: int, world_size: int) -> None:
+    train_zero(rank, Case(options={"ignore_unused_parameters": False}))
+
+
+def different_sizes(rank: int, world_size: int) -> None:
+    model = nn.Linear(3 + rank, 5)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(1, 3 + rank)).sum().backward()
+    optimizer.step()
+
+
+def different_values(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 5)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def raises_in_backward(rank: int, world_size: int) -> None:
+    model = Stack()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, reduce_bucket_size=64)
+
+    def stop(grad: Tensor) -> Tensor:
+        raise ArithmeticError("this rank stops")
+
+    if rank == 1:
+        model.layers[2].weight.register_hook(stop)
+    stack_loss(model, rank, 0).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (sparse_gradient, "sparse"),
+        (unused, "ignore_unused_parameters=True"),
+        (different_sizes, "differ"),
+        (different_values, "alike at the start"),
+        (raises_in_backward, ""),
+    ],
+)
+def test_a_fault_on_one_rank_is_an_error_on_all(fn: Any, message: str) -> None:
+    start = time.monotonic()
+    errors = run_ranks_expecting_error(2, fn, timeout=15.0)
+    assert time.monotonic() - start < 14
+    assert any(message in error for error in errors.values()), errors
+
+
+def dies(rank: int, world_size: int) -> None:
+    model = Stack()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, reduce_bucket_size=64)
+    for step in range(100):
+        if rank == 1 and step == 2:
+            os._exit(7)
+        try:
+            stack_loss(model, rank, step).backward()
+            optimizer.step()
+        except RuntimeError as error:
+            open(os.environ["ZERO_DEATH_FILE"], "w").write(str(error))
+            raise
+
+
+def test_a_rank_that_dies_ends_the_others(tmp_path: Any, monkeypatch: Any) -> None:
+    _pool.kill()
+    file = tmp_path / "error"
+    monkeypatch.setenv("ZERO_DEATH_FILE", str(file))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="died"):
+        _pool.kill = lambda: None  # type: ignore[method-assign]  # the survivor is to end by itself
+        try:
+            run_ranks(2, dies, timeout=20.0)
+        finally:
+            del _pool.kill  # type: ignore[method-assign]
+    while not file.exists() and time.monotonic() - start < 15:
+        time.sleep(0.05)
+    assert file.read_text()
+    _pool.kill()
+
+
+def broken_pass_then_good_ones(rank: int, world_size: int) -> None:
+    model = Stack()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=64)
+    for stop_at, drop in ((0, True), (5, True), (3, False)):
+
+        def stop(grad: Tensor) -> Tensor:
+            raise ArithmeticError
+
+        handle = model.layers[stop_at].weight.register_hook(stop)
+        with pytest.raises(ArithmeticError):
+            stack_loss(model, rank, 0).backward()
+        handle.remove()
+        if drop:
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    for step in range(3):
+        stack_loss(model, rank, 10 * step).backward()
+        optimizer.step()
+    assert not list(different(bits(model), train_stack(rank, {})))
+
+
+def test_a_pass_that_raised_on_all_ranks_leaves_no_trace() -> None:
+    run_ranks(2, broken_pass_then_good_ones)
+
+
+def _note(calls: list[str], what: str, *_: Any) -> None:
+    calls.append(what)
+
+
+def _closure(model: nn.Module, optimizer: Any, rank: int, calls: list[str], partitioned: bool) -> Tensor:
+    optimizer.zero_grad()
+    loss = stack_loss(model, rank, len(calls))
+    if partitioned:
+        loss.backward()
+    else:
+        known = [p for group in optimizer.param_groups for p in group["params"]]
+        for p, grad in zip(known, averaged(list(torch.autograd.grad(loss, known)), known), strict=True):
+            p.grad = grad
+    return loss
+
+
+def groups_and_more(rank: int, world_size: int) -> None:
+    """add_param_group, a tensor lr, a scheduler, a closure and hooks, beside the plain optimizer."""
+    results = []
+    for partitioned in (False, True):
+        model = Stack(layers=3)
+        lr = torch.tensor(1e-2)
+        first = [{"params": list(model.layers[0].parameters()), "weight_decay": 0.3}, {"params": []}]
+        if partitioned:
+            optimizer: Any = ZeroOptimizer(first, torch.optim.AdamW, lr=lr, reduce_bucket_size=500)
+        else:
+            optimizer = torch.optim.AdamW(first, lr=lr)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        calls: list[str] = []
+        optimizer.register_step_pre_hook(partial(_note, calls, "pre"))
+        optimizer.register_step_post_hook(partial(_note, calls, "post"))
+        closure = partial(_closure, model, optimizer, rank, calls, partitioned)
+        for step in range(4):
+            if step == 2:
+                for layer in model.layers[1:]:
+                    optimizer.add_param_group({"params": list(layer.parameters()), "lr": 5e-3})
+                scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (2 + step))
+            assert isinstance(optimizer.step(closure), Tensor)
+            scheduler.step()
+        assert calls == ["pre", "post"] * 4
+        results.append(bits(model))
+    assert not list(different(*results))
+
+
+@pytest.mark.invariant(3)
+@pytest.mark.invariant(10)
+@pytest.mark.invariant(11)
+@pytest.mark.invariant(19)
+def test_groups_added_later_closures_schedulers_and_hooks() -> None:
+    run_ranks(2, groups_and_more)
+
+
+def copied(rank: int, world_size: int) -> None:
+    """A copy trains its own parameters, from where the original was, gradients included."""
+    case = Case(options={"reduce_bucket_size": 300}, groups=True)
+    model, optimizer = train_zero(rank, case)
+    loss_of(model, rank, 3).backward()
+    twin, other = copy.deepcopy((model, optimizer))
+    assert "ZeroOptimizer" in repr(other) and other.steps == 3
+    other.step()
+    assert list(different(bits(model), bits(twin)))
+    optimizer.step()
+    for one, its in ((model, optimizer), (twin, other)):
+        run_steps(rank, case, one, its, range(4, 6))
+    assert not list(different(bits(model), bits(twin)))
+
+
+@pytest.mark.invariant(20)
+def test_deepcopy() -> None:
+    run_ranks(2, copied)
+
+
+def uneven(rank: int, world_size: int) -> None:
+    """Rank r has 2 + r batches; who has no more contributes zeros."""
+    model = Stack()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=64)
+    with Join([optimizer]):
+        for step in range(2 + rank):
+            stack_loss(model, rank, step).backward()
+            optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+    assert optimizer.steps == 1 + world_size
+    twin = Stack()
+    other = ZeroOptimizer(twin.parameters(), torch.optim.AdamW, lr=1e-2)
+    for step in range(1 + world_size):
+        (stack_loss(twin, rank, step) * float(step < 2 + rank)).backward()
+        other.clip_grad_norm_(0.5)
+        other.step()
+    torch.testing.assert_close(bits(model), bits(twin), rtol=0, atol=0)
+
+
+@pytest.mark.invariant(6)
+def test_ranks_that_run_out_of_inputs() -> None:
+    run_ranks(3, uneven)
+
+
+def mixed_dtypes(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(32, 40), nn.Linear(40, 32).bfloat16(), nn.Linear(32, 7).double())
+    for p in model.parameters():
+        torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
+    masters = [p.detach().double() if p.dtype == torch.float64 else p.detach().float() for p in model.parameters()]
+    masters = [nn.Parameter(m.clone()) for m in masters]
+    plain = torch.optim.AdamW(masters, lr=1e-2)
+    twin = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = ZeroOptimizer(twin, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=500)
+    for step in range(3):
+        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(rank + 10 * step)).to(p) for p in twin]
+        for p, grad in zip(twin, grads, strict=True):
+            p.grad = grad.clone()
+        for m, p, grad in zip(masters, twin, grads, strict=True):
+            parts = [torch.empty_like(grad) for _ in range(world_size)]
+            dist.all_gather(parts, grad * (1.0 / world_size))
+            wide = [part if p.dtype == torch.float64 else part.float() for part in parts]
+            m.grad = sum(wide[1:], wide[0]).to(p.dtype).to(m.dtype)
+        plain.step()
+        optimizer.step()
+    assert not list(different([m.detach().to(p.dtype) for m, p in zip(masters, twin, strict=True)], [*twin]))
+
+
+@pytest.mark.invariant(17)
+def test_parameters_of_several_dtypes() -> None:
+    run_ranks(2, mixed_dtypes)
+
+
+def experts(rank: int, world_size: int) -> None:
+    """Four ranks: the dense part is averaged over all, expert e over the two ranks that hold it."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = pairs[rank % 2]
+    torch.manual_seed(0)
+    dense, expert = nn.Parameter(torch.randn(300)), nn.Parameter(torch.randn(200) + rank % 2)
+    groups = [{"params": [dense]}, {"params": [expert], "process_group": mine, "lr": 0.1}]
+    optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.01, reduce_bucket_size=100)
+    start = [dense.detach().clone(), expert.detach().clone()]
+    ((rank + 1) * dense.sum() + (rank + 1) * expert.sum()).backward()
+    norm = optimizer.clip_grad_norm_(1e9)
+    dense_mean, expert_mean = 2.5, (2.0, 3.0)[rank % 2]
+    assert float(norm) == pytest.approx((300 * 2.5**2 + 200 * (2.0**2 + 3.0**2)) ** 0.5)
+    optimizer.step()
+    torch.testing.assert_close(dense.detach(), start[0] - 0.01 * dense_mean)
+    torch.testing.assert_close(expert.detach(), start[1] - 0.1 * expert_mean)
+    assert "process_group" not in optimizer.state_dict()["param_groups"][1]
+
+
+def test_groups_with_process_groups_of_their_own() -> None:
+    run_ranks(4, experts)
+
+
+def model_parallel(rank: int, world_size: int) -> None:
+    """Two ranks hold halves of one weight and copies of another; each is alone in its data-parallel group."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    split, copied = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(50))
+    groups = [{"params": [split], "model_parallel": True}, {"params": [copied]}]
+    optimizer = ZeroOptimizer(
+        groups, torch.optim.SGD, lr=0.1, process_group=alone, model_parallel_group=dist.group.WORLD
+    )
+    (split.sum() * (rank + 1) + copied.sum() * 3).backward()
+    norm = optimizer.clip_grad_norm_(1e9)
+    assert float(norm) == pytest.approx((100 * 1 + 100 * 4 + 50 * 9) ** 0.5)
+    optimizer.step()
+    ((split.sum() + copied.sum()) * (float("nan") if rank == 0 else 1.0)).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+
+
+def test_a_model_parallel_group_agrees_on_norm_and_overflow() -> None:
+    run_ranks(2, model_parallel)
+
+
+def more_ranks_than_elements(rank: int, world_size: int) -> None:
+    p, empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(0))
+    optimizer = ZeroOptimizer([p, p, empty], torch.optim.AdamW, lr=0.1)
+    (p.sum() * (rank + 1) + empty.sum()).backward()
+    optimizer.step()
+    plain = nn.Parameter(torch.ones(1))
+    other = torch.optim.AdamW([plain], lr=0.1)
+    plain.grad = torch.tensor([2.5])
+    other.step()
+    assert torch.equal(plain, p)
+    ZeroOptimizer([{"params": []}], torch.optim.AdamW).step()
+
+
+@pytest.mark.invariant(4)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_more_ranks_than_elements() -> None:
+    run_ranks(4, more_ranks_than_elements)

@@ -1,0 +1,213 @@
+"""ZeroOptimizer's state dicts and checkpoints."""
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_compressopt import ZeroOptimizer, load_state, save_state
+from hf_compressopt.checkpoint.index import CheckpointError
+from tests.support.harness import run_ranks
+from tests.support.zero_runs import (
+    OPTIMIZERS,
+    Case,
+    Net,
+    bits,
+    different,
+    param_groups,
+    run_steps,
+    train_plain,
+    train_zero,
+)
+
+CASES = [
+    Case("adamw", {"reduce_bucket_size": 500}, groups=True),
+    Case("lion", {"stage": 1}),
+    Case("lamb", {"reduce_bucket_size": 700, "round_robin_gradients": True}),
+    Case("sgd", {"reduce_bucket_size": 700}, dtype=torch.bfloat16),
+    Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
+    Case("adamw", {"state_dtype": "bf16"}),
+]
+
+
+def fresh(case: Case, model: Net | None = None) -> tuple[Net, ZeroOptimizer]:
+    model = model or Net(case.dtype)
+    cls, options = OPTIMIZERS[case.optimizer]
+    return model, ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
+
+
+def resume(rank: int, world_size: int, case: Case, folder: str | None) -> list[str]:
+    """Differences between six steps in one go and six steps with a save and a load after the third."""
+    model, optimizer = fresh(case)
+    run_steps(rank, case, model, optimizer, range(3))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    if folder is not None:
+        save_state(optimizer, folder)
+        saved: Any = None
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    run_steps(rank, case, model, optimizer, range(3, 6))
+    again, other = fresh(case)
+    again.load_state_dict(weights)
+    other.load_state_dict(other.state_dict())  # what Accelerate does before the first step
+    if folder is not None:
+        load_state(other, folder)
+    else:
+        other.load_state_dict(saved)
+    assert other.steps == 3 and other.loss_scale.value == (128.0 if case.options.get("loss_scale") else 1.0)
+    run_steps(rank, case, again, other, range(3, 6))
+    assert other.steps == 6 and other.traffic.total_bytes == optimizer.traffic.total_bytes
+    return list(different(bits(model), bits(again)))
+
+
+def resume_all(rank: int, world_size: int, folder: str | None) -> list[list[str]]:
+    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(CASES)]
+
+
+@pytest.mark.invariant(21)
+@pytest.mark.invariant(24)
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(world_size: int, in_shards: bool, tmp_path: Path) -> None:
+    for found in run_ranks(world_size, resume_all, str(tmp_path) if in_shards else None):
+        assert found == [[]] * len(CASES)
+
+
+def cross_over(rank: int, world_size: int) -> list[str]:
+    """Three steps of the plain optimizer, its state loaded into ours, three more steps of each."""
+    case = Case("adamw", {"reduce_bucket_size": 500}, steps=3, groups=True)
+    plain_model, plain = train_plain(rank, case)
+    model, optimizer = fresh(case)
+    model.load_state_dict(plain_model.state_dict())
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    keys = iter(range(10**6))
+    wanted = [id(p) in frozen for group in optimizer.param_groups for p in group["params"]]
+    numbers = {next(keys): n for n, is_frozen in enumerate(wanted) if not is_frozen}
+    saved = plain.state_dict()
+    state = {"state": {numbers[k]: row for k, row in saved["state"].items()}, "param_groups": []}
+    counter = 0
+    for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        size = len(mine["params"])
+        state["param_groups"].append({**group, "params": list(range(counter, counter + size))})
+        counter += size
+    optimizer.load_state_dict(state)
+    run_steps(rank, case, model, optimizer, range(3, 6))
+    whole_model, _ = train_plain(rank, Case("adamw", steps=6, groups=True))
+    return list(different(bits(whole_model), bits(model)))
+
+
+@pytest.mark.invariant(2)
+def test_the_plain_optimizers_state_crosses_over() -> None:
+    assert run_ranks(2, cross_over) == [[], []]
+
+
+def load_what_does_not_fit(rank: int, world_size: int, folder: str) -> None:
+    case = Case("adamw", {"reduce_bucket_size": 500})
+    _, optimizer = train_zero(rank, case)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    other = fresh(Case("sgd"))[1]
+    with pytest.raises(ValueError, match=r"class 'ZeroOptimizer\(SGD\)'"):
+        optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="rank"):
+        state = optimizer.state_dict()
+        optimizer.load_state_dict({**state, "compressopt": {**state["compressopt"], "rank": 1 - rank}})
+    with pytest.raises(ValueError, match="world_size"):
+        optimizer.load_state_dict({**state, "compressopt": {**state["compressopt"], "world_size": 5}})
+    with optimizer.state_in_shards():
+        stub = optimizer.state_dict()
+        assert not stub["state"]
+        optimizer.load_state_dict(stub)
+    with pytest.raises(ValueError, match="stub"):
+        optimizer.load_state_dict(stub)
+    with pytest.raises(ValueError, match="parameter groups"):
+        torch.optim.AdamW(Net().parameters()).load_state_dict(stub)
+    save_state(optimizer, folder)
+    with pytest.raises(CheckpointError, match="class"):
+        load_state(other, folder)
+    for key, row in optimizer.state_dict()["state"].items():
+        for now, then in zip(row["pieces"], before[key]["pieces"], strict=True):
+            assert all(torch.equal(now["state"][n], then["state"][n]) for n in then["state"])
+
+
+@pytest.mark.invariant(27)
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run_ranks(2, load_what_does_not_fit, str(tmp_path))
+
+
+def header(key: str, value: Any) -> Any:
+    return lambda index: index["header"].__setitem__(key, value)
+
+
+def hyperparameter(key: str, value: Any) -> Any:
+    return lambda index: index["header"]["param_groups"][0].__setitem__(key, value)
+
+
+def tensor(name: str, key: str, value: Any) -> Any:
+    return lambda index: index["tensors"][name].__setitem__(key, value)
+
+
+HOSTILE = {
+    "a step that is no number": header("step", "7"),
+    "a negative count": header("bytes_sent", -1),
+    "no loss scale": header("loss_scale", None),
+    "a loss scale that is no number": header("loss_scale", ["a", 1]),
+    "param groups that are none": header("param_groups", [3]),
+    "a word for a number": hyperparameter("lr", "abc"),
+    "one beta": hyperparameter("betas", [0.9]),
+    "a number for a choice": hyperparameter("amsgrad", 0.5),
+    "a transposed moment": tensor("exp_avg/p", "shape", [5, 4]),
+    "a number with a shape": tensor("scalar:step/p", "shape", [1, 2]),
+    "a wider moment": tensor("exp_avg/p", "dtype", "float64"),
+    "a master copy that is missing": lambda index: index["tensors"].pop("master/p"),
+}
+
+
+@pytest.mark.invariant(27)
+@pytest.mark.parametrize("damage", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_index_is_refused_by_name_and_changes_nothing(damage: Any, tmp_path: Path) -> None:
+    p = torch.nn.Parameter(torch.ones(4, 5, dtype=torch.bfloat16))
+    optimizer = ZeroOptimizer([("p", p)], torch.optim.AdamW, lr=0.25)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    save_state(optimizer, tmp_path)
+    file = tmp_path / "compressopt.index.json"
+    index = json.loads(file.read_text())
+    damage(index)
+    file.write_text(json.dumps(index))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match="compressopt.index.json|.safetensors has"):
+        load_state(optimizer, tmp_path)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"] and after["compressopt"] == before["compressopt"]
+    mine, its = (saved["state"][0]["pieces"][0] for saved in (before, after))
+    assert torch.equal(mine["master"], its["master"])
+    assert all(torch.equal(mine["state"][name], its["state"][name]) for name in mine["state"])
+
+
+def other_dtypes(rank: int, world_size: int, folder: str) -> None:
+    """Moments that were kept in 16 bits go on in the weight's 32, and the other way."""
+    for saved, loaded in (({"state_dtype": "bf16"}, {}), ({}, {"state_dtype": "bf16"})):
+        case = Case("adamw", saved)
+        model, optimizer = fresh(case)
+        run_steps(rank, case, model, optimizer, range(3))
+        save_state(optimizer, folder)
+        case = Case("adamw", loaded)
+        model, optimizer = fresh(case)
+        load_state(optimizer, folder)
+        run_steps(rank, case, model, optimizer, range(3, 5))
+        wanted = torch.bfloat16 if loaded else torch.float32
+        states = (bucket.state_of(piece) for bucket, piece in optimizer.pieces())
+        assert {state["exp_avg"].dtype for state in states if state} == {wanted}
+
+
+def test_state_loads_into_another_state_dtype(tmp_path: Path) -> None:
+    run_ranks(2, other_dtypes, str(tmp_path))
