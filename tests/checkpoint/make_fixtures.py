@@ -1,0 +1,264 @@
+"""Write one small checkpoint of each kind, and what a load of it must give, into fixtures/.
+
+    python tests/checkpoint/make_fixtures.py
+
+The files that lie there were written by version 0.1.0 of the package (index format 3). They are kept: a later version
+must load them to the same bits. Run the script again only to add a kind; it leaves the folders that exist as they are.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+FIXTURES = Path(__file__).parent / "fixtures"
+EXPECTED = FIXTURES / "expected.json"
+SHAPES = [(5, 7), (11,), (0, 4), ()]
+#: Options of a param group whose loaded values are compared.
+GROUP_OPTIONS = ("lr", "betas", "eps", "weight_decay", "exp_avg_mask")
+
+
+class Kind(NamedTuple):
+    """A checkpoint to write: its optimizer, the number of ranks, and the steps before the save."""
+
+    optimizer: str
+    options: dict[str, Any]
+    ranks: int
+    steps: int
+    dtype: torch.dtype = torch.float32
+    own_group: bool = False
+    loads_on: tuple[int, ...] = (1, 2)
+
+
+ONEBIT = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
+ZERO_ONE = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
+ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16}
+ZERO = {"reduce_bucket_size": 40}
+BF16 = torch.bfloat16
+
+KINDS: dict[str, Kind] = {
+    "onebit_adam_warmup_1": Kind("OnebitAdam", ONEBIT, 1, 1),
+    "onebit_adam_warmup_2": Kind("OnebitAdam", ONEBIT, 2, 1),
+    "onebit_adam_compressed_1": Kind("OnebitAdam", ONEBIT, 1, 4),
+    "onebit_adam_compressed_2": Kind("OnebitAdam", ONEBIT, 2, 4),
+    "onebit_adam_auto_2": Kind("OnebitAdam", {**ONEBIT, "freeze_step": "auto"}, 2, 2),
+    "onebit_adam_own_group_2": Kind("OnebitAdam", ONEBIT, 2, 4, own_group=True, loads_on=(2,)),
+    "zero_one_adam_variance_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 2),
+    "zero_one_adam_local_1": Kind("ZeroOneAdam", ZERO_ONE, 1, 9),
+    "zero_one_adam_local_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 9),
+    "onebit_lamb_compressed_1": Kind("OnebitLamb", ONEBIT, 1, 4),
+    "onebit_lamb_compressed_2": Kind("OnebitLamb", ONEBIT, 2, 4),
+    "zero1_adamw_2": Kind("AdamW", {"stage": 1, **ZERO}, 2, 2),
+    "zero2_adamw_2": Kind("AdamW", {"stage": 2, **ZERO}, 2, 2),
+    "zero2_adamw_bf16_1": Kind("AdamW", {"stage": 2, **ZERO}, 1, 2, BF16),
+    "zero2_adamw_bf16_2": Kind("AdamW", {"stage": 2, **ZERO}, 2, 2, BF16),
+    "zero2_fused_adam_2": Kind("FusedAdam", {"stage": 2, **ZERO}, 2, 2),
+    "zero2_nadam_2": Kind("NAdam", {"stage": 2, **ZERO}, 2, 2),
+    "adamw_1": Kind("AdamW", {"amsgrad": True}, 1, 2),
+    "adamw_2": Kind("AdamW", {}, 2, 2),
+    "fused_adam_1": Kind("FusedAdam", {}, 1, 2),
+    "lamb_1": Kind("Lamb", {}, 1, 2),
+    "imported_torch_file": Kind("AdamW", {}, 1, 2),
+}
+#: Checkpoints that an optimizer of another class continues: folder, and the optimizer that loads it.
+CROSSINGS: dict[str, tuple[str, Kind]] = {
+    "onebit_adam_compressed_2 into AdamW": ("onebit_adam_compressed_2", Kind("AdamW", {}, 2, 0)),
+    "zero_one_adam_local_2 into ZeRO": ("zero_one_adam_local_2", Kind("AdamW", {"stage": 2, **ZERO}, 2, 0)),
+    "adamw_2 into OnebitAdam": ("adamw_2", Kind("OnebitAdam", {**ONEBIT, "freeze_step": 100}, 2, 0)),
+    "adamw_2 into ZeRO": ("adamw_2", Kind("AdamW", {"stage": 1, **ZERO}, 2, 0)),
+    "zero2_adamw_2 into FusedAdam": ("zero2_adamw_2", Kind("FusedAdam", {}, 2, 0)),
+    "imported_torch_file into OnebitLamb": (
+        "imported_torch_file",
+        Kind("OnebitLamb", {**ONEBIT, "freeze_step": 100}, 2, 0),
+    ),
+}
+
+
+def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
+    """The parameters and the optimizer of a kind, alike on every rank; all ranks call it."""
+    import hf_compressopt
+
+    generator = torch.Generator().manual_seed(0)
+    named = [
+        (f"layer.{i}", nn.Parameter(torch.randn(shape, generator=generator).to(kind.dtype)))
+        for i, shape in enumerate(SHAPES)
+    ]
+    groups: list[dict[str, Any]] = [
+        {"params": named[:1]},
+        {"params": named[1:-1], "weight_decay": 0.1},
+        {"params": named[-1:]},
+    ]
+    cls = getattr(hf_compressopt, kind.optimizer, None) or getattr(torch.optim, kind.optimizer)
+    if kind.optimizer.startswith(("Onebit", "ZeroOne")):
+        groups[0]["exp_avg_mask"] = (torch.arange(7) < 5).float()
+        groups[2]["non_freeze"] = True
+    if kind.own_group:
+        singles = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        groups[1]["process_group"] = singles[dist.get_rank()]
+    params = [param for _, param in named]
+    if "stage" in kind.options:
+        return params, hf_compressopt.ZeroOptimizer(groups, cls, lr=0.01, **kind.options)
+    return params, cls(groups, lr=0.01, **kind.options)
+
+
+def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        local = hasattr(optimizer, "plan") and not optimizer.plan.reduce_grads
+        generator = torch.Generator().manual_seed(1000 * (rank + 1) * local + step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def observe(params: list[nn.Parameter], optimizer: Any) -> dict[str, str]:
+    """A digest of everything that this rank holds, by the names of the state dict, and of the parameters."""
+    packed = optimizer.state_dict()
+    groups = [{key: group[key] for key in GROUP_OPTIONS if key in group} for group in packed["param_groups"]]
+    found: dict[str, list[str]] = {}
+    for name, value in _leaves({**packed, "param_groups": groups, "params": [p.detach() for p in params]}):
+        found.setdefault(name, []).append(value)
+    return {name: hashlib.sha256("\n".join(values).encode()).hexdigest()[:12] for name, values in found.items()}
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, key if isinstance(key, str) else name)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner, name)
+    elif isinstance(value, Tensor):
+        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        yield name, f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    else:
+        yield name, repr(value)
+
+
+def load(rank: int, world_size: int, name: str, kind: Kind) -> dict[str, str]:
+    """Load a folder of fixtures/ into a new optimizer of this kind; what it then holds."""
+    from hf_compressopt import load_state
+
+    params, optimizer = make(kind)
+    load_state(optimizer, FIXTURES / name)
+    return observe(params, optimizer)
+
+
+def load_all(rank: int, world_size: int) -> dict[str, dict[str, str]]:
+    """Load every fixture that this number of ranks can load; what this rank then holds."""
+    kinds = {name: kind for name, kind in KINDS.items() if world_size in kind.loads_on}
+    found = {name: load(rank, world_size, name, kind) for name, kind in kinds.items()}
+    crossings = CROSSINGS if world_size == 2 else {}
+    return found | {name: load(rank, world_size, folder, kind) for name, (folder, kind) in crossings.items()}
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def save_all(rank: int, world_size: int, names: list[str]) -> None:
+    for name in names:
+        if KINDS[name].ranks == world_size:
+            save(rank, world_size, name, KINDS[name])
+
+
+def save(rank: int, world_size: int, name: str, kind: Kind) -> None:
+    from hf_compressopt import save_state
+    from hf_compressopt.checkpoint.portable import consolidate, import_state
+
+    params, optimizer = make(kind)
+    train(rank, world_size, params, optimizer, kind.steps)
+    if name != "imported_torch_file":
+        save_state(optimizer, FIXTURES / name)
+        return
+    files = FIXTURES / "files"
+    files.mkdir()
+    torch.save(optimizer.state_dict(), files / "optimizer.pt")
+    import_state(files / "optimizer.pt", FIXTURES / name)
+    consolidate(FIXTURES / "adamw_1" / "compressopt.index.json", files / "adamw_1.safetensors")
+
+
+def save_trainers(folder: Path) -> None:
+    """A checkpoint of a real Trainer, on one rank: the stub that torch.load reads, and the index beside it."""
+    from transformers import Trainer, TrainingArguments
+
+    import hf_compressopt.auto  # noqa: F401
+
+    with tempfile.TemporaryDirectory() as runs:
+        arguments = TrainingArguments(
+            output_dir=runs, optim="onebit_adam", optim_args="freeze_step=2", max_steps=3, save_steps=3, use_cpu=True,
+            report_to="none", disable_tqdm=True, learning_rate=0.01, per_device_train_batch_size=2,
+        )  # fmt: skip
+        Trainer(model=Regression(), args=arguments, train_dataset=examples()).train()
+        folder.mkdir()
+        for file in (Path(runs) / "checkpoint-3").iterdir():
+            if file.name in ("optimizer.pt", "scheduler.pt") or file.name.startswith("compressopt"):
+                shutil.copy(file, folder)
+
+
+class Regression(nn.Module):
+    """A model that Trainer trains: y = w x + b."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+        for param in self.parameters():
+            nn.init.constant_(param, 0.5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.linear(x)
+        return {"loss": (y - labels).square().mean(), "logits": y}
+
+
+def examples() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(12, 5, generator=generator)
+    return [{"x": row, "labels": row[:2]} for row in rows]
+
+
+def load_trainers() -> dict[str, str]:
+    """Load the checkpoint of Trainer into a new optimizer, by the names that Trainer gives the parameters."""
+    from hf_compressopt import OnebitAdam, load_state
+
+    model = Regression()
+    optimizer = OnebitAdam([{"params": [model.linear.weight]}, {"params": [model.linear.bias]}], freeze_step=2)
+    load_state(optimizer, FIXTURES / "trainer", names=["linear.weight", "linear.bias"])
+    return observe(list(model.parameters()), optimizer)
+
+
+def _on_ranks(rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], *args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    results[rank] = work(rank, world_size, *args)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawn(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder, torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(
+            _on_ranks, (world_size, f"{folder}/store", results, work, *args), nprocs=world_size, join=True
+        )
+        return [results[rank] for rank in range(world_size)]
+
+
+def main() -> None:
+    FIXTURES.mkdir(exist_ok=True)
+    missing = [name for name in KINDS if not (FIXTURES / name).exists()]
+    for ranks in (1, 2):
+        spawn(ranks, save_all, missing)
+    if not (FIXTURES / "trainer").exists():
+        save_trainers(FIXTURES / "trainer")
+    by_ranks = {str(ranks): spawn(ranks, load_all) for ranks in (1, 2)}
+    by_ranks["trainer"] = [{"trainer": load_trainers()}]
+    EXPECTED.write_text(json.dumps(by_ranks, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
