@@ -1,0 +1,199 @@
+"""The README files and docs/: commands and options that exist, examples that run, links that lead somewhere."""
+
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_compressopt import cli
+from tests.support.harness import run_ranks
+from tests.support.launching import REPO_ROOT
+from tests.support.trainer_runs import same_on_all_ranks, use_accelerate
+
+README = REPO_ROOT / "README.md"
+DOCS = sorted((REPO_ROOT / "docs").glob("*.md"))
+RECIPES = sorted((REPO_ROOT / "recipes").glob("*/README.md"))
+DOCUMENTS = [README, REPO_ROOT / "CONTRIBUTING.md", *DOCS, *RECIPES]
+PROGRAMS = "accelerate hf-compressopt make mpirun pip python sbatch sudo torchrun"
+# Every program prints its words and runs nothing; a word of a block that is not one of these programs is an error.
+PRELUDE = f"""
+set -eu; PATH=/nowhere; TRAIN="recipes/causal_lm/train.py --tiny --output_dir runs"
+tell() {{ printf '%s\\037' "$@"; printf '\\036'; }}
+for program in {PROGRAMS}; do eval "$program() {{ tell $program \\"\\$@\\"; }}"; done
+"""
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(document: Path) -> Iterator[list[str]]:
+    """The words of each command: in bash blocks, expanded by bash (a block sees what an earlier one has set), and in
+    the text."""
+    for text in re.findall(r"`(python scripts/[^`]*)`", document.read_text()):
+        yield text.split()
+    script = PRELUDE + "\n".join(blocks(document, "bash"))
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=REPO_ROOT)
+    assert done.returncode == 0, f"{document}: {done.stderr}"
+    for record in done.stdout.split("\036")[:-1]:
+        yield record.split("\037")[:-1]
+
+
+ALL_COMMANDS = [words for document in (README, *DOCS, *RECIPES) for words in commands(document)]
+
+
+def anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPO_ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for file, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", document.read_text()):
+        target = (document.parent / file) if file else document
+        assert target.exists(), file
+        assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
+
+
+def test_the_index_of_the_documentation_lists_every_page() -> None:
+    index = (REPO_ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in DOCS if page.name != "README.md" and f"]({page.name})" not in index] == []
+
+
+def test_the_readme_is_a_landing_page() -> None:
+    lines = README.read_text().splitlines()
+    assert any("--optim onebit_adam" in line and "train.py" in line for line in lines[:25]), "the first command is late"
+    assert len(lines) <= 155 and max(map(len, lines)) <= 120
+
+
+def test_targets_and_files_of_commands_exist() -> None:
+    makefile = (REPO_ROOT / "Makefile").read_text()
+    for words in ALL_COMMANDS:
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), words
+        files = [word for word in words if word.startswith(("recipes/", "scripts/"))]
+        assert all((REPO_ROOT / file).exists() for file in files), words
+
+
+def test_options_of_scripts_exist() -> None:
+    shared = "".join(path.read_text() for path in (REPO_ROOT / "scripts").glob("_*.py"))
+    ours = [words for words in ALL_COMMANDS if any(word.startswith("scripts/") for word in words)]
+    assert len(ours) > 5
+    for words in ours:
+        (script,) = (word for word in words if word.startswith("scripts/"))
+        text = (REPO_ROOT / script).read_text() + shared
+        assert all(f'"{word}"' in text for word in words if word.startswith("--")), words
+
+
+def test_options_of_our_command_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = [words[1:] for words in ALL_COMMANDS if words[0] == "hf-compressopt"]
+    assert {words[0] for words in ours} >= {"env", "estimate", "inspect", "consolidate", "import", "from-deepspeed"}
+    for command, *words in ours:
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        text = capsys.readouterr().out
+        assert all(re.search(rf"{word}\b", text) for word in words if word.startswith("--")), (command, words)
+
+
+def test_options_of_optimizers_are_on_the_options_page() -> None:
+    known = re.findall(r"^\| `(\w+)` \|", (REPO_ROOT / "docs" / "options.md").read_text(), re.MULTILINE)
+    known += ["zero_stage", "async_save"]
+    for words in ALL_COMMANDS:
+        given = [words[place + 1] for place, word in enumerate(words) if word == "--optim_args"]
+        for option in ",".join(given).split(",") if given else []:
+            assert option.partition("=")[0].strip() in known, words
+
+
+def test_options_of_training_scripts_exist() -> None:
+    scripts: list[list[str]] = []
+    for words in ALL_COMMANDS:
+        found = [place for place, word in enumerate(words) if re.fullmatch(r"(recipes/.*|\w+)\.py", word)]
+        scripts += [words[place:] for place in found[-1:]]
+    recipes = {Path(words[0]).parent.name for words in scripts if "/" in words[0]}
+    assert len(scripts) > 14 and recipes == {path.parent.name for path in RECIPES}
+    assert run_ranks(1, unknown_options, scripts, timeout=240)[0] == []
+
+
+def unknown_options(rank: int, world_size: int, commands: list[list[str]]) -> list[str]:
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
+
+    import hf_compressopt.auto  # noqa: F401  a script of the user's, started by hf_compressopt.run
+
+    unknown = []
+    for script, *words in commands:
+        if "/" not in script:
+            names: dict[str, Any] = {"HfArgumentParser": HfArgumentParser}
+        else:
+            names = runpy.run_path(str(REPO_ROOT / script), run_name="recipe")
+        if "HfArgumentParser" in names:
+            training = Seq2SeqTrainingArguments if "Seq2SeqTrainer" in names else TrainingArguments
+            own = [names[name] for name in ("Arguments", "ModelArguments", "DataArguments") if name in names]
+            unknown += HfArgumentParser((*own, training)).parse_known_args(words)[1]
+        elif "parse_arguments" in names:
+            before, sys.argv = sys.argv, [script, *words]
+            names["parse_arguments"]()  # exits at an option that it does not know
+            sys.argv = before
+    return unknown
+
+
+def test_the_examples_run_as_printed(tmp_path: Path) -> None:
+    examples = [text for document in (README, *DOCS, *RECIPES) for text in blocks(document, "python")]
+    assert len(examples) >= 9
+    ran = run_ranks(2, run_examples, examples, str(tmp_path), timeout=240)
+    assert ran[0] == ran[1] and {"OnebitAdam", "FusedAdam", "ZeroOptimizer"} <= set(ran[0])
+    assert (tmp_path / "checkpoint" / "compressopt.index.json").is_file()
+
+
+def run_examples(rank: int, world_size: int, examples: list[str], directory: str) -> list[str]:
+    """Run each with the names that a user has there; the class of the optimizer that each leaves behind."""
+    import os
+
+    import hf_compressopt
+
+    class Model(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return SimpleNamespace(loss=super().forward(inputs).square().mean())
+
+    use_accelerate(rank, world_size)
+    os.chdir(directory)
+    optimizers = []
+    for text in examples:
+        torch.manual_seed(0)
+        model = Model(6, 5)
+        if "accelerator" not in text:  # which DistributedDataParallel refuses
+            model.unused = torch.nn.Parameter(torch.ones(3))  # its gradient is None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        names = {
+            "torch": torch,
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+            "loader": torch.utils.data.DataLoader([{"inputs": torch.ones(6) * n} for n in range(8)], batch_size=2),
+            "loss": model(torch.ones(2, 6) * (rank + 1)).loss,
+            "world_size": world_size,
+            **{name: getattr(hf_compressopt, name) for name in hf_compressopt.__all__},
+        }
+        exec(compile(text, "README", "exec"), names)
+        left: Any = names["optimizer"]
+        optimizers.append(type(getattr(left, "optimizer", left)).__name__)
+        assert same_on_all_ranks(model.parameters())
+    return optimizers
+
+
+def test_the_versions_in_the_documentation_are_those_that_test_compat_installs() -> None:
+    page = (REPO_ROOT / "docs" / "installation.md").read_text()
+    for name in ("oldest", "newest"):
+        pins = dict(re.findall(r"^(\w+)==(\S+)$", (REPO_ROOT / "compat" / f"{name}.txt").read_text(), re.MULTILINE))
+        told = ", ".join(f"{package} {pins[package]}" for package in ("torch", "transformers", "accelerate"))
+        assert re.search(rf"^\| .*{name}.* \| {re.escape(told)} \|$", page, re.MULTILINE), told
+
+
+def test_the_readme_lists_every_recipe() -> None:
+    assert all(f"](recipes/{recipe.parent.name}/README.md)" in README.read_text() for recipe in RECIPES)

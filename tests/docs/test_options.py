@@ -1,0 +1,62 @@
+"""docs/options.md is what the signatures and docstrings of the classes say."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launching import REPO_ROOT
+
+
+@pytest.fixture(scope="module")
+def make_options() -> dict[str, Any]:
+    return runpy.run_path(str(REPO_ROOT / "scripts" / "make_options.py"), run_name="make_options")
+
+
+def test_the_options_page_is_up_to_date(make_options: dict[str, Any]) -> None:
+    page: Path = make_options["PAGE"]
+    assert page.read_text() == make_options["render"](), "run `python scripts/make_options.py`"
+
+
+def test_an_option_without_a_description_is_an_error(make_options: dict[str, Any]) -> None:
+    class Undescribed:
+        def __init__(self, params: Any, secret: int = 3) -> None:
+            """Do nothing."""
+
+    with pytest.raises(KeyError, match="secret"):
+        make_options["options"](Undescribed)
+
+
+def test_options_of_bases_and_their_own_words_are_found(make_options: dict[str, Any]) -> None:
+    class Base:
+        """A base.
+
+        Args:
+            rate: Speed, or ``None`` of
+                :class:`~somewhere.Else`.
+            size: Bytes | bits.
+        """
+
+        def __init__(self, params: Any, *, rate: "float | None" = None, size: int = 8) -> None: ...
+
+    class Derived(Base):
+        """A derived class.
+
+        Args:
+            size: Bytes.
+            **options: See Base.
+
+        Raises:
+            ValueError: never.
+        """
+
+        def __init__(self, params: Any, size: int = 16, **options: Any) -> None: ...
+
+    found = make_options["options"](Derived)
+    assert {name: tuple(option)[1:] for name, option in found.items()} == {
+        "size": ("16", "Bytes."),
+        "rate": ("None", "Speed, or ``None`` of :class:`~somewhere.Else`."),
+    }
+    table = make_options["_table"](found)
+    assert "| `rate` | `float \\| None` | `None` | Speed, or `None` of `Else`. |" in table
