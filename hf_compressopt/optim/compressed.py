@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, overload
 from zlib import crc32
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.compressed import ErrorFeedback, pipelined_compressed_all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
 from hf_compressopt.flat import Bucket
 from hf_compressopt.grad_sync import average_gradients
 from hf_compressopt.kernels import Average, Combination
@@ -270,22 +269,29 @@ class CompressedOptimizer(ScheduledOptimizer):
         raise NotImplementedError("abstract")
 
     def _compressed_step(self, groups: Sequence[int], gradients: Grads) -> None:
-        under_way: deque[tuple[dict[str, Any], GroupState, Bucket]] = deque()
         index_of = {self._states[index]: index for index in groups}
-
-        def messages(states: Sequence[GroupState]) -> Iterator[tuple[Combination, ErrorFeedback]]:
+        for _, states in self._by_communicator(index_of):
+            pipeline = Pipeline()
             for state in states:
                 group, grads = self.param_groups[index_of[state]], gradients[index_of[state]]
                 for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                    under_way.append((group, state, bucket))
-                    yield self._prepare(group, state, bucket, grads), feedback
-
-        for communicator, states in self._by_communicator(index_of):
-            for average in pipelined_compressed_all_reduce(messages(states), communicator):
-                group, state, bucket = under_way.popleft()
-                self._apply(group, state, bucket, state.masked(bucket, average, group.get("exp_avg_mask")))
+                    pipeline.add(self._step_of_bucket(group, state, bucket, feedback, grads))
+            pipeline.drain()
         for state in index_of:
             state.drop_spent_errors()
+
+    def _step_of_bucket(
+        self,
+        group: dict[str, Any],
+        state: GroupState,
+        bucket: Bucket,
+        feedback: ErrorFeedback,
+        grads: list[Tensor | None],
+    ) -> Task[None]:
+        """The compressed step of one bucket: make its message, exchange it, update the parameters."""
+        message = self._prepare(group, state, bucket, grads)
+        average = yield from compressed_all_reduce(message, feedback, state.communicator)
+        self._apply(group, state, bucket, state.masked(bucket, average, group.get("exp_avg_mask")))
 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""

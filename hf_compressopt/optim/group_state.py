@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.compressed import ErrorFeedback, server_numel
+from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, Piece, StateTensor, chunk_range
 from hf_compressopt.kernels import Average, Segment
 

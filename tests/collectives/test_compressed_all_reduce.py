@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.compressed import (
+from hf_compressopt.collectives.exchange import (
     ErrorFeedback,
+    Pipeline,
+    compressed_all_reduce,
     compressed_all_reduce_,
-    pipelined_compressed_all_reduce,
     server_numel,
 )
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
@@ -270,9 +271,16 @@ def pipeline_on_a_rank(rank, world_size):
     generator = torch.Generator().manual_seed(rank)
     xs = [torch.randn(numel, generator=generator) for numel in numels]
     piped, single = [torch.empty_like(x) for x in xs], [x.clone() for x in xs]
-    buckets = ((kernels.Combination.of(x), feedback_of(x.numel(), 64, communicator)) for x in xs)
-    for x, average in zip(piped, pipelined_compressed_all_reduce(buckets, communicator), strict=True):
-        kernels.decompress_(average, x)
+
+    def task(x, out):
+        z = kernels.Combination.of(x)
+        average = yield from compressed_all_reduce(z, feedback_of(x.numel(), 64, communicator), communicator)
+        kernels.decompress_(average, out)
+
+    pipeline = Pipeline()
+    for x, out in zip(xs, piped, strict=True):
+        pipeline.add(task(x, out))
+    pipeline.drain()
     for x in single:
         compressed_all_reduce_(x, feedback_of(x.numel(), 64, communicator), communicator)
     return piped, single
