@@ -10,18 +10,19 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 _USAGE = "usage: python -m hf_compressopt.run (script.py | -m module) [arguments of the script ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Register, then run the script or module as ``__main__`` with the rest of the arguments.
+    """Register the optimizers, then run the script or module as ``__main__`` with the rest of the arguments.
 
     Args:
-        argv: Arguments; those of the command line where None.
+        argv: Arguments; None takes those of the command line.
 
     Returns:
-        2 where the arguments name nothing to run, else 0.
+        2 if the arguments name no script and no module, else 0.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["-h"], ["--help"]):
@@ -29,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     is_module = argv[:1] == ["-m"]
     target = argv[1:2] if is_module else argv[:1]
-    if not target or (not is_module and not os.path.isfile(target[0])):
-        found = f"; {target[0]!r} is no file" if target else ""
-        print(_USAGE + found, file=sys.stderr)
+    problem = (_why_no_module(target[0]) if is_module else _why_no_script(target[0])) if target else "nothing to run"
+    if problem:
+        print(f"{_USAGE}; {problem}", file=sys.stderr)
         return 2
     from hf_compressopt.integrations.transformers import register
 
@@ -44,6 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.path.dirname(os.path.abspath(target[0])))
         runpy.run_path(target[0], run_name="__main__")
     return 0
+
+
+def _why_no_script(path: str) -> str:
+    """Why a path cannot be run, or "" if it can."""
+    return "" if os.path.isfile(path) else f"{path!r} is no file"
+
+
+def _why_no_module(name: str) -> str:
+    """Why a module cannot be run, or "" if it can."""
+    try:
+        spec = find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = find_spec(f"{name}.__main__")
+            return "" if spec else f"{name!r} is a package without a module __main__"
+    except (ImportError, ValueError) as error:
+        return f"{name!r} is no module: {error}"
+    return "" if spec else f"{name!r} is no module that Python finds"
 
 
 if __name__ == "__main__":

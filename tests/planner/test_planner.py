@@ -240,7 +240,10 @@ def test_one_node_and_16_bit_parameters(capsys: pytest.CaptureFixture[str]) -> N
         ),
         ([*WORDS, *NETWORK, "--memory-bandwidth", "1GB/s"], "give the seconds of a whole step, or the bandwidth"),
         (["estimate", "--params", "1e6", *NETWORK], "one rank sends nothing"),
-        ([*WORDS, *NETWORK, "--bucket-cap-mb", "0"], "bucket_cap_mb must be > 0"),
+        (
+            [*WORDS, *NETWORK, "--bucket-cap-mb", "0"],
+            "--bucket-cap-mb: must be a number of MiB, at least one float32 value",
+        ),
     ],
 )
 def test_bad_input_is_named(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.integrations.deepspeed import optimizer, training
+from hf_compressopt.integrations.deepspeed import optimizer, render, training
 from hf_compressopt.integrations.deepspeed.translation import Options, Translation
 from hf_compressopt.integrations.options import OPTIMIZERS, parse_options
 from hf_compressopt.integrations.zero import ZERO_NAMES, zero_options
@@ -39,7 +39,10 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
     translation = options.translation
     _, others = zero_options(translation.optim_args_text, ZERO_NAMES.get(translation.optim))
     if translation.optim in OPTIMIZERS:
-        _check_ranges(OPTIMIZERS[translation.optim], parse_options(OPTIMIZERS[translation.optim], others))
+        cls = OPTIMIZERS[translation.optim]
+        _check_ranges(cls, {**render.adam_options(translation), **parse_options(cls, others)})
+    elif translation.optim in (*ZERO_NAMES, "adamw_torch"):
+        _check_ranges(torch.optim.AdamW, render.adam_options(translation))
     return translation
 
 

@@ -61,7 +61,7 @@ def accelerate_code(translation: Translation) -> str:
     if plugin := _plugin(translation):
         imports.append("CompressOptPlugin")
         accelerate.insert(0, f"compressopt_plugin=CompressOptPlugin({', '.join(_call(plugin))})")
-        made = _make("torch.optim.AdamW", "", _adam(translation))
+        made = _make("torch.optim.AdamW", "", adam_options(translation))
     else:
         made = _optimizer(translation, imports)
     lines = ["from accelerate.utils import GradScalerKwargs"] if translation.scaler else []
@@ -95,7 +95,7 @@ def _optimizer(translation: Translation, imports: list[str]) -> str:
         imports.append(cls)
     else:
         cls = f"torch.optim.{_TORCH_CLASSES.get(name, 'AdamW')}"
-    common = _adam(translation)
+    common = adam_options(translation)
     if name in _TORCH_CLASSES:
         common = {key: value for key, value in common.items() if key in ("lr", "weight_decay")}
     stage = ZERO_NAMES.get(name) or options.pop("zero_stage", 0)
@@ -106,7 +106,7 @@ def _optimizer(translation: Translation, imports: list[str]) -> str:
     return _make("ZeroOptimizer", cls, {"stage": stage, **zero, **common, **options})
 
 
-def _adam(translation: Translation) -> dict[str, Any]:
+def adam_options(translation: Translation) -> dict[str, Any]:
     """Options that Trainer has flags for, as every Adam takes them."""
     found = {}
     for name, flags in tables.FLAGS.items():

@@ -7,7 +7,16 @@ import math
 from typing import Any
 
 from hf_compressopt.integrations.deepspeed import tables
-from hf_compressopt.integrations.deepspeed.translation import AUTO, BECOMES, DIFFERS, LOST, SAME, Options, number
+from hf_compressopt.integrations.deepspeed.translation import (
+    AUTO,
+    BECOMES,
+    DIFFERS,
+    LOST,
+    SAME,
+    Options,
+    number,
+    whole_number,
+)
 from hf_compressopt.integrations.options import COMPRESSED
 
 _SCHEDULER = "scheduler.params."
@@ -46,7 +55,9 @@ def _loss_scale(options: Options, option: str, value: Any) -> None:
         scaler |= {"init_scale": float(number(option, value)), "growth_interval": 2**31 - 1}
         options.say(option, value, LOST, f"GradScalerKwargs(init_scale={value}, growth_interval={2**31 - 1})", remark)
     elif key == "initial_scale_power" and value != tables.INITIAL_SCALE_POWER:
-        scaler["init_scale"] = 2.0 ** number(option, value)
+        if not 0 <= number(option, value) <= 126:
+            raise ValueError(f"{option} must be from 0 to 126, got {value!r}")
+        scaler["init_scale"] = 2.0**value
         options.say(option, value, LOST, f"GradScalerKwargs(init_scale={2.0**value})", remark)
     elif key == "loss_scale_window" and value != tables.GROWTH_INTERVAL:
         scaler.setdefault("growth_interval", number(option, value))
@@ -67,7 +78,7 @@ def batches(options: Options, ranks: int | None) -> None:
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, sizes = options.take("train_batch_size"), {name: options.take(name) for name in names}
     given = {name for name, value in sizes.items() if value is not None}
-    known = {name: number(name, value) for name, value in sizes.items() if value not in (None, AUTO)}
+    known = {name: whole_number(name, value) for name, value in sizes.items() if value not in (None, AUTO)}
     missing = next((name for name in names if name not in known), "")
     if total == AUTO:
         options.say("train_batch_size", total, SAME, "", "Trainer's flags decide, as before")
@@ -78,10 +89,10 @@ def batches(options: Options, ranks: int | None) -> None:
         remark = f"{missing} follows from it and the number of ranks: give --ranks"
         options.say("train_batch_size", total, LOST, "", remark)
     elif total is not None and ranks is not None:
-        divisor = ranks * int(next(iter(known.values()), 1))
-        if number("train_batch_size", total) % divisor:
+        divisor = ranks * next(iter(known.values()), 1)
+        if whole_number("train_batch_size", total) % divisor:
             raise ValueError(f"train_batch_size must be a multiple of {divisor}, by {ranks} rank(s), got {total}")
-        sizes[missing] = total // divisor
+        sizes[missing] = int(total) // divisor
         remark = f"{missing} is {sizes[missing]} with {ranks} rank(s)"
         options.say("train_batch_size", total, SAME, "", remark)
     for name, flag in zip(names, ("--per_device_train_batch_size", "--gradient_accumulation_steps"), strict=True):

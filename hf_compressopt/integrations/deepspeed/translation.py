@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 AUTO = "auto"
+_DEEPEST = 8  # levels of a configuration; DeepSpeed's own have four
 #: What a row says of its option.
 BECOMES, SAME, DIFFERS, LOST = "becomes", "same", "differs", "lost"
 
@@ -89,6 +90,8 @@ def read_config(path: str) -> dict[str, Any]:
 
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError(f"{path} is no DeepSpeed configuration in JSON: it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no DeepSpeed configuration in JSON: {error}") from None
     if not isinstance(config, dict):
@@ -127,6 +130,8 @@ class Options:
         self.off = {name.split(".")[0] for name, value in self.rest.items() if name.endswith(".enabled") and not value}
 
     def _walk(self, prefix: str, section: dict[str, Any]) -> None:
+        if prefix.count(".") > _DEEPEST:
+            raise ValueError(f"{prefix[:-1]} is nested more than {_DEEPEST} levels deep")
         for name, value in section.items():
             if isinstance(value, dict):
                 self._walk(f"{prefix}{name}.", value)
@@ -176,11 +181,22 @@ class Options:
 
 
 def number(option: str, value: Any) -> Any:
-    """The value, if it is a number.
+    """The value, if it is a finite number.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is not.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f'{option} must be a number or "auto", got {value!r}')
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        raise ValueError(f'{option} must be a finite number or "auto", got {value!r}')
     return value
+
+
+def whole_number(option: str, value: Any, least: int = 1) -> int:
+    """The value as an int, if it is a whole number of at least ``least``: 8, 8.0, 5e8.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if number(option, value) < least or value != int(value):
+        raise ValueError(f'{option} must be a whole number >= {least} or "auto", got {value!r}')
+    return int(value)

@@ -1,0 +1,144 @@
+"""The command ``hf-compressopt estimate``: its arguments, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from hf_compressopt.planner import units
+
+if TYPE_CHECKING:
+    from hf_compressopt.planner.cost import Model
+
+_Value = TypeVar("_Value")
+
+_MOST_RANKS = 1_000_000
+_DESCRIPTION = (
+    "Estimate the memory of parameters, gradients and optimizer state on each rank. Activations and the framework's "
+    "own memory come on top. With --bandwidth and --compute-seconds, also predict the seconds of a step, by the model "
+    "of docs/planner.md."
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the subcommand ``estimate``."""
+    parser = commands.add_parser(
+        "estimate",
+        help="estimate the memory of each optimizer and, for a given network, the bytes and the time of a step",
+        description=_DESCRIPTION,
+    )
+    count, ranks = _argument(units.count), _argument(partial(units.count, most=_MOST_RANKS))
+    parser.add_argument("--params", type=count, required=True, help="number of trainable parameters: 124e6, 7e9")
+    parser.add_argument("--nodes", type=ranks, default=1, help="number of machines (%(default)s)")
+    parser.add_argument("--gpus-per-node", type=ranks, default=1, help="ranks on each machine (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="dtype of the parameters"
+    )
+    parser.add_argument(
+        "--states-per-parameter",
+        type=_argument(partial(units.count, least=0, most=16)),
+        default=2,
+        help="values of state per parameter: 2 for Adam (the default), 1 for SGD with momentum",
+    )
+    parser.add_argument(
+        "--bucket-cap-mb", type=_argument(units.mebibytes), default=25.0, help="MiB sent together (%(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    _add_times(parser)
+    parser.add_argument_group("predicted time").add_argument(
+        "--steps",
+        type=_argument(partial(units.count, most=1e12)),
+        default=10_000,
+        help="length of the run, which sets the schedule (%(default)s)",
+    )
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    rate, time = _argument(units.bandwidth), _argument(units.seconds)
+    times = parser.add_argument_group("predicted time")
+    for name, kind, text in (
+        ("bandwidth", rate, "link of a node, each way, shared by its GPUs; with one node, link of each GPU: 25Gbit"),
+        ("compute-seconds", time, "a step without communication, AdamW's update included: measure it on one GPU"),
+        ("update-seconds", time, "AdamW's share of --compute-seconds (default: a fused AdamW at --memory-bandwidth)"),
+        ("local-bandwidth", rate, "link of a GPU to the others of its node (default: 300GB/s, as NVLink 3)"),
+        ("memory-bandwidth", rate, "memory of one rank (default: 2TB/s, as an A100)"),
+        ("host-bandwidth", rate, "messages that a rank's CPU moves while it also computes (default: no limit)"),
+        ("latency", time, "one hop between nodes (default: 20us)"),
+    ):
+        times.add_argument(f"--{name}", type=kind, help=text)
+
+
+def _argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """A parser for argparse, which shows the message of an ArgumentTypeError and hides that of a ValueError."""
+
+    def argument(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return argument
+
+
+_TIME_OPTIONS = ("update_seconds", "local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from hf_compressopt.planner import report
+
+    ranks, dtype = arguments.nodes * arguments.gpus_per_node, getattr(torch, arguments.dtype)
+    if ranks > _MOST_RANKS:
+        arguments.parser.error(f"--nodes times --gpus-per-node must be at most {_MOST_RANKS:,} ranks, got {ranks:,}")
+    try:
+        memory = report.memory_rows(
+            arguments.params, ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
+        )
+        model = _cost_model(arguments, dtype.itemsize)
+    except ValueError as error:
+        arguments.parser.error(str(error))
+    if arguments.json:
+        times = report.as_json(model, arguments.steps) if model else {}
+        print(json.dumps({"ranks": ranks, "bytes_per_rank": memory, **times}, indent=2))
+        return 0
+    print(f"{arguments.params:,} {arguments.dtype} parameters, {ranks} rank(s); GB (1e9 bytes) on each rank")
+    print(report.memory_table(memory))
+    if model:
+        print(f"\npredicted time of a step; the stages have the shares of a run of {arguments.steps:,} steps")
+        print(report.time_table(model, arguments.steps))
+    return 0
+
+
+def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
+    """The model of time, or None if no time is asked for.
+
+    Raises:
+        ValueError: If an argument that the model needs is missing, or if there is only one rank.
+    """
+    from hf_compressopt.planner.cost import Cluster, Model, Training
+
+    given = {name: getattr(arguments, name) for name in _TIME_OPTIONS if getattr(arguments, name) is not None}
+    needed = {"--bandwidth": arguments.bandwidth, "--compute-seconds": arguments.compute_seconds}
+    missing = [name for name, value in needed.items() if value is None]
+    if len(missing) == len(needed) and not given:
+        return None
+    if missing:
+        raise ValueError(f"predicting time needs --bandwidth and --compute-seconds; {' and '.join(missing)} missing")
+    nodes, gpus = arguments.nodes, arguments.gpus_per_node
+    if nodes * gpus == 1:
+        raise ValueError("one rank sends nothing, so there is no time to predict: give --nodes or --gpus-per-node")
+    if nodes == 1:
+        nodes, gpus = gpus, 1  # each GPU has a link of its own
+    training = Training(
+        arguments.params,
+        arguments.compute_seconds,
+        given.pop("update_seconds", None),
+        itemsize=itemsize,
+        bucket_cap_mb=arguments.bucket_cap_mb,
+    )
+    return Model(training, Cluster(nodes, gpus, arguments.bandwidth, **given))
