@@ -82,8 +82,8 @@ def average_gradients(
         The averages, new float32 tensors; None where no rank has a gradient.
     """
     device = communicator.device
-    present = torch.tensor([float(grad is not None) for grad in grads], device=device)
-    flat = torch.zeros(layout.numel, device=device)  # [numel]
+    present = torch.tensor([float(grad is not None) for grad in grads], dtype=torch.float32, device=device)
+    flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # [numel]
     for grad, start, numel in zip(grads, layout.starts, layout.numels, strict=True):
         if grad is not None:
             flat[start : start + numel] = grad.reshape(-1)

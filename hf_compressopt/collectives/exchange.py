@@ -119,7 +119,7 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
 
 
 def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Average:
-    values = torch.empty(z.numel, device=z.device)
+    values = torch.empty(z.numel, dtype=torch.float32, device=z.device)
     kernels.combine_(z, values)
     for error in (feedback.worker_error, feedback.server_error):
         if error.numel():

@@ -27,6 +27,7 @@ from hf_compressopt.optim.functional import (
 )
 from hf_compressopt.optim.gradients import Grads, StepGradients
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
 from hf_compressopt.optim.scheduled import BYTES_PER_MB, FLOAT_BYTES, ScheduledOptimizer
 from hf_compressopt.stages import StepPlan
@@ -154,11 +155,11 @@ class CompressedOptimizer(ScheduledOptimizer):
         """Add a param group; its state is allocated at once.
 
         Raises:
-            ValueError: For an option outside its range, and in the compressed stage, where a new parameter would have
-                no variance, for a group without ``non_freeze=True``.
+            ValueError: For an option outside its range; for parameters on another device; and after the first stage,
+                in which a new parameter would have no variance, for a group without ``non_freeze=True``.
             TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
         """
-        if self._ready and not self.plan.update_variance and not param_group.get("non_freeze"):
+        if self._ready and self.plan.stage.number and not param_group.get("non_freeze"):
             raise ValueError(
                 f"a group added in the {self.plan.stage.value} stage has no variance to divide by: add it before, or "
                 "with non_freeze=True, which keeps it in full precision"
@@ -223,21 +224,26 @@ class CompressedOptimizer(ScheduledOptimizer):
         self._clipped = None
         self.traffic.end_step()
         if self.communicator.rank == 0:
-            logger.warning("step %d skipped: a gradient is not finite", self._step + 1)
+            write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self._step + 1)
 
     def _ranks_agree_on(self, plan: StepPlan) -> bool:
         """Whether a gradient that is not finite on one rank skips this step on all."""
-        return plan.agree or any(not state.compressed and state.params for state in self._states)
+        uncompressed = (state for state in self._states if not state.compressed)
+        # of a group with a process group of its own, others may have parameters if this rank has none
+        return plan.agree or any(state.params or state.own_rank is not None for state in uncompressed)
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
         """Take the step; ``gradients`` is None where this rank's are not finite and it goes on without."""
         if gradients is None:
-            return self._local_steps(plan, range(len(self._states)), None)
+            groups = [index for index, state in enumerate(self._states) if state.compressed]
+            return self._local_steps(plan, groups, None)
         compressed: list[int] = []
         for index, (group, state) in enumerate(zip(self.param_groups, self._states, strict=True)):
             if state.compressed and not plan.update_variance:
                 compressed.append(index)
                 continue
+            if not state.params and state.own_rank is None:
+                continue  # no rank has anything to average; one that goes on without its gradients does not come here
             grads = gradients[index]
             if not plan.reduce_grads or state.own_rank is not None:
                 shapes = [p.shape for p in state.params]
@@ -323,17 +329,18 @@ class CompressedOptimizer(ScheduledOptimizer):
         return state.steps.tolist(), state.steps.tolist()
 
     def _report_switch(self, plan: StepPlan) -> None:
-        logger.info(
-            "step %d: %s ends, the variance is frozen; from here on gradients stay local, %s is sent as signs, and a "
-            "reported grad_norm is %s",
-            plan.step,
-            plan.stage.value,
-            *self._after_the_switch,
-        )
+        message, sent, norm = "step %d: %s ends, the variance is frozen; ", *self._after_the_switch
+        if self.communicator.world_size > 1:
+            message += f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
+        else:
+            message += "with one rank nothing is sent, and so nothing is compressed"
+        write_log(logger, logging.INFO, message, plan.step, plan.stage.value)
         flags = chain.from_iterable(state.still for state in self._states)
         names = [name for name, flag in zip(chain.from_iterable(self._names), flags, strict=True) if flag]
         if names:
-            logger.warning(
+            write_log(
+                logger,
+                logging.WARNING,
                 "%d parameter(s) had no gradient in the warmup stage, so they have no variance and keep still from "
                 "here on: %s%s (for such parameters use a later freeze_step, or a group with non_freeze=True)",
                 len(names),

@@ -36,6 +36,7 @@ SCALAR = "scalar:"
 #: What a stub says of itself where the state of an optimizer would be.
 STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -106,7 +107,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if own is not None and isinstance(self._chosen["name"], Communicator):
             raise ValueError("a param group with a process_group of its own needs a communicator that is given by name")
         super().add_param_group(param_group)
-        check_last_group(self.param_groups)
+        check_last_group(self.param_groups, one_device=True)
         if self._ready:
             self._add_state(self.param_groups[-1], own)
         else:
@@ -270,14 +271,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             check_group({**group, **saved}, number)
         for state, index, row in rows:
-            initial = {extra.name: torch.as_tensor(row.get(extra.plain, extra.initial)) for extra in state.extras}
+            initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
             for name, target in state.torch_state(index).items():
-                target.copy_(torch.as_tensor(row[name]) if name in row else initial.get(name, torch.zeros(())))
+                _assign(target, row[name] if name in row else initial.get(name, 0.0))
         for number, state in enumerate(self._states):
             for extra in state.extras:
                 if extra.per == "group":
-                    value = torch.as_tensor(extra.initial) if own is None else own["group_tensors"][number][extra.name]
-                    state.extra[extra.name].copy_(value)
+                    value = extra.initial if own is None else own["group_tensors"][number][extra.name]
+                    _assign(state.extra[extra.name], value)
         self._load_errors(own)
         if own is not None:
             self._tensors = {name: tensor.clone() for name, tensor in own["tensors"].items()}
@@ -301,7 +302,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 for name, mine in state.torch_state(index).items() if row else ():
                     if STATE_KEY not in state_dict and name not in ("step", *_MOMENTS):
                         continue  # a plain Adam has none of these
-                    found = tuple(torch.as_tensor(row[name]).shape) if name in row else "nothing"
+                    found = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
                     if found != tuple(mine.shape):
                         raise ValueError(
                             f"{name} of parameter {key[param]} must have shape {tuple(mine.shape)}, the state dict has "
@@ -337,7 +338,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for number, state in enumerate(self._states):
             saved = [own[name][number] for name in ("worker_error", "server_error")] if own is not None and mine else []
             if self.communicator.world_size == 1:
-                state.take_errors(*(error.clone() for error in saved or [torch.empty(0)] * 2))
+                state.take_errors(*(error.clone() for error in saved or [_NOTHING] * 2))
                 continue
             for index, error in enumerate((state.worker_error, state.server_error)):
                 error.copy_(saved[index]) if saved else error.zero_()
@@ -527,9 +528,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             if (mask := tensors.get(self._mask_name(number))) is not None:
                 group["exp_avg_mask"] = mask.to(self._states[number].device)
         for number, state in enumerate(self._states if self.communicator.world_size == 1 else ()):
-            none = torch.empty(0)
-            worker_error = tensors.get(f"worker_error/group{number}/rank0", none)
-            state.take_errors(worker_error, tensors.get(f"server_error/group{number}", none))
+            worker_error = tensors.get(f"worker_error/group{number}/rank0", _NOTHING)
+            state.take_errors(worker_error, tensors.get(f"server_error/group{number}", _NOTHING))
         self._tensors = {
             name.removeprefix(OPTIMIZER_PREFIX): tensor
             for name, tensor in tensors.items()
@@ -540,3 +540,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _mask_name(self, group: int) -> str:
         return MASK_PREFIX + self._states[group].name_of_group(group)
+
+
+def _assign(target: Tensor, value: Any) -> None:
+    """Write a tensor or a number into a tensor of any dtype, on any device."""
+    target.copy_(value) if isinstance(value, Tensor) else target.fill_(float(value))

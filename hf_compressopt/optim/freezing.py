@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.functional import sum_of
+from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.stages import StepPlan, onebit_plan
 
@@ -62,7 +64,7 @@ class FreezingOptimizer(CompressedOptimizer):
     def _make_history(self) -> None:
         """One 1-norm for each of the last D steps, in a ring, and the last learning rate behind them."""
         window = round(1 / (1 - self.param_groups[0]["betas"][1]))
-        self._tensors[_HISTORY] = torch.zeros(min(window, self.max_freeze_step) + 1, dtype=torch.float64)
+        self._tensors[_HISTORY] = torch.zeros(min(window, self.max_freeze_step) + 1, dtype=torch.float64, device="cpu")
 
     @property
     def last_warmup_step(self) -> int:
@@ -82,7 +84,7 @@ class FreezingOptimizer(CompressedOptimizer):
         self.freeze_step = plan.step
         if self.communicator.rank == 0:
             why = f"stability {stability:.3f}" if stability >= self.freeze_threshold else "its bound, max_freeze_step"
-            logger.info("%s=auto: found %d (%s)", self.freeze_option, plan.step, why)
+            write_log(logger, logging.INFO, "%s=auto: found %d (%s)", self.freeze_option, plan.step, why)
         return True
 
     def _stability(self, step: int) -> float:
@@ -90,7 +92,9 @@ class FreezingOptimizer(CompressedOptimizer):
         history = self._tensors[_HISTORY]
         window = history.numel() - 1
         lr, last_lr = float(self.param_groups[0]["lr"]), float(history[window])
-        before, now = float(history[step % window]), self._variance_norm()
+        before, now = float(history[step % window]), 0.0
+        if step > window or step + window <= self.max_freeze_step:  # else nobody ever compares it
+            now = self._variance_norm()
         history[step % window], history[window] = now, lr
         known = step > window and min(before, now) > 0 and math.isfinite(now)
         return min(now / before, before / now) if known and lr <= last_lr else 0.0
@@ -102,7 +106,7 @@ class FreezingOptimizer(CompressedOptimizer):
             count = max(self._bias_counts(state)[1], default=0.0) if state.compressed else 0.0
             if count > 0:
                 correction = 1 - group["betas"][1] ** count if group["bias_correction"] else 1.0
-                norm += state.exp_avg_sq.sum(dtype=torch.float64) / correction
+                norm += sum_of(state.exp_avg_sq) / correction
         norm /= self.communicator.world_size
         self.communicator.all_reduce(norm).wait()
         return float(norm)

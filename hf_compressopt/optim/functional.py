@@ -13,6 +13,8 @@ from torch.optim.adamw import adamw
 from hf_compressopt.kernels import Descent
 from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 
+_CHUNK = 1 << 18  # elements of which a wider copy may be made
+
 
 @dataclass(frozen=True)
 class AdamOptions:
@@ -155,13 +157,34 @@ def correct_bias_(moment: Tensor, count: float, beta: float) -> None:
 def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:
     """Raise every element of one tensor's variance to at least ``floor`` times the tensor's mean, in place."""
     if floor > 0 and exp_avg_sq.numel() > 0:
-        exp_avg_sq.clamp_(min=floor * float(exp_avg_sq.double().mean()))
+        exp_avg_sq.clamp_(min=floor * float(sum_of(exp_avg_sq)) / exp_avg_sq.numel())
+
+
+def sum_of(tensor: Tensor) -> Tensor:
+    """Sum of all elements in float64, by chunks, since torch makes a float64 copy of what it sums. Returns [] float64.
+
+    Args:
+        tensor: Any shape, contiguous; any floating-point dtype.
+    """
+    parts = [chunk.sum(dtype=torch.float64) for chunk in torch.split(tensor.detach().view(-1), _CHUNK)]
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=tensor.device)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum of all elements' bits, read as integers: exact, so that its order does not matter. Returns [] int64."""
-    integers = torch.int32 if tensor.element_size() == 4 else torch.int16
-    return tensor.detach().contiguous().view(integers).sum(dtype=torch.int64)
+    """Sum of all elements' bits, read as integers: exact, so that its order does not matter. Returns [] int64.
+
+    Args:
+        tensor: Any shape; float32, bfloat16 or float16.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    narrow = torch.int32 if flat.element_size() == 4 else torch.int16
+    whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()  # elements that fill 8 bytes
+    rest = flat[whole:].view(narrow).sum(dtype=torch.int64)
+    if whole == 0:
+        return rest
+    if flat.storage_offset() * flat.element_size() % 8 == 0:
+        return rest + flat[:whole].view(torch.int64).sum()  # torch makes no copy of integers of this size
+    return sum((chunk.clone().view(torch.int64).sum() for chunk in torch.split(flat[:whole], _CHUNK)), start=rest)
 
 
 def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> None:

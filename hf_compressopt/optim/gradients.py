@@ -14,6 +14,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.optim.functional import clip_factor
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.options import DTYPES
 
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
@@ -201,6 +202,8 @@ def _find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names:
             )
         if not grad.is_floating_point():
             return TypeError(f"the gradient of {name} is {grad.dtype}; legal are real floating-point gradients")
+        if grad.dtype not in DTYPES:
+            return TypeError(f"the gradient of {name} is {grad.dtype}; legal are {DTYPES}: give it as grad.float()")
         if grad.shape != param.shape:
             return ValueError(
                 f"the gradient of {name} has shape {tuple(grad.shape)}; legal is the parameter's, {tuple(param.shape)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,11 +77,12 @@ class GroupState:
         has_errors = compressed and communicator.world_size > 1
         owned = [server_numel(bucket.numel, communicator) for bucket in self.layout.buckets] if has_errors else []
         device = self.params[0].device if self.params else communicator.device
-        self.exp_avg = torch.zeros(self.layout.numel, device=device)
-        self.exp_avg_sq = torch.zeros(self.layout.numel, device=device)
-        self.worker_error = torch.zeros(self.layout.numel if has_errors else 0, device=device)
-        self.server_error = torch.zeros(sum(owned), device=device)
-        self.steps = torch.zeros(len(self.params))
+        like: dict[str, Any] = {"dtype": torch.float32, "device": device}  # whatever torch's defaults are
+        self.exp_avg = torch.zeros(self.layout.numel, **like)
+        self.exp_avg_sq = torch.zeros(self.layout.numel, **like)
+        self.worker_error = torch.zeros(self.layout.numel if has_errors else 0, **like)
+        self.server_error = torch.zeros(sum(owned), **like)
+        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")
         self.still = [False] * len(self.params)
         self.extras = tuple(extra for extra in extras if compressed or extra.always)
         self.own_params: list[Tensor] | None = None
@@ -156,7 +158,7 @@ class GroupState:
         """A bucket's average, times the group's mask where there is one."""
         if mask is None:
             return average
-        values = torch.empty(bucket.numel, device=self.device)
+        values = torch.empty(bucket.numel, dtype=torch.float32, device=self.device)
         kernels.decompress_(average, values)
         for piece in bucket.pieces:
             whole = mask.to(values).expand(self.params[piece.index].shape).reshape(-1)
@@ -235,7 +237,7 @@ class GroupState:
     def room_for_errors(self, group: int) -> list[StateTensor]:
         """Room for the errors that a single rank is to take over with :meth:`take_errors`: worker and server error."""
         whole, of_ranks = (self.layout.numel,), _of_ranks(f"worker_error/group{group}/")
-        worker, server = torch.empty(self.layout.numel), torch.empty(self.layout.numel)
+        worker, server = (torch.empty(self.layout.numel, dtype=torch.float32, device="cpu") for _ in range(2))
         return [
             StateTensor(f"worker_error/group{group}/rank0", whole, 0, worker, False, of_ranks, is_error=True),
             StateTensor(f"server_error/group{group}", whole, 0, server, False, is_error=True),

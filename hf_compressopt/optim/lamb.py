@@ -110,7 +110,7 @@ class Lamb(torch.optim.Optimizer):
     def _moments(self, param: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
         return (state["exp_avg"], state["exp_avg_sq"]), state["step"]

@@ -122,8 +122,8 @@ class OnebitLamb(FreezingOptimizer):
             state.extra["exp_avg_sq_fresh"].copy_(state.exp_avg_sq)
             for index, numel in enumerate(state.layout.numels):
                 if numel:
-                    norm = torch.linalg.vector_norm(state.view(state.exp_avg, index).double())
-                    scales.append(norm / numel**0.5)
+                    square = kernels.sum_of_squares([state.view(state.exp_avg, index)], state.device)
+                    scales.append((square / numel).sqrt())
                     places.append((state, index))
         united = self._united_scale(scales, [1 / state.communicator.world_size for state, _ in places])
         for scale, (state, index) in zip(scales, places, strict=True):

@@ -14,7 +14,7 @@ from hf_compressopt.flat import SIGNS_PER_BYTE
 
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_at_least(name: str, value: Any, low: float) -> None:
@@ -110,15 +110,24 @@ def check_group(group: dict[str, Any], number: int) -> None:
 
 def _check_params(params: list[Tensor], number: int) -> None:
     for param in params:
-        if param.dtype not in _DTYPES:
-            raise TypeError(f"parameters must be one of {_DTYPES}, got {param.dtype} in param group {number}")
+        if param.dtype not in DTYPES:
+            raise TypeError(f"parameters must be one of {DTYPES}, got {param.dtype} in param group {number}")
         if param.layout != torch.strided:
             raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
         if param.device != params[0].device:
             raise ValueError(
                 f"the parameters of param group {number} must be on one device, got {params[0].device} and "
-                f"{param.device}: make a group for each device"
+                f"{param.device}: make an optimizer for each device"
             )
+
+
+def _check_one_device(groups: list[dict[str, Any]]) -> None:
+    devices = [group["params"][0].device for group in groups if group["params"]]
+    if devices and groups[-1]["params"] and devices[-1] != devices[0]:
+        raise ValueError(
+            f"all param groups must be on one device, got {devices[0]} and, in param group {len(groups) - 1}, "
+            f"{devices[-1]}: make an optimizer for each device"
+        )
 
 
 def check_mask(mask: Any, params: list[Tensor], number: int) -> None:
@@ -140,8 +149,12 @@ def check_mask(mask: Any, params: list[Tensor], number: int) -> None:
             ) from None
 
 
-def check_last_group(groups: list[dict[str, Any]]) -> None:
-    """Check the param group that was added last, and take it out again where it is not in order.
+def check_last_group(groups: list[dict[str, Any]], *, one_device: bool = False) -> None:
+    """Check the param group that was added last; remove it if it is not valid.
+
+    Args:
+        groups: The param groups.
+        one_device: Whether all groups must be on one device.
 
     Raises:
         ValueError: As :func:`check_group`.
@@ -149,6 +162,8 @@ def check_last_group(groups: list[dict[str, Any]]) -> None:
     """
     try:
         check_group(groups[-1], len(groups) - 1)
+        if one_device:
+            _check_one_device(groups)
     except (ValueError, TypeError):
         groups.pop()
         raise

@@ -31,6 +31,7 @@ from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
+from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.stages import Stage, StepPlan, zero_one_plan
 
@@ -216,7 +217,9 @@ class ZeroOneAdam(FreezingOptimizer):
     def _local_steps(self, plan: StepPlan, groups: Sequence[int], gradients: Grads | None) -> None:
         self._restore_own()
         if gradients is None:
-            logger.warning(
+            write_log(
+                logger,
+                logging.WARNING,
                 "step %d: a gradient of rank %d is not finite; the rank goes on with its momentum",
                 plan.step,
                 self.communicator.rank,
