@@ -35,6 +35,7 @@ class ScheduledOptimizer(FlatOptimizer):
         self.skipped_steps = 0
         self.rounds = 0
         self._deferred: list[str] | None = None
+        self._fitted_to: int | None = None
         super().__init__(*args, **kwargs)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
@@ -78,16 +79,21 @@ class ScheduledOptimizer(FlatOptimizer):
 
     def defer_schedule(self, given: Iterable[str]) -> None:
         """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
-        self._deferred = list(given)
+        self._deferred, self._fitted_to = list(given), None
 
     def fit_schedule(self, max_steps: int) -> str:
         """Fit a schedule that was left open to a run of ``max_steps`` steps; a resumed run keeps the one it has.
 
+        Until the first step a call with another length fits the schedule anew: a Trainer with auto_find_batch_size
+        learns the length of the run again with every batch size.
+
         Returns:
-            What was chosen, in words, for the log; "" where nothing was left open.
+            What was chosen, in words, for the log; "" if nothing has changed.
         """
-        given, self._deferred = self._deferred, None
-        return "" if given is None or self._step > 0 else self.scale_schedule(max_steps, given)
+        if self._deferred is None or self._step > 0 or self._fitted_to == max_steps:
+            return ""
+        self._fitted_to = max_steps
+        return self.scale_schedule(max_steps, self._deferred)
 
     # -- stages in which each rank has parameters of its own ----------------------------------------------------------
 

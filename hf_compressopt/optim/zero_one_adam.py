@@ -37,6 +37,8 @@ from hf_compressopt.stages import Stage, StepPlan, zero_one_plan
 
 logger = logging.getLogger(__name__)
 
+_VAR_UPDATE_SCALER = 16
+
 
 class ZeroOneAdam(FreezingOptimizer):
     """Adam that learns its variance ever more seldom, and then lets the ranks step alone between 1-bit syncs.
@@ -75,7 +77,7 @@ class ZeroOneAdam(FreezingOptimizer):
         lr: float | Tensor = 1e-3,
         *,
         var_freeze_step: int | str = 100_000,
-        var_update_scaler: int = 16,
+        var_update_scaler: int = _VAR_UPDATE_SCALER,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
         **options: Any,
@@ -120,7 +122,7 @@ class ZeroOneAdam(FreezingOptimizer):
         given = set(given)
         chosen = super().scale_schedule(max_steps, given)
         tenth = max_steps // 10
-        scaled = {"var_update_scaler": max(self._intervals["var_update_scaler"], tenth), "local_step_scaler": tenth}
+        scaled = {"var_update_scaler": max(_VAR_UPDATE_SCALER, tenth), "local_step_scaler": tenth}
         self._intervals |= {name: max(1, value) for name, value in scaled.items() if name not in given}
         return ", ".join([chosen, *(f"{name}={self._intervals[name]}" for name in scaled)])
 

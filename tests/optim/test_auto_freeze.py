@@ -97,3 +97,21 @@ def test_bad_options_are_named() -> None:
             make("OnebitAdam", **options)
     with pytest.raises(ValueError, match="var_freeze_step must be >= 1, got 0"):
         make("ZeroOneAdam", var_freeze_step=0)
+
+
+@pytest.mark.parametrize("name", OPTION)
+def test_a_schedule_is_fitted_anew_until_the_first_step(name: str) -> None:
+    """A Trainer with auto_find_batch_size tells another length of the run with every attempt."""
+    import hf_compressopt
+
+    param, cls = nn.Parameter(torch.ones(5)), getattr(hf_compressopt, name)
+    twice, once = cls([param]), cls([nn.Parameter(torch.ones(5))])
+    for optimizer, lengths in ((twice, (400, 2000, 160)), (once, (160,))):
+        optimizer.defer_schedule([])
+        for steps in lengths:
+            assert optimizer.fit_schedule(steps) and not optimizer.fit_schedule(steps)
+    assert twice.checkpoint_header()["schedule"] == once.checkpoint_header()["schedule"]
+    assert twice.max_freeze_step == (16 if name == "ZeroOneAdam" else 32)
+    param.grad = torch.ones(5)
+    twice.step()
+    assert not twice.fit_schedule(1000)
