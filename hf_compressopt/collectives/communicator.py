@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.kernels.memory import in_memory
 
 
 class Handle:
@@ -84,7 +85,7 @@ class Communicator(ABC):
         """Give every rank rank 0's ``tensor``, in place. All ranks call; blocking; not counted."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        flat = in_memory("the tensor", tensor).view(-1).view(torch.uint8)
         sent = flat.repeat(self.world_size) if self.rank == 0 else flat[:0]
         sizes = [flat.numel() if self.rank == 0 else 0] * self.world_size
         received = torch.empty_like(flat)

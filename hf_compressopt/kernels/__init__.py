@@ -30,6 +30,7 @@ from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels import library, native, ops, reference
+from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
@@ -253,7 +254,7 @@ def copy_(out: Tensor, source: Tensor) -> None:
     """
     alike = out.dtype == source.dtype == torch.float32 and out.device == source.device == _CPU
     large = source.numel() >= _LARGE_COPY and out.shape == source.shape
-    if alike and large and out.is_contiguous() and source.is_contiguous() and library.available(_CPU):
+    if alike and large and is_direct(out) and is_direct(source) and library.available(_CPU):
         native.copy_(out, source)
     else:
         out.copy_(source, non_blocking=True)

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.adam_native import AdamTable
+from hf_compressopt.kernels.memory import holds_values, in_memory
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # other types, such as DTensor, are torch's to work on
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
@@ -128,9 +129,16 @@ def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) ->
         TypeError: For sparse gradients, or a dtype that is not supported.
         ValueError: For tensors that differ in shape or device.
     """
+    given = tensors
+    if True in map(Tensor.is_neg, tensors.grads):
+        tensors = replace(tensors, grads=[grad.resolve_neg() for grad in tensors.grads])
     if plan is None or not plan.holds(tensors):
         plan = AdamPlan(tensors)
     plan.run(tensors, step)
+    if step.write_grads and tensors is not given:
+        for grad, resolved in zip(given.grads, tensors.grads, strict=True):
+            if grad is not resolved:
+                grad.copy_(resolved)
     return plan
 
 
@@ -239,6 +247,11 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
     fits = t.dtype == torch.float32 and t.device == p.device and t.numel() == 1 and type(t) is Tensor
     if not fits or not dtypes <= native.DTYPES.keys() or m.dtype != v.dtype or not _aligned(tensors):
         return _Kind.OTHER
+    if not all(map(holds_values, (*tensors, t))):
+        for name, tensor in others.items():
+            if type(tensor) in _PLAIN:
+                in_memory(f"the {name} of a parameter", tensor)
+        return _Kind.OTHER
     if types <= _PLAIN and library.available(p.device) and (master is None or master.dtype == torch.float32):
         return _Kind.NATIVE
     suits_torch = p.device.type in _TORCH_FUSED_DEVICES and len(others) == 3 and dtypes == {torch.float32}
@@ -332,6 +345,8 @@ def reference_(tensors: AdamTensors, step: AdamStep) -> None:
 
 
 def _gradient_(grad: Tensor, step: AdamStep) -> Tensor:
+    if grad._is_zerotensor():  # torch's operators cannot write to one
+        grad = grad.clone()
     wide = _wide(grad)
     if step.grad_scale is not None:
         wide = wide / step.grad_scale
@@ -373,4 +388,4 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _scalar(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device, torch.float32, non_blocking=True).reshape(())
+    return tensor.detach().to(device, torch.float32, non_blocking=True).reshape(()).resolve_neg()

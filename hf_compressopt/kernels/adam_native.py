@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import library, native
+from hf_compressopt.kernels.memory import address_of, in_memory
 
 if TYPE_CHECKING:
     from hf_compressopt.kernels.adam import AdamStep, AdamTensors
@@ -74,7 +75,10 @@ class AdamTable:
         Raises:
             RuntimeError: If the device reports an error.
         """
-        grads_at = [*map(Tensor.data_ptr, grads)]
+        grads_at = _addresses(grads)
+        if 0 in grads_at:
+            grads = [in_memory("a gradient", grad) for grad in grads]
+            grads_at = _addresses(grads)
         if grads_at != self._grads_at:
             self._grads[:], self._grads_at = array("Q", grads_at), grads_at
         lr = step.lr
@@ -94,6 +98,13 @@ class AdamTable:
             step.write_grads,
         )
         library.call("co_adam", device, self._rows, len(self._rows), ctypes.byref(options))
+
+
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:  # one of them has no memory
+        return [*map(address_of, tensors)]
 
 
 def _row(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Row:

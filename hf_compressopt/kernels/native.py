@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels.library import call
+from hf_compressopt.kernels.memory import address_of, in_memory, is_direct
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
@@ -73,12 +73,12 @@ def _pointer(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype
 
     Raises:
         TypeError: For a tensor of another kind, such as a fake one.
-        ValueError: For another dtype, device or size, or one that is not contiguous.
+        ValueError: For another dtype, device or size, or one that is not contiguous or lazily negated.
     """
-    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
-        state = "contiguous" if tensor.is_contiguous() else "not contiguous"
+    if tensor.dtype != dtype or tensor.device != device or not is_direct(tensor):
         raise ValueError(
-            f"{name} must be a contiguous {dtype} tensor on {device}, got {tensor.dtype} on {tensor.device}, {state}"
+            f"{name} must be a contiguous {dtype} tensor on {device}, got {tensor.dtype} on {tensor.device}, "
+            f"{_state(tensor)}"
         )
     if numel is not None and tensor.numel() != numel:
         raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
@@ -86,22 +86,34 @@ def _pointer(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype
 
 
 def _address(name: str, tensor: Tensor) -> int:
-    address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    address = address_of(tensor)
     if address == 0 and tensor.numel() > 0:
         raise TypeError(f"{name} is a {type(tensor).__name__} without memory: native kernels need real data")
     return address
 
 
-class _Segments:
-    """A table of ``co_segment``: four 64-bit words each."""
+def _state(tensor: Tensor) -> str:
+    if not tensor.is_contiguous():
+        return "not contiguous"
+    return "contiguous" if is_direct(tensor) else "negated lazily: call resolve_neg() first"
 
-    def __init__(self, name: str, segments: Sequence[Segment], device: torch.device, numel: int) -> None:
+
+class _Segments:
+    """A table of ``co_segment``: four 64-bit words each. Tensors that are only read may be lazily negated."""
+
+    def __init__(
+        self, name: str, segments: Sequence[Segment], device: torch.device, numel: int, *, written: bool = True
+    ) -> None:
         words: list[int] = []
+        self._copies: list[Tensor] = []
         covered, last = 0, -1
         for segment in segments:
             address, code, tensor = 0, 0, segment.tensor
             if tensor is not None:
-                code = _code(name, segment, device)
+                if not written and tensor.is_neg():
+                    tensor = in_memory(name, tensor)
+                    self._copies.append(tensor)
+                code = _code(name, segment, tensor, device)
                 address = _address(name, tensor) + segment.start * tensor.element_size()
             words += (address, segment.numel, segment.index << 32 | code, _STILL if segment.still else 0)
             covered += segment.numel
@@ -113,14 +125,12 @@ class _Segments:
         self.count, self.tensors = len(segments), last + 1
 
 
-def _code(name: str, segment: Segment, device: torch.device) -> int:
-    tensor = segment.tensor
-    assert tensor is not None
+def _code(name: str, segment: Segment, tensor: Tensor, device: torch.device) -> int:
     code = DTYPES.get(tensor.dtype)
-    if code is None or tensor.device != device or not tensor.is_contiguous():
+    if code is None or tensor.device != device or not is_direct(tensor):
         raise ValueError(
             f"{name} must be contiguous float32, bfloat16 or float16 tensors on {device}, got {tensor.dtype} on "
-            f"{tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            f"{tensor.device} with shape {tuple(tensor.shape)} and strides {tensor.stride()}, {_state(tensor)}"
         )
     if segment.start < 0 or segment.numel < 0 or segment.start + segment.numel > tensor.numel():
         stop = segment.start + segment.numel
@@ -135,25 +145,34 @@ class _Operands:
         self.device, self.numel = device, numel
         self.kept: list[Any] = []
 
-    def floats(self, name: str, tensor: Tensor) -> int:
-        return _pointer(name, tensor, self.device, torch.float32, self.numel)
+    def read(self, name: str, tensor: Tensor, dtype: torch.dtype = torch.float32, numel: int | None = None) -> int:
+        if tensor.is_neg():
+            tensor = in_memory(name, tensor)
+            self.kept.append(tensor)
+        return _pointer(name, tensor, self.device, dtype, numel)
+
+    def floats(self, name: str, tensor: Tensor, *, written: bool = True) -> int:
+        if written:
+            return _pointer(name, tensor, self.device, torch.float32, self.numel)
+        return self.read(name, tensor, numel=self.numel)
 
     def per_tensor(self, name: str, tensor: Tensor, segments: _Segments, width: int = 1) -> int:
         if tensor.numel() < segments.tensors * width:
             raise ValueError(f"{name} must have {segments.tensors * width} entries or more, got {tensor.numel()}")
-        dtype = torch.float64 if name == "sums" else torch.float32
-        return _pointer(name, tensor, self.device, dtype, None)
+        if name == "sums":
+            return _pointer(name, tensor, self.device, torch.float64, None)
+        return self.read(name, tensor)
 
-    def segments(self, name: str, segments: Sequence[Segment]) -> _Segments:
-        table = _Segments(name, segments, self.device, self.numel)
+    def segments(self, name: str, segments: Sequence[Segment], *, written: bool = True) -> _Segments:
+        table = _Segments(name, segments, self.device, self.numel, written=written)
         self.kept.append(table)
         return table
 
     def combination(self, z: Combination) -> Any:
-        x = None if z.x is None else self.floats("x", z.x)
+        x = None if z.x is None else self.floats("x", z.x, written=False)
         grads = count = factors = None
         if z.grads is not None:
-            table = self.segments("gradients", z.grads)
+            table = self.segments("gradients", z.grads, written=False)
             grads, count = table.address, table.count
             if z.factors is not None:
                 factors = self.per_tensor("factors", z.factors, table)
@@ -161,7 +180,7 @@ class _Operands:
 
     def average(self, y: Average) -> Any:
         if y.values is not None:
-            return ctypes.byref(_Average(None, self.floats("values", y.values), y.numel, 0, 0, 1))
+            return ctypes.byref(_Average(None, self.floats("values", y.values, written=False), y.numel, 0, 0, 1))
         messages, block = y.messages, _block(y.scale_block)
         if messages is None:
             raise ValueError("an average needs messages or values")
@@ -173,7 +192,7 @@ class _Operands:
             raise ValueError(
                 f"messages must have {last * y.stride + nbytes[last]} bytes or more, got {messages.numel()}"
             )
-        pointer = _pointer("messages", messages, self.device, torch.uint8, None)
+        pointer = self.read("messages", messages, torch.uint8)
         return ctypes.byref(_Average(pointer, None, y.numel, block, y.stride, y.world_size))
 
 
@@ -214,7 +233,7 @@ def average_compress_(messages: Tensor, error: Tensor, out: Tensor, world_size: 
     """See :func:`hf_compressopt.kernels.average_compress_`."""
     use, n, block = _Operands(error.device, error.numel()), error.numel(), _block(scale_block)
     nbytes = message_nbytes(n, scale_block)
-    received = _pointer("messages", messages, use.device, torch.uint8, world_size * nbytes)
+    received = use.read("messages", messages, torch.uint8, world_size * nbytes)
     sent = _pointer("out", out, use.device, torch.uint8, nbytes)
     arguments = received, use.floats("error", error), sent, n, block, world_size
     call("co_average_compress", use.device, *arguments)
@@ -252,7 +271,7 @@ def apply_adam_(
         use.device,
         use.average(y),
         use.floats("exp_avg", exp_avg),
-        use.floats("exp_avg_sq", exp_avg_sq),
+        use.floats("exp_avg_sq", exp_avg_sq, written=False),
         table.address,
         table.count,
         None if corrections is None else use.per_tensor("corrections", corrections, table, 2),
@@ -280,9 +299,9 @@ def local_step_(
         "co_local_step",
         use.device,
         use.floats("exp_avg", exp_avg),
-        use.floats("exp_avg_sq", exp_avg_sq),
+        use.floats("exp_avg_sq", exp_avg_sq, written=False),
         use.floats("local_update", local_update),
-        None if grads is None else use.segments("gradients", grads).address,
+        None if grads is None else use.segments("gradients", grads, written=False).address,
         table.address,
         table.count,
         use.numel,
@@ -312,7 +331,7 @@ def sync_parameters_(
         use.average(y),
         use.floats("exp_avg", exp_avg),
         use.floats("anchor", anchor),
-        use.floats("exp_avg_sq", exp_avg_sq),
+        use.floats("exp_avg_sq", exp_avg_sq, written=False),
         use.floats("local_update", local_update),
         table.address,
         table.count,
@@ -334,14 +353,14 @@ def lamb_moments_(
 ) -> None:
     """See :func:`hf_compressopt.kernels.lamb_moments_`."""
     use = _Operands(exp_avg.device, y.numel)
-    table = use.segments("parameters", params)
+    table = use.segments("parameters", params, written=False)
     call(
         "co_lamb_moments",
         use.device,
         use.average(y),
         use.floats("exp_avg", exp_avg),
         use.floats("exp_avg_sq_fresh", exp_avg_sq_fresh),
-        use.floats("exp_avg_sq", exp_avg_sq),
+        use.floats("exp_avg_sq", exp_avg_sq, written=False),
         table.address,
         table.count,
         use.per_tensor("factors", factors, table),
@@ -360,8 +379,8 @@ def lamb_apply_(
     call(
         "co_lamb_apply",
         use.device,
-        use.floats("exp_avg", exp_avg),
-        use.floats("exp_avg_sq", exp_avg_sq),
+        use.floats("exp_avg", exp_avg, written=False),
+        use.floats("exp_avg_sq", exp_avg_sq, written=False),
         table.address,
         table.count,
         use.numel,
@@ -373,13 +392,13 @@ def lamb_apply_(
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """See :func:`hf_compressopt.kernels.sum_of_squares`."""
-    flats = [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in tensors]
+    flats = [t if is_direct(t) and address_of(t) else in_memory("a tensor", t) for t in tensors]
     for flat in flats:
         if flat.device != device or flat.dtype not in DTYPES:
             raise ValueError(
                 f"tensors must be float32, bfloat16 or float16 on {device}, got {flat.dtype} on {flat.device}"
             )
-    rows = ((_address("tensors", flat), flat.numel(), DTYPES[flat.dtype], 0) for flat in flats)
+    rows = ((flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], 0) for flat in flats)
     table = array("q", chain.from_iterable(rows))
     sums = torch.zeros(len(flats), dtype=torch.float64, device=device)
     call("co_square_sums", device, table.buffer_info()[0], len(flats), sums.data_ptr())

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from hf_compressopt.kernels import Descent
 from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
+from hf_compressopt.kernels.memory import in_memory
 
 _CHUNK = 1 << 18  # elements of which a wider copy may be made
 
@@ -176,7 +177,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     Args:
         tensor: Any shape; float32, bfloat16 or float16.
     """
-    flat = tensor.detach().contiguous().view(-1)
+    flat = in_memory("the tensor", tensor).view(-1)
     narrow = torch.int32 if flat.element_size() == 4 else torch.int16
     whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()  # elements that fill 8 bytes
     rest = flat[whole:].view(narrow).sum(dtype=torch.int64)

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.optim.functional import clip_factor
-from hf_compressopt.optim.options import check_at_least, check_betas
+from hf_compressopt.optim.options import check_at_least, check_betas, check_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_LOADED = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable")
@@ -352,7 +352,4 @@ def _check_group(group: dict[str, Any], number: int) -> None:
             f"amsgrad must be False, got {group['amsgrad']} in param group {number}: use torch.optim.AdamW"
         )
     for param in group["params"]:
-        if param.dtype not in _DTYPES:
-            raise TypeError(f"parameters must be one of {_DTYPES}, got {param.dtype} in param group {number}")
-        if param.layout != torch.strided:
-            raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
+        check_parameter(param, _DTYPES, number)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.kernels import sum_of_squares
+from hf_compressopt.kernels.memory import holds_values, in_memory
 from hf_compressopt.optim.functional import clip_factor
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.options import DTYPES
@@ -173,12 +174,24 @@ class StepGradients:
         factor = float(clip_factor(norm, max_norm))
         if math.isfinite(float(norm)) and factor < 1.0:
             if in_place:
-                torch._foreach_mul_(self.present(), factor)
+                _scale_(self.present(), factor)
             else:
                 self.groups = [[None if grad is None else grad * factor for grad in grads] for grads in self.groups]
             self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
+
+
+def _scale_(grads: Sequence[Tensor], factor: float) -> None:
+    """Multiply gradients in place. Lazily negated and expanded ones get new memory: torch refuses to write to it."""
+    plain: list[Tensor] = []
+    for grad in grads:
+        if holds_values(grad) and 0 not in grad.stride():
+            plain.append(grad)
+        else:
+            grad.data = grad * factor
+    if plain:
+        torch._foreach_mul_(plain, factor)
 
 
 def _flatten(grads: Iterable[Any], count: int) -> list[Tensor | None]:
@@ -210,4 +223,9 @@ def _find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names:
             )
         if grad.device != param.device:
             return ValueError(f"the gradient of {name} is on {grad.device}, its parameter on {param.device}")
+        if not holds_values(grad):
+            try:
+                in_memory(f"the gradient of {name}", grad)
+            except TypeError as error:
+                return error
     return None

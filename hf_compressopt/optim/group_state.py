@@ -15,6 +15,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, Piece, StateTensor, chunk_range
 from hf_compressopt.kernels import Average, Segment
+from hf_compressopt.kernels.memory import in_memory, is_direct
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class GroupState:
 
         def segment(piece: Piece) -> Segment:
             grad = grads[piece.index]
-            return Segment(None if grad is None else grad.contiguous(), piece.start, piece.numel, piece.index)
+            tensor = None if grad is None else in_memory("the gradient", grad)
+            return Segment(tensor, piece.start, piece.numel, piece.index)
 
         return [segment(piece) for piece in bucket.pieces]
 
@@ -185,10 +187,10 @@ class GroupState:
         for index in {piece.index for piece in bucket.pieces}:
             param = self.params[index].detach()
             alone = not self.params[index].requires_grad or (moving is not None and index not in moving)
-            contiguous[index] = None if alone else param.contiguous()
+            contiguous[index] = None if alone else in_memory("the parameter", param)
         yield [Segment(contiguous[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
         for index, tensor in contiguous.items():
-            if tensor is not None and not self.params[index].is_contiguous():
+            if tensor is not None and not is_direct(self.params[index]):
                 self.params[index].copy_(tensor)
 
     def checkpoint_tensors(self, group: int, names: Sequence[str], own: Sequence[str] = ()) -> Iterator[StateTensor]:

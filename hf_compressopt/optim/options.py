@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import SIGNS_PER_BYTE
+from hf_compressopt.kernels.memory import why_not_dense
 
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
@@ -110,10 +111,7 @@ def check_group(group: dict[str, Any], number: int) -> None:
 
 def _check_params(params: list[Tensor], number: int) -> None:
     for param in params:
-        if param.dtype not in DTYPES:
-            raise TypeError(f"parameters must be one of {DTYPES}, got {param.dtype} in param group {number}")
-        if param.layout != torch.strided:
-            raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
+        check_parameter(param, DTYPES, number)
         if param.device != params[0].device:
             raise ValueError(
                 f"the parameters of param group {number} must be on one device, got {params[0].device} and "
@@ -127,6 +125,30 @@ def _check_one_device(groups: list[dict[str, Any]]) -> None:
         raise ValueError(
             f"all param groups must be on one device, got {devices[0]} and, in param group {len(groups) - 1}, "
             f"{devices[-1]}: make an optimizer for each device"
+        )
+
+
+def check_parameter(param: Tensor, dtypes: tuple[torch.dtype, ...], number: int) -> None:
+    """Check that an optimizer can update a parameter in place.
+
+    Args:
+        param: The parameter.
+        dtypes: The supported dtypes.
+        number: Number of its param group, for the message.
+
+    Raises:
+        TypeError: For another dtype, or a parameter that is sparse, nested or quantized.
+        ValueError: If several of its elements share memory, as after expand().
+    """
+    if param.dtype not in dtypes:
+        raise TypeError(f"parameters must be one of {dtypes}, got {param.dtype} in param group {number}")
+    if (problem := why_not_dense(param)) is not None:
+        raise TypeError(f"parameters must be dense, got {problem} in param group {number}")
+    repeated = any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True))
+    if repeated and param.requires_grad:
+        raise ValueError(
+            f"the elements of a parameter must not share memory, got shape {tuple(param.shape)} with strides "
+            f"{param.stride()} in param group {number}: copy it with .clone() after .expand()"
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.lamb import Lamb
-from hf_compressopt.optim.options import check_at_least, check_count
+from hf_compressopt.optim.options import check_at_least, check_count, check_parameter
 from hf_compressopt.zero.messages import FLOAT_BYTES, Precision
 
 _MB = 1 << 20
@@ -152,12 +152,10 @@ def check_parameters(params: list[Tensor], number: int) -> None:
 
     Raises:
         TypeError: For a dtype or layout that is not supported.
+        ValueError: If several elements of a parameter share memory.
     """
     for param in params:
-        if param.dtype not in _DTYPES:
-            raise TypeError(f"parameters must be one of {_DTYPES}, got {param.dtype} in param group {number}")
-        if param.layout != torch.strided:
-            raise TypeError(f"parameters must be dense, got {param.layout} in param group {number}")
+        check_parameter(param, _DTYPES, number)
 
 
 def wants_offload(option: Any) -> bool:

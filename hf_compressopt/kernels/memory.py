@@ -1,0 +1,70 @@
+"""Tensors whose memory holds their values, as native code reads it, and copies of tensors whose memory does not.
+
+``data_ptr()`` alone is not enough. A tensor may be negated or conjugated lazily: its memory holds the values before
+that. It may have gaps, or no memory at all: zeros that are never stored, the pending result of a collective, a wrapper
+of torch.func or of a tensor subclass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def in_memory(name: str, tensor: Tensor) -> Tensor:
+    """Return the values of a tensor in contiguous memory.
+
+    Args:
+        name: What error messages call the tensor.
+        tensor: Any shape and dtype.
+
+    Returns:
+        The tensor itself if its memory holds its values in order, else a copy.
+
+    Raises:
+        TypeError: If the values cannot be read: a sparse, quantized, nested, fake or wrapped tensor.
+    """
+    tensor = tensor.detach()
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if (problem := why_not_dense(tensor)) is None:
+        tensor = tensor.contiguous()
+        if address_of(tensor) or tensor.numel() == 0 or tensor.is_meta:
+            return tensor
+        copy = tensor.clone()  # stores lazy zeros, and waits for the pending result of a collective
+        if address_of(copy):
+            return copy
+        problem = f"a {type(tensor).__name__} without memory of its own"
+    raise TypeError(f"{name} must hold its values in dense memory, got {problem}: give a plain dense tensor")
+
+
+def holds_values(tensor: Tensor) -> bool:
+    """Return whether the memory of a real strided tensor holds its values, with or without gaps."""
+    return not tensor.is_neg() and (address_of(tensor) != 0 or tensor.numel() == 0)
+
+
+def is_direct(tensor: Tensor) -> bool:
+    """Return whether a real tensor is contiguous, and its memory holds its values rather than their negatives."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's first element; 0 if it has no memory."""
+    if isinstance(tensor, FakeTensor):
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # tensors inside torch.func.vmap and torch.func.grad
+        return 0
+
+
+def why_not_dense(tensor: Tensor) -> str | None:
+    """Return what a tensor is that no optimizer of this package reads or updates; None for a dense one."""
+    if tensor.layout != torch.strided:
+        return str(tensor.layout)
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantized tensor ({tensor.dtype})"
+    return None

@@ -1,0 +1,367 @@
+"""Tensors whose memory does not hold their values: resolved wherever a kernel reads them, or refused."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, kernels
+from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
+from hf_compressopt.kernels.memory import in_memory
+from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+CPU = torch.device("cpu")
+NUMEL = 1000
+DESCENT = Descent(1e-2, 0.99, 1e-8, False)
+LAMB = LambOptions(0.9, 0.999, 1e-6, 0.1, False)
+
+
+def negated(tensor: Tensor) -> Tensor:
+    """The same values, stored as their negatives."""
+    return (-tensor)._neg_view()
+
+
+@pytest.fixture
+def native_library() -> None:
+    if missing := library.why_not(CPU):
+        pytest.skip(missing)
+
+
+# -- the operands of kernels ------------------------------------------------------------------------------------------
+
+
+class Operands:
+    """Tensors for one call; `turned` names the one that is lazily negated."""
+
+    def __init__(self, turned: str) -> None:
+        self.turned, self.random, self.used = turned, torch.Generator().manual_seed(0), False
+        self.written: list[Tensor] = []
+
+    def __call__(self, name: str, tensor: Tensor, *, written: bool = False) -> Tensor:
+        if name == self.turned:
+            self.used, tensor = True, negated(tensor)
+        if written:
+            self.written.append(tensor)
+        return tensor
+
+    def floats(self, name: str, numel: int = NUMEL, *, written: bool = False) -> Tensor:
+        return self(name, torch.rand(numel, generator=self.random) + 0.1, written=written)
+
+    def segments(self, name: str, *, written: bool = False) -> list[Segment]:
+        return [Segment(self.floats(name, written=written), 0, NUMEL, 0)]
+
+
+def compress(k: Any, use: Operands) -> None:
+    factors = use.floats("factors", 1)
+    z = Combination(NUMEL, CPU, use.floats("x"), 0.9, use.segments("gradients"), 0.1, factors)
+    messages = use("messages", torch.zeros(kernels.message_nbytes(NUMEL, 8), dtype=torch.uint8), written=True)
+    k.compress_(z, use.floats("error", written=True), messages, 1, 8)
+
+
+def combine(k: Any, use: Operands) -> None:
+    z = Combination(NUMEL, CPU, use.floats("x"), 0.9, use.segments("gradients"), 0.1)
+    k.combine_(z, use.floats("out", written=True))
+
+
+def decompress(k: Any, use: Operands) -> None:
+    k.decompress_(Average.of(use.floats("values")), use.floats("out", written=True))
+
+
+def apply_adam(k: Any, use: Operands) -> None:
+    y, m, v = Average.of(use.floats("values")), use.floats("exp_avg", written=True), use.floats("exp_avg_sq")
+    corrections = use("corrections", torch.tensor([[0.5, 0.25]]))
+    k.apply_adam_(y, m, v, use.segments("parameters", written=True), DESCENT, 1.0, corrections)
+
+
+def local_step(k: Any, use: Operands) -> None:
+    m, u = (use.floats(name, written=True) for name in ("exp_avg", "local_update"))
+    grads, params = use.segments("gradients"), use.segments("parameters", written=True)
+    k.local_step_(m, use.floats("exp_avg_sq"), u, grads, params, 0.9, DESCENT)
+
+
+def sync_parameters(k: Any, use: Operands) -> None:
+    y, v = Average.of(use.floats("values")), use.floats("exp_avg_sq")
+    m, anchor, u = (use.floats(name, written=True) for name in ("exp_avg", "anchor", "local_update"))
+    k.sync_parameters_(y, m, anchor, v, u, use.segments("parameters", written=True), 0.03, DESCENT)
+
+
+def lamb_moments(k: Any, use: Operands) -> None:
+    y, v, factors = Average.of(use.floats("values")), use.floats("exp_avg_sq"), use.floats("factors", 1)
+    m, fresh = (use.floats(name, written=True) for name in ("exp_avg", "exp_avg_sq_fresh"))
+    sums = use("sums", torch.zeros(1, 3, dtype=torch.float64), written=True)
+    k.lamb_moments_(y, m, fresh, v, use.segments("parameters"), factors, sums, LAMB)
+
+
+def lamb_apply(k: Any, use: Operands) -> None:
+    m, v, rates = use.floats("exp_avg"), use.floats("exp_avg_sq"), use.floats("rates", 1)
+    k.lamb_apply_(m, v, use.segments("parameters", written=True), rates, LAMB)
+
+
+READ = [
+    (compress, ("x", "gradients", "factors")),
+    (combine, ("x", "gradients")),
+    (decompress, ("values",)),
+    (apply_adam, ("values", "exp_avg_sq", "corrections")),
+    (local_step, ("gradients", "exp_avg_sq")),
+    (sync_parameters, ("values", "exp_avg_sq")),
+    (lamb_moments, ("values", "exp_avg_sq", "factors", "parameters")),
+    (lamb_apply, ("exp_avg", "exp_avg_sq", "rates")),
+]
+WRITTEN = [
+    (compress, ("error", "messages")),
+    (combine, ("out",)),
+    (decompress, ("out",)),
+    (apply_adam, ("exp_avg", "parameters")),
+    (local_step, ("exp_avg", "local_update", "parameters")),
+    (sync_parameters, ("exp_avg", "anchor", "local_update", "parameters")),
+    (lamb_moments, ("exp_avg", "exp_avg_sq_fresh", "sums")),
+    (lamb_apply, ("parameters",)),
+]
+
+
+@pytest.mark.parametrize("kernel, names", READ, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_lazily_negated_operand_that_is_read_gives_the_same_numbers(
+    native_library: None, kernel: Callable[[Any, Operands], None], names: tuple[str, ...]
+) -> None:
+    for implementation in (native, reference):
+        plain = Operands("")
+        kernel(implementation, plain)
+        for name in names:
+            turned = Operands(name)
+            kernel(implementation, turned)
+            assert turned.used
+            for got, expected in zip(turned.written, plain.written, strict=True):
+                assert torch.equal(got, expected), name
+
+
+@pytest.mark.parametrize("kernel, names", WRITTEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_lazily_negated_operand_that_is_written_is_refused(
+    native_library: None, kernel: Callable[[Any, Operands], None], names: tuple[str, ...]
+) -> None:
+    for name in names:
+        turned = Operands(name)
+        with pytest.raises(ValueError, match=rf"{name} must be .*negated lazily: call resolve_neg\(\) first"):
+            kernel(native, turned)
+        assert turned.used
+
+
+def test_norms_and_copies_read_values() -> None:
+    values = torch.rand(1 << 17) + 1
+    out, expected = torch.empty_like(values), kernels.sum_of_squares([values], CPU)
+    for same in (negated(values), values.flip(0).flip(0)[:], values.view(2, -1).t().contiguous().t().reshape(-1)):
+        assert torch.equal(kernels.sum_of_squares([same], CPU), expected)
+        kernels.copy_(out.zero_(), same)
+        assert torch.equal(out, values)
+    target = negated(torch.zeros_like(values))
+    kernels.copy_(target, values)
+    assert torch.equal(target, values)
+    zeros = torch._efficientzerotensor(1 << 17)
+    assert float(kernels.sum_of_squares([zeros, torch.ones(3)], CPU)) == 3
+
+
+# -- what lies in memory, and what does not ---------------------------------------------------------------------------
+
+
+def test_values_in_memory_are_not_copied_and_others_are() -> None:
+    plain = torch.rand(4, 5)
+    assert in_memory("it", plain).data_ptr() == plain.data_ptr()
+    kinds = {
+        "negated": negated(plain),
+        "strided": plain.t().contiguous().t(),
+        "expanded": plain[:1].expand(4, 5),
+        "conjugated": torch.complex(plain, plain).conj(),
+        "imaginary part of a conjugate": torch.complex(plain, plain).conj().imag,
+        "lazy zeros": torch._efficientzerotensor((4, 5)),
+        "copy on write": torch._lazy_clone(plain),
+    }
+    for kind, tensor in kinds.items():
+        got = in_memory("it", tensor)
+        assert got.is_contiguous() and not got.is_neg() and not got.is_conj() and got.data_ptr() != 0, kind
+        assert torch.equal(got, tensor), kind
+
+
+def no_dense_memory() -> Iterator[tuple[str, Tensor]]:
+    yield "torch.sparse_coo", torch.ones(4).to_sparse()
+    yield "torch._mkldnn", torch.ones(4).to_mkldnn()
+    yield "nested", torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])
+    yield "quantized", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+    yield "a Tensor without memory", torch._to_functional_tensor(torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_values_that_lie_nowhere_are_refused() -> None:
+    for problem, tensor in no_dense_memory():
+        with pytest.raises(TypeError, match=f"^it must hold its values in dense memory, got .*{problem}"):
+            in_memory("it", tensor)
+    refused: list[str] = []
+
+    def inside(x: Tensor) -> Tensor:
+        with pytest.raises(TypeError, match="without memory of its own: give a plain dense tensor"):
+            in_memory("it", x)
+        refused.append("it")
+        return x
+
+    torch.func.vmap(inside)(torch.ones(3, 4))
+    torch.func.grad(lambda x: inside(x).sum())(torch.ones(4))
+    assert len(refused) == 2
+
+
+# -- Adam's plans -----------------------------------------------------------------------------------------------------
+
+
+def adam_tensors(grad: Tensor, param: Tensor | None = None) -> AdamTensors:
+    weights = torch.linspace(-1, 1, grad.numel()) if param is None else param
+    moments = (torch.zeros(grad.numel()) for _ in range(2))
+    return AdamTensors([grad], [weights], *([m] for m in moments), [torch.tensor(0.0)])
+
+
+STEP = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+
+
+def test_a_plan_is_kept_while_gradients_become_lazily_negated() -> None:
+    grads = [torch.rand(50) for _ in range(4)]
+    plain, turned = adam_tensors(grads[0]), adam_tensors(grads[0])
+    plans: list[list[AdamPlan]] = [[], []]
+    for k, grad in enumerate(grads):
+        for tensors, given, seen in ((plain, grad, plans[0]), (turned, negated(grad) if k % 2 else grad, plans[1])):
+            tensors.grads = [given]
+            seen.append(adam_(tensors, STEP, seen[-1] if seen else None))
+    assert torch.equal(plain.params[0], turned.params[0])
+    assert all(plan is plans[1][0] for plan in plans[1]) or not library.available(CPU)
+
+
+def test_scaled_gradients_are_written_back_to_lazily_negated_ones() -> None:
+    step = AdamStep(0.01, 0.9, 0.999, 1e-8, 0.0, grad_scale=torch.tensor(4.0), write_grads=True)
+    scaled = negated(torch.tensor(4.0)).expand(1).reshape(1)
+    for grad, scale in ((negated(torch.full((8,), 2.0)), step.grad_scale), (torch.full((8,), 2.0), scaled)):
+        tensors = adam_tensors(grad)
+        adam_(tensors, AdamStep(0.01, 0.9, 0.999, 1e-8, 0.0, grad_scale=scale, write_grads=True))
+        assert torch.equal(grad, torch.full((8,), 0.5))
+        torch.testing.assert_close(tensors.exp_avgs[0], torch.full((8,), 0.05))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["planned with", "given later"])
+def test_lazy_zeros_are_gradients_of_zero(first: bool) -> None:
+    tensors, expected = adam_tensors(torch.ones(8)), adam_tensors(torch.ones(8))
+    plan = None if first else adam_(tensors, STEP)
+    if not first:
+        adam_(expected, STEP)
+    tensors.grads, expected.grads = [torch._efficientzerotensor(8)], [torch.zeros(8)]
+    adam_(tensors, STEP, plan)
+    adam_(expected, STEP)
+    assert torch.equal(tensors.params[0], expected.params[0])
+
+
+def test_a_gradient_without_memory_is_refused_and_nothing_changes() -> None:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = FusedAdam([param])
+    param.grad = torch.ones(4)
+    optimizer.step()
+    before = param.detach().clone()
+    param.grad = torch._to_functional_tensor(torch.ones(4))
+    for _ in range(2):
+        with pytest.raises(TypeError, match="gradient.* must hold its values in dense memory"):
+            optimizer.step()
+    assert torch.equal(param, before) and float(optimizer.state[param]["step"]) == 1
+
+
+# -- the optimizers ---------------------------------------------------------------------------------------------------
+
+
+def train_complex(rank: int, world_size: int, kind: type[Any], options: dict[str, Any], plain: bool) -> list[Tensor]:
+    """Steps of a network with complex arithmetic, in which autograd makes lazily negated gradients."""
+    torch.manual_seed(0)
+    a, b = (nn.Parameter(torch.rand(())) for _ in range(2))
+    c = nn.Parameter(torch.complex(torch.rand(24), torch.rand(24)).conj().imag)
+    assert c.is_neg()
+    if plain:
+        c = nn.Parameter(c.detach().resolve_neg())
+    w = torch.complex(torch.rand(()), torch.rand(()))
+    optimizer = kind([a, b, c], lr=0.01, **options)
+    for step in range(8):
+        z = torch.complex(a, b)
+        own = 1 + rank * (step >= 4)  # alike in the warmup stage, which wants averages
+        ((z.conj() * own * w - 1).abs().square().sum() + (c**4).sum()).backward()
+        if kind is not ZeroOptimizer:  # which takes the gradients away
+            assert b.grad.is_neg()
+            c.grad = negated(c.grad)
+            for p in (b, c) if plain else ():
+                p.grad = p.grad.resolve_neg()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().resolve_neg().clone() for p in (a, b, c)]
+
+
+OPTIMIZERS = [
+    (FusedAdam, {}),
+    (FusedAdam, {"max_grad_norm": 1.0}),
+    (Lamb, {}),
+    (OnebitAdam, {"freeze_step": 2, "scale_block": 8}),
+    (OnebitAdam, {"freeze_step": 2, "max_grad_norm": 1.0, "bias_correction": False}),
+    (OnebitLamb, {"freeze_step": 2, "scale_block": 8}),
+    (ZeroOneAdam, {"var_freeze_step": 3, "scale_block": 8}),
+    (ZeroOptimizer, {"optimizer_class": FusedAdam}),
+]
+
+
+@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lazily_negated_gradients_and_parameters_train_as_plain_ones(
+    kind: type[Any], options: dict[str, Any], world_size: int
+) -> None:
+    expected = run_ranks(world_size, train_complex, kind, options, True)
+    got = run_ranks(world_size, train_complex, kind, options, False)
+    for theirs, ours in zip(expected, got, strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_that_cannot_be_written_in_place_are_clipped() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(4)]
+    optimizer = OnebitAdam(params, freeze_step=9)
+    kinds = [negated(torch.ones(4)), torch.ones(1).expand(4), torch._efficientzerotensor(4), torch.ones(8)[::2]]
+    for param, grad in zip(params, kinds, strict=True):
+        param.grad = grad
+    norm = optimizer.clip_grad_norm_(1.0)
+    assert float(norm) == pytest.approx(12**0.5)
+    for param in (params[0], params[1], params[3]):
+        torch.testing.assert_close(param.grad, torch.full((4,), 12**-0.5))
+    optimizer.step()
+    assert torch.equal(params[2], torch.ones(4)) and torch.equal(params[0], params[1])
+
+
+def give_without_memory(rank: int, world_size: int) -> None:
+    param = nn.Parameter(torch.ones(8))
+    optimizer = OnebitAdam([("weight", param)], freeze_step=1)
+    for _ in range(2):
+        optimizer.step(grads=[torch.ones(8)])
+    before = param.detach().clone()
+    bad = torch._to_functional_tensor(torch.ones(8)) if rank == 1 else torch.ones(8)
+    try:
+        optimizer.step(grads=[bad])
+    finally:
+        assert torch.equal(param, before)
+
+
+def test_a_gradient_without_memory_on_one_rank_is_an_error_on_all() -> None:
+    errors = run_ranks_expecting_error(2, give_without_memory)
+    assert "the gradient of weight must hold its values in dense memory" in errors[1]
+    assert errors[0].startswith("RuntimeError: 1 other rank(s)")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", [FusedAdam, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer])
+def test_parameters_that_cannot_be_updated_are_refused(kind: type[Any]) -> None:
+    options = {"optimizer_class": torch.optim.AdamW} if kind is ZeroOptimizer else {}
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)]).requires_grad_()
+    with pytest.raises(TypeError, match="parameters must be dense, got a nested tensor in param group 0"):
+        kind([nested], **options)
+    expanded = torch.ones(1).expand(8).requires_grad_()
+    with pytest.raises(ValueError, match=r"must not share memory, got shape \(8,\) with strides \(0,\).* \.clone\(\)"):
+        kind([nn.Parameter(expanded)], **options)
+    frozen = nn.Parameter(torch.ones(1).expand(8), requires_grad=False)
+    kind([frozen, nn.Parameter(torch.ones(2))], **options)
