@@ -1,7 +1,7 @@
-"""Causal language modelling of bytes or tokens in a loop of one's own, with Accelerate and without Trainer.
+"""Causal language modelling of bytes or tokens in a loop with Accelerate, without Trainer.
 
-`CompressOptAccelerator` takes the place of `Accelerator`, and its plug-in turns the AdamW given to `prepare` into a
-compressed optimizer; everything else is a plain Accelerate loop. The README beside this file has the commands.
+`CompressOptAccelerator` replaces `Accelerator`, and its plugin turns the AdamW given to `prepare` into a compressed
+optimizer. Everything else is a plain Accelerate loop. The README beside this file has the commands.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ FILE_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; contradictions are refused before anything is loaded."""
+    """Read the command line; refuse contradictions before anything is loaded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model_name_or_path", help="pretrained model to fine-tune")
     model.add_argument("--tiny", action="store_true", help="train a byte-level GPT-2 of about 0.8M parameters")
     data = parser.add_mutually_exclusive_group()
-    data.add_argument("--dataset_name", help="dataset of the hub, or its local folder; default: Python's own reference")
+    data.add_argument("--dataset_name", help="dataset of the Hub, or a folder; default: Python's language reference")
     data.add_argument("--train_file", type=Path, help=f"text: {', '.join(FILE_FORMATS)}")
     parser.add_argument("--dataset_config_name", help="configuration of --dataset_name")
     parser.add_argument("--text_column", default="text")
     parser.add_argument("--block_size", type=int, default=128, help="tokens per example")
-    parser.add_argument("--validation_share", type=float, default=0.1, help="this end of the blocks is not trained on")
+    parser.add_argument("--validation_share", type=float, default=0.1, help="share of blocks to validate on")
     parser.add_argument("--per_device_batch_size", type=int, default=8)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--max_steps", type=int, default=300, help="optimizer steps")
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="after 10 %% of the steps, then a cosine")
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="peak, after 10 %% of the steps; then cosine")
     parser.add_argument("--weight_decay", type=float, default=0.01)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
-    parser.add_argument("--optimizer", default="onebit_adam", help="of CompressOptPlugin; none leaves AdamW as it is")
+    parser.add_argument("--optimizer", default="onebit_adam", help="a name of CompressOptPlugin; none keeps AdamW")
     parser.add_argument("--freeze_step", type=int, help="last step in full precision; default: 20 %% of the steps")
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--logging_steps", type=int, default=20)
-    parser.add_argument("--save_steps", type=int, default=0, help="write a checkpoint every so many steps; 0: never")
+    parser.add_argument("--save_steps", type=int, default=0, help="steps between checkpoints; 0: never save")
     parser.add_argument("--resume_from_checkpoint", type=Path, help="a folder OUTPUT_DIR/step-N")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--use_cpu", action="store_true", help="also where there is a GPU")
+    parser.add_argument("--use_cpu", action="store_true", help="use CPUs even if there is a GPU")
     args = parser.parse_args()
     if args.train_file and (args.train_file.suffix not in FILE_FORMATS or not args.train_file.is_file()):
         parser.error(f"--train_file must exist and end in {', '.join(FILE_FORMATS)}, got {args.train_file}")
@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_text(args: argparse.Namespace) -> Dataset:
-    """The training text, a row for each document or line."""
+    """Load the training text, one row for each document or line."""
     if args.dataset_name:
         return load_dataset(args.dataset_name, args.dataset_config_name, split="train")
     if args.train_file:
@@ -80,7 +80,7 @@ def load_text(args: argparse.Namespace) -> Dataset:
 
 
 def make_model(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The pretrained model and its tokenizer, or a small new GPT-2 that reads bytes."""
+    """Load the pretrained model and its tokenizer, or make a small GPT-2 that reads bytes."""
     if args.model_name_or_path:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         return AutoModelForCausalLM.from_pretrained(args.model_name_or_path), tokenizer
@@ -92,7 +92,7 @@ def make_model(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTok
 
 
 def make_blocks(text: Dataset, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Tokenised, concatenated, and cut into training and validation examples of `block_size` tokens."""
+    """Tokenise, concatenate, and cut into training and validation examples of `block_size` tokens."""
 
     def blocks(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         tokens = list(chain.from_iterable(tokenizer(rows[args.text_column])["input_ids"]))
@@ -103,13 +103,13 @@ def make_blocks(text: Dataset, tokenizer: PreTrainedTokenizerBase, args: argpars
     cut = text.map(blocks, batched=True, remove_columns=text.column_names)
     train = int(len(cut) * (1 - args.validation_share))
     if not 0 < train < len(cut):
-        raise ValueError(f"the text has {len(cut)} blocks of --block_size {args.block_size}: too few to share out")
+        raise ValueError(f"the text has {len(cut)} blocks of --block_size {args.block_size}: too few to split")
     return cut.select(range(train)), cut.select(range(train, len(cut)))
 
 
 @torch.no_grad()
 def evaluate(accelerator: CompressOptAccelerator, model: torch.nn.Module, loader: DataLoader) -> float:
-    """The mean loss over the validation examples of all ranks."""
+    """Compute the mean loss over the validation examples of all ranks."""
     model.eval()
     losses = [accelerator.gather_for_metrics(model(**batch).loss.repeat(len(batch["labels"]))) for batch in loader]
     model.train()

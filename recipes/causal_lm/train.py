@@ -1,7 +1,7 @@
-"""Causal language modelling with the Hugging Face Trainer and any optimizer that it knows.
+"""Causal language modelling with the Hugging Face Trainer and a compressed optimizer.
 
-With `import hf_compressopt.auto` Trainer also knows `--optim onebit_adam` and the other compressed optimizers;
-everything else is a plain Trainer script. The README beside this file has the commands.
+`import hf_compressopt.auto` adds `--optim onebit_adam` and the other compressed optimizers to Trainer. Everything else
+is a plain Trainer script. The README beside this file has the commands.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ import hf_compressopt.auto  # noqa: F401  registers the compressed optimizers wi
 
 logger = logging.getLogger(__name__)
 
-IGNORED = -100  # the label that the loss leaves out
+IGNORED = -100  # the label that the loss skips
 END_OF_TEXT = "<|endoftext|>"
 FILE_FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
-PARAGRAPHS_PER_ROW = 20  # of the built-in text: long enough to read on, short enough to be dealt out evenly
+PARAGRAPHS_PER_ROW = 20  # of the built-in text: long enough to read on, short enough to split evenly
 
 
 @dataclass
 class ModelArguments:
-    """Which model: give exactly one of the first three."""
+    """Options of the model: give exactly one of the first three."""
 
     model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained model to fine-tune."})
     config_name: str | None = field(default=None, metadata={"help": "Train from scratch with this configuration."})
     tiny: bool = field(default=False, metadata={"help": "Train a GPT-2 of about 4M parameters from scratch."})
     tokenizer_name: str | None = field(
         default=None,
-        metadata={"help": "Tokenizer; by default the pretrained model's, else one trained on the training text."},
+        metadata={"help": "Tokenizer. Default: the pretrained model's, or one trained on the training text."},
     )
-    tokenizer_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary of a tokenizer trained here."})
+    tokenizer_vocab_size: int = field(default=4096, metadata={"help": "Vocabulary size of a tokenizer trained here."})
 
     def __post_init__(self) -> None:
         """Refuse anything but exactly one model."""
@@ -75,17 +75,17 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """Which text: a dataset, files, or, when neither is given, Python's own language reference."""
+    """Options of the text: a dataset or files. Without either, the text is Python's language reference."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the hub, or its local folder."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the Hub, or a local folder."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
     train_file: str | None = field(default=None, metadata={"help": "Training text: .txt, .json, .jsonl or .csv."})
     validation_file: str | None = field(default=None, metadata={"help": "Validation text, same format."})
     validation_percentage: float = field(
-        default=10.0, metadata={"help": "Where the data has no validation part: the last so many percent of it."}
+        default=10.0, metadata={"help": "Percentage of the data to validate on if it has no validation part."}
     )
     block_size: int = field(default=128, metadata={"help": "Tokens per training example."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many examples."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on at most this many examples."})
     preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
 
     def __post_init__(self) -> None:
@@ -117,14 +117,11 @@ class DataArguments:
             raise ValueError("--train_file and --validation_file must have the same format")
 
 
-# --------------------------------------------------------------------------------------------------- text
-
-
 def language_reference() -> Dataset:
-    """Python's language reference as rows of a few paragraphs, in an order that is always the same.
+    """Make rows of a few paragraphs from Python's language reference, in a fixed order.
 
-    Several of its topics repeat whole sections of others: a paragraph is kept once, so that no validation paragraph
-    is also training text.
+    Several topics repeat whole sections of others. Each paragraph is kept once, so that no validation paragraph is also
+    training text.
     """
     from pydoc_data.topics import topics
 
@@ -138,7 +135,7 @@ def language_reference() -> Dataset:
 
 
 def load_files(data_args: DataArguments) -> DatasetDict:
-    """--train_file, and --validation_file where there is one."""
+    """Load --train_file, and --validation_file if it is given."""
     files = {"train": data_args.train_file}
     if data_args.validation_file:
         files["validation"] = data_args.validation_file
@@ -148,7 +145,7 @@ def load_files(data_args: DataArguments) -> DatasetDict:
 
 
 def load_text(data_args: DataArguments) -> DatasetDict:
-    """The text with a `train` and a `validation` split."""
+    """Load the text, with a `train` and a `validation` split."""
     if data_args.dataset_name:
         text = load_dataset(data_args.dataset_name, data_args.dataset_config_name)
     elif data_args.train_file:
@@ -156,7 +153,7 @@ def load_text(data_args: DataArguments) -> DatasetDict:
     else:
         text = DatasetDict(train=language_reference())
     if "train" not in text:
-        raise ValueError(f"the dataset needs a split called train, got {', '.join(text)}")
+        raise ValueError(f"the dataset needs a split with the name train, got {', '.join(text)}")
     if "validation" not in text:
         parts = text["train"].train_test_split(test_size=data_args.validation_percentage / 100, shuffle=False)
         text = DatasetDict(train=parts["train"], validation=parts["test"])
@@ -164,16 +161,13 @@ def load_text(data_args: DataArguments) -> DatasetDict:
 
 
 def text_column(text: DatasetDict) -> str:
-    """The column that holds the text."""
+    """Find the column of the text."""
     columns = text["train"].column_names
     return "text" if "text" in columns else columns[0]
 
 
-# ------------------------------------------------------------------------------------- tokenizer and model
-
-
 def train_tokenizer(text: Dataset, column: str, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of the text."""
+    """Train a byte-level BPE tokenizer on the text."""
 
     def batches() -> Iterator[list[str]]:
         for start in range(0, len(text), 1000):
@@ -195,7 +189,7 @@ def train_tokenizer(text: Dataset, column: str, vocab_size: int) -> Tokenizer:
 def make_tokenizer(
     model_args: ModelArguments, text: DatasetDict, training_args: TrainingArguments
 ) -> PreTrainedTokenizerBase:
-    """The named tokenizer, or one that rank 0 trains on the training text and sends to the other ranks."""
+    """Load the named tokenizer, or let rank 0 train one on the training text and send it to the other ranks."""
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if name:
         return AutoTokenizer.from_pretrained(name)
@@ -209,12 +203,12 @@ def make_tokenizer(
 
 
 def tiny_config(block_size: int) -> GPT2Config:
-    """A GPT-2 of about 4M parameters; input and output embeddings are tied."""
+    """Describe a GPT-2 of about 4M parameters with tied embeddings."""
     return GPT2Config(n_positions=block_size, n_embd=256, n_layer=4, n_head=4, attn_pdrop=0.0)
 
 
 def make_config(model_args: ModelArguments, block_size: int, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The configuration of a model that is trained from scratch, with the tokenizer's vocabulary."""
+    """Make the configuration of a model that is trained from scratch, with the tokenizer's vocabulary."""
     config = tiny_config(block_size) if model_args.tiny else AutoConfig.from_pretrained(model_args.config_name)
     config.vocab_size = len(tokenizer)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -222,7 +216,7 @@ def make_config(model_args: ModelArguments, block_size: int, tokenizer: PreTrain
 
 
 def make_model(model_args: ModelArguments, block_size: int, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The pretrained model, or a new one."""
+    """Load the pretrained model, or make a new one."""
     if model_args.model_name_or_path:
         model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
         if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
@@ -236,14 +230,11 @@ def make_model(model_args: ModelArguments, block_size: int, tokenizer: PreTraine
     return model
 
 
-# ------------------------------------------------------------------------------------------------- blocks
-
-
 def make_blocks(text: DatasetDict, tokenizer: PreTrainedTokenizerBase, data_args: DataArguments) -> DatasetDict:
-    """Tokenise, concatenate, and cut into examples of `block_size` tokens; what is left over is dropped.
+    """Tokenise, concatenate, and cut into examples of `block_size` tokens; drop the rest.
 
-    Nothing predicts the first token of an example, so it is no label: Trainer divides the summed loss by the number of
-    labels, and counting it would make the loss a little too small (in some versions of Trainer, at evaluation too).
+    Nothing predicts the first token of an example, so it is not a label. Trainer divides the summed loss by the number
+    of labels: counting the first token would make the loss a little too small (in some versions, at evaluation too).
     """
     column, block_size = text_column(text), data_args.block_size
 
@@ -270,17 +261,14 @@ def make_blocks(text: DatasetDict, tokenizer: PreTrainedTokenizerBase, data_args
     return blocks
 
 
-# ------------------------------------------------------------------------------------------- train, evaluate
-
-
 def checkpoint_to_resume(training_args: TrainingArguments) -> str | bool | None:
-    """--resume_from_checkpoint DIRECTORY, or `true` for the last checkpoint of --output_dir."""
+    """Read --resume_from_checkpoint: a folder, or `true` for the last checkpoint of --output_dir."""
     asked = training_args.resume_from_checkpoint
     return {"true": True, "false": None}.get(str(asked).lower(), asked)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that is too large for a float."""
+    """Compute exp(loss); infinity if that is too large for a float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -306,7 +294,7 @@ def train_and_evaluate(trainer: Trainer, blocks: DatasetDict) -> None:
 
 
 def set_up_logging(training_args: TrainingArguments) -> None:
-    """Every rank logs at its own level, as Trainer decides it; only the first of a machine shows progress bars."""
+    """Log at the level that Trainer chooses for this rank; show progress bars on the first rank of a machine only."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     level = training_args.get_process_log_level()
     logger.setLevel(logging.INFO if training_args.process_index == 0 else level)

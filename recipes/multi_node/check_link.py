@@ -1,6 +1,6 @@
-"""How fast is the network between the ranks, and how long would a step of a model wait for it?
+"""Measure the network between the ranks, and how long a step of a model would wait for it.
 
-Started on every machine like a training script; the README beside this file has the commands.
+Start it on every machine like a training script; the README beside this file has the commands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCALE_BLOCK = 4096  # elements that share a scale in a message
 
 
 def start(use_cpu: bool) -> torch.device:
-    """Join the process group that torchrun describes; the device of this rank."""
+    """Join the process group that torchrun describes. Returns the device of this rank."""
     if use_cpu or not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -31,7 +31,7 @@ def start(use_cpu: bool) -> torch.device:
 
 
 def seconds(send: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Median time of the slowest rank, after one call that sets up the connections."""
+    """Measure the median time of the slowest rank, after one call that sets up the connections."""
     times = []
     for _ in range(repeats + 1):
         dist.barrier()
@@ -49,14 +49,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--params", type=float, default=25e6, help="parameters of the model")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--use_cpu", action="store_true", help="gloo, also where there is a GPU")
+    parser.add_argument("--use_cpu", action="store_true", help="use gloo even if there is a GPU")
     args = parser.parse_args()
     if args.params < 1 or args.repeats < 1:
         parser.error(f"--params and --repeats must be >= 1, got {args.params:g} and {args.repeats}")
     device = start(args.use_cpu)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size < 2:
-        raise ValueError("there is no network between fewer than 2 ranks: start this with torchrun")
+        raise ValueError("a network needs at least 2 ranks: start this with torchrun")
     hosts: list[str] = [""] * world_size
     dist.all_gather_object(hosts, socket.gethostname())
 

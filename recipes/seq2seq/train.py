@@ -1,7 +1,7 @@
-"""Sequence to sequence with the Hugging Face Seq2SeqTrainer and any optimizer that it knows.
+"""Sequence to sequence with the Hugging Face Seq2SeqTrainer and a compressed optimizer.
 
-With `import hf_compressopt.auto` Trainer also knows `--optim onebit_adam` and the other compressed optimizers;
-everything else is a plain Seq2SeqTrainer script. The README beside this file has the commands.
+`import hf_compressopt.auto` adds `--optim onebit_adam` and the other compressed optimizers to Trainer. Everything else
+is a plain Seq2SeqTrainer script. The README beside this file has the commands.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from transformers import (
 import hf_compressopt.auto  # noqa: F401  registers the compressed optimizers with Trainer
 
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv"}
-IGNORED = -100  # the label that the loss leaves out
+IGNORED = -100  # the label that the loss skips
 DATE_FORMATS = ("%d %B %Y", "%B %d, %Y", "%d %b %Y", "%a %d.%m.%Y")  # of the built-in task
 TRAIN_ROWS, VALIDATION_ROWS = 20_000, 256
-VALIDATION_SHARE = 0.1  # of the training rows, where other data has no validation part
+VALIDATION_SHARE = 0.1  # of the training rows, if the data has no validation part
 
 
 @dataclass
 class Arguments:
-    """Which model, and which pairs; give exactly one of the first two."""
+    """Options of the model and the pairs; give exactly one of the first two."""
 
     model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained model to fine-tune."})
     tiny: bool = field(default=False, metadata={"help": "Train a byte-level T5 of about 0.7M parameters from scratch."})
-    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the hub, or its local folder."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the Hub, or a local folder."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
     train_file: str | None = field(default=None, metadata={"help": "Training pairs: .csv, .json or .jsonl."})
     validation_file: str | None = field(default=None, metadata={"help": "Validation pairs, same format."})
     source_column: str = field(default="source", metadata={"help": "The column that the model reads."})
-    target_column: str = field(default="target", metadata={"help": "The column that it learns to write."})
-    source_prefix: str = field(default="", metadata={"help": 'Put before each source, such as "summarize: ".'})
+    target_column: str = field(default="target", metadata={"help": "The column that the model learns to write."})
+    source_prefix: str = field(default="", metadata={"help": 'Text before each source, such as "summarize: ".'})
     max_source_length: int = field(default=128, metadata={"help": "Tokens; the rest is cut off."})
     max_target_length: int = field(default=128, metadata={"help": "Tokens; the rest is cut off."})
 
@@ -68,7 +68,7 @@ class Arguments:
 
 
 def written_dates() -> DatasetDict:
-    """Days of two centuries as people write them, to be written as ISO 8601 has it: March 5, 1987 -> 1987-03-05."""
+    """Make pairs of dates of two centuries: as people write them, and in ISO 8601 (March 5, 1987 -> 1987-03-05)."""
     draw = random.Random(0)
     first, last = datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal()
     days = [datetime.date.fromordinal(n) for n in draw.sample(range(first, last + 1), TRAIN_ROWS + VALIDATION_ROWS)]
@@ -80,7 +80,7 @@ def written_dates() -> DatasetDict:
 
 
 def load_pairs(args: Arguments) -> DatasetDict:
-    """The pairs, with a `train` and a `validation` split."""
+    """Load the pairs, with a `train` and a `validation` split."""
     if args.dataset_name:
         loaded = load_dataset(args.dataset_name, args.dataset_config_name)
     elif args.train_file:
@@ -100,7 +100,7 @@ def load_pairs(args: Arguments) -> DatasetDict:
 
 
 def make_model(args: Arguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The pretrained model and its tokenizer, or a small new T5 that reads and writes bytes."""
+    """Load the pretrained model and its tokenizer, or make a small T5 that reads and writes bytes."""
     if args.model_name_or_path:
         tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
         return AutoModelForSeq2SeqLM.from_pretrained(args.model_name_or_path), tokenizer
@@ -120,7 +120,7 @@ def make_model(args: Arguments) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 
 def exact_match(tokenizer: PreTrainedTokenizerBase) -> Callable[[EvalPrediction], dict[str, float]]:
-    """The share of the generated texts that are the target."""
+    """Make a metric: the share of generated texts that equal their target."""
 
     def metric(prediction: EvalPrediction) -> dict[str, float]:
         written, wanted = (

@@ -1,7 +1,7 @@
-"""Text classification with the Hugging Face Trainer and any optimizer that it knows.
+"""Text classification with the Hugging Face Trainer and a compressed optimizer.
 
-With `import hf_compressopt.auto` Trainer also knows `--optim onebit_adam` and the other compressed optimizers;
-everything else is a plain Trainer script. The README beside this file has the commands.
+`import hf_compressopt.auto` adds `--optim onebit_adam` and the other compressed optimizers to Trainer. Everything else
+is a plain Trainer script. The README beside this file has the commands.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv"}
 SPECIAL_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
 TOPICS = ("compound", "debugger", "specialnames", "string-methods", "types", "typesmapping")  # the longest ones
 WORDS_PER_ROW = 16  # of the built-in text
-VALIDATION_SHARE = 0.1  # of the training rows, where the data has no validation part
+VALIDATION_SHARE = 0.1  # of the training rows, if the data has no validation part
 
 
 @dataclass
 class Arguments:
-    """Which model, and which rows; give exactly one of the first two."""
+    """Options of the model and the rows; give exactly one of the first two."""
 
     model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained model to fine-tune."})
     tiny: bool = field(default=False, metadata={"help": "Train a BERT of about 0.6M parameters from scratch."})
-    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the hub, or its local folder."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the Hub, or a local folder."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of --dataset_name."})
-    validation_split: str = field(default="validation", metadata={"help": "The split that is evaluated."})
+    validation_split: str = field(default="validation", metadata={"help": "The split to evaluate on."})
     train_file: str | None = field(default=None, metadata={"help": "Training rows: .csv, .json or .jsonl."})
     validation_file: str | None = field(default=None, metadata={"help": "Validation rows, same format."})
     text_columns: list[str] | None = field(
-        default=None, metadata={"help": "One or two columns of text; by default those that hold strings."}
+        default=None, metadata={"help": "One or two columns of text. Default: the columns of strings."}
     )
     label_column: str = field(default="label", metadata={"help": "The column of the classes."})
     max_length: int = field(default=128, metadata={"help": "Tokens per example; the rest is cut off."})
@@ -70,9 +70,10 @@ class Arguments:
 
 
 def topics_of_the_language_reference() -> DatasetDict:
-    """From which of six topics of Python's language reference are these words? A paragraph counts for its first one.
+    """Make rows of words, each labelled with one of six topics of Python's language reference.
 
-    Whole paragraphs go to either split, so that no training row continues in a validation row.
+    A paragraph that several topics share counts for the first. Each paragraph goes to one split as a whole, so that no
+    training row continues in a validation row.
     """
     from pydoc_data.topics import topics
 
@@ -95,7 +96,7 @@ def topics_of_the_language_reference() -> DatasetDict:
 
 
 def load_rows(args: Arguments) -> DatasetDict:
-    """The rows, with a `train` and a `validation` split, and classes counted from 0 in the column `label`."""
+    """Load the rows, with a `train` and a `validation` split, and classes counted from 0 in the column `label`."""
     if args.dataset_name:
         loaded = load_dataset(args.dataset_name, args.dataset_config_name)
     elif args.train_file:
@@ -145,7 +146,7 @@ def train_tokenizer(texts: list[str]) -> str:
 
 
 def make_tokenizer(args: Arguments, texts: list[str], is_main: bool) -> PreTrainedTokenizerBase:
-    """The pretrained model's tokenizer, or one that rank 0 trains on the training text and sends to the others."""
+    """Load the pretrained model's tokenizer, or let rank 0 train one on the training text and send it to the others."""
     if args.model_name_or_path:
         return AutoTokenizer.from_pretrained(args.model_name_or_path)
     trained = [train_tokenizer(texts) if is_main else None]
@@ -154,7 +155,7 @@ def make_tokenizer(args: Arguments, texts: list[str], is_main: bool) -> PreTrain
 
 
 def make_model(args: Arguments, tokenizer: PreTrainedTokenizerBase, classes: list[str]) -> PreTrainedModel:
-    """The pretrained model with a new head, or a small new BERT."""
+    """Load the pretrained model with a new head, or make a small BERT."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: i for i, name in enumerate(classes)}}
     if args.model_name_or_path:
         return AutoModelForSequenceClassification.from_pretrained(args.model_name_or_path, **names)
@@ -166,17 +167,17 @@ def make_model(args: Arguments, tokenizer: PreTrainedTokenizerBase, classes: lis
 def mean_loss(
     outputs: ModelOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Cross entropy over all examples of a step, on all ranks and in all accumulated batches.
+    """Compute the cross entropy over all examples of a step, on all ranks and in all accumulated batches.
 
-    Trainer's own way multiplies the loss of such models by the number of ranks in some versions: they divide by the
-    number of examples of one batch, Trainer expects that of the whole step.
+    Some versions of Trainer multiply the loss of such models by the number of ranks: the model divides by the number of
+    examples of one batch, while Trainer expects that of the whole step.
     """
     total = torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum")
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 def accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """The share of examples whose class comes out first."""
+    """Compute the share of examples whose class gets the highest score."""
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 

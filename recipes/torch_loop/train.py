@@ -1,7 +1,7 @@
-"""A language model of bytes in a loop of one's own: PyTorch and a compressed optimizer, nothing of Hugging Face.
+"""A language model of bytes in a plain loop: PyTorch and a compressed optimizer, without Hugging Face libraries.
 
-There is no DistributedDataParallel either: the loop averages the gradients while the optimizer's plan asks for it. The
-README beside this file has the commands.
+There is no DistributedDataParallel: the loop averages the gradients if the optimizer's plan asks for it. The README
+beside this file has the commands.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ByteModel(nn.Module):
         return self.out(self.layers(hidden, mask=self.mask, is_causal=True))
 
     def loss(self, blocks: Tensor) -> Tensor:
-        """Mean cross entropy, in nats per byte, of blocks [batch, length + 1]."""
+        """Compute the mean cross entropy, in nats per byte, of blocks [batch, length + 1]."""
         return nn.functional.cross_entropy(self(blocks[:, :-1]).flatten(0, 1), blocks[:, 1:].flatten())
 
 
@@ -49,16 +49,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--block_size", type=int, default=128, help="bytes per example")
     parser.add_argument("--batch_size", type=int, default=8, help="examples per rank and step")
     parser.add_argument("--max_steps", type=int, default=300)
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="after 10 %% of the steps, then a cosine")
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="peak, after 10 %% of the steps; then cosine")
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--freeze_step", type=int, help="last step in full precision; default: 20 %% of the steps")
     parser.add_argument("--communicator", default="auto", help="mpi, or a backend of torch.distributed")
     parser.add_argument("--logging_steps", type=int, default=20)
-    parser.add_argument("--save_steps", type=int, default=0, help="write a checkpoint every so many steps; 0: never")
+    parser.add_argument("--save_steps", type=int, default=0, help="steps between checkpoints; 0: never save")
     parser.add_argument("--resume_from_checkpoint", type=Path, help="a folder OUTPUT_DIR/step-N")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--use_cpu", action="store_true", help="also where there is a GPU")
+    parser.add_argument("--use_cpu", action="store_true", help="use CPUs even if there is a GPU")
     args = parser.parse_args()
     if args.train_file and not args.train_file.is_file():
         parser.error(f"--train_file: no such file: {args.train_file}")
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def start(use_cpu: bool) -> torch.device:
-    """Join the process group that torchrun describes; the device of this rank."""
+    """Join the process group that torchrun describes. Returns the device of this rank."""
     if use_cpu or not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -77,7 +77,7 @@ def start(use_cpu: bool) -> torch.device:
 
 
 def load_bytes(args: argparse.Namespace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The training and the validation part of the text, each int64 [bytes]."""
+    """Load the training and the validation part of the text, each int64 [bytes]."""
     if args.train_file:
         text = args.train_file.read_bytes()
     else:
@@ -92,12 +92,12 @@ def load_bytes(args: argparse.Namespace, device: torch.device) -> tuple[Tensor, 
 
 
 def blocks_at(tokens: Tensor, starts: Tensor, block_size: int) -> Tensor:
-    """Blocks [batch, block_size + 1] from the places `starts` [batch]."""
+    """Cut blocks [batch, block_size + 1] at the places `starts` [batch]."""
     return torch.stack([tokens[start : start + block_size + 1] for start in starts.tolist()])
 
 
 def training_blocks(tokens: Tensor, step: int, args: argparse.Namespace) -> Tensor:
-    """This rank's batch of a step: a function of seed, step and rank, so that a resumed run has nothing to remember."""
+    """Draw this rank's batch of a step from seed, step and rank alone, so that a resumed run draws the same."""
     seed = (args.seed * 1_000_003 + step) * dist.get_world_size() + dist.get_rank()
     starts = torch.randint(
         len(tokens) - args.block_size, (args.batch_size,), generator=torch.Generator().manual_seed(seed)
@@ -113,7 +113,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """What DistributedDataParallel would do, without its overlap with the backward pass."""
+    """Average the gradients over the ranks, as DistributedDataParallel does, but after the backward pass."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, dist.get_world_size())
     waits = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
@@ -122,7 +122,7 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def save(model: nn.Module, optimizer: OnebitAdam, step: int, folder: Path) -> None:
-    """A checkpoint; the optimizer's index comes last, and stands for a whole one."""
+    """Save a checkpoint. The optimizer's index is written last: if it is there, the checkpoint is complete."""
     if dist.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save({"model": model.state_dict(), "step": step}, folder / "model.pt")
@@ -130,7 +130,7 @@ def save(model: nn.Module, optimizer: OnebitAdam, step: int, folder: Path) -> No
 
 
 def load(model: nn.Module, optimizer: OnebitAdam, folder: Path) -> int:
-    """Load a checkpoint, saved by any number of ranks; the step that it was saved after."""
+    """Load a checkpoint, saved by any number of ranks. Returns the step after which it was saved."""
     load_state(optimizer, folder, names=[name for name, _ in model.named_parameters()])  # all ranks call
     saved = torch.load(folder / "model.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(saved["model"])
@@ -139,7 +139,7 @@ def load(model: nn.Module, optimizer: OnebitAdam, folder: Path) -> int:
 
 @torch.no_grad()
 def evaluate(model: ByteModel, tokens: Tensor, block_size: int) -> float:
-    """Nats per byte over evenly spread validation blocks, the same on every rank."""
+    """Compute nats per byte over evenly spread validation blocks, the same on every rank."""
     starts = torch.linspace(0, len(tokens) - block_size - 1, VALIDATION_BLOCKS).long()
     return model.loss(blocks_at(tokens, starts, block_size)).item()
 
