@@ -37,9 +37,9 @@ from hf_compressopt.checkpoint.reading import bytes_of
 from hf_compressopt.checkpoint.writer import ShardWriter, publish, write_aside
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
-from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.optim.flat_optimizer import SCALAR, FlatOptimizer
 from hf_compressopt.zero.plain import PlainState
-from hf_compressopt.zero.state import ZeroState
+from hf_compressopt.zero.state import NUMBER, ZeroState, not_alike
 
 Checkpointable = FlatOptimizer | ZeroState | PlainState
 _Result = TypeVar("_Result")
@@ -297,12 +297,15 @@ def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> Chec
     """The index of this rank's folder: of what several ranks have written it names the copy there."""
     pieces: dict[str, list[Piece]] = {}
     described: dict[str, tuple[str, tuple[int, ...]]] = {}
-    seen: set[tuple[str, int, int]] = set()
+    seen: dict[tuple[str, int, int], list[Any]] = {}
     for number in sorted(range(len(shards)), key=lambda n: snapshot.peers[n] != snapshot.peers[snapshot.rank]):
         for entry in shards[number]["tensors"]:
-            if (part := (entry["name"], entry["start"], entry["stop"])) in seen:
+            part, content = (entry["name"], entry["start"], entry["stop"]), [entry["dtype"], entry["checksums"]]
+            if part in seen:
+                if content != seen[part] and entry["name"].startswith((SCALAR, NUMBER)):
+                    raise ValueError(not_alike(entry["name"]))
                 continue
-            seen.add(part)
+            seen[part] = content
             described[entry["name"]] = (entry["dtype"], tuple(entry["shape"]))
             piece = Piece(number, entry["key"], entry["start"], entry["stop"], tuple(entry["checksums"]))
             pieces.setdefault(entry["name"], []).append(piece)

@@ -36,7 +36,8 @@ def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) ->
     """
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer
-    check_optimizer_class(type(optimizer))
+    kept_apart = getattr(optimizer, "args", None)  # where bitsandbytes keeps optim_bits
+    check_optimizer_class(type(optimizer), vars(kept_apart) if hasattr(kept_apart, "__dict__") else {})
     if any(float(row.get("step", 1)) > 0 for row in optimizer.state.values() if row):  # Adagrad's begins at 0
         raise ValueError(
             f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that its state "

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.optim.functional import clip_factor
+from hf_compressopt.optim.grad_norm import grad_square_sum
 from hf_compressopt.optim.options import check_at_least, check_betas, check_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -48,7 +48,8 @@ class FusedAdam(torch.optim.Optimizer):
         maximize: Ascend instead of descend.
         capturable: Whether a step may be captured in a CUDA graph. Give lr as a tensor on the GPU then, since a graph
             keeps a number as it was.
-        max_grad_norm: Gradients are clipped to this norm in the same pass; 0 is off. (Trainer clips by itself.)
+        max_grad_norm: Gradients are clipped to this norm in the same pass; 0 is off. (Trainer clips by itself.) The
+            norm of FSDP2's DTensors is taken over all ranks; parameters of FSDP1 are refused.
         master_weights: Keep float32 weights for bfloat16 and float16 parameters, which become their rounded copies.
             They are taken from the parameters at the first step; delete ``state[p]["master_param"]`` where a
             parameter is written by other hands later.
@@ -175,16 +176,11 @@ class FusedAdam(torch.optim.Optimizer):
                 self._plans[number] = adam_(tensors, step, self._plans.get(number))
 
     def _clip_factor(self, grad_scale: Tensor | None) -> Tensor | None:
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        grads = [grad for p in params if (grad := p.grad) is not None]
-        if not grads:
+        square = grad_square_sum([*chain.from_iterable(group["params"] for group in self.param_groups)])
+        if square is None:
             return None
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            by_device.setdefault(grad.device, []).append(grad)
-        first = grads[0].device
-        norm = torch.stack([sum_of_squares(part, on).to(first) for on, part in by_device.items()]).sum().sqrt()
-        return clip_factor(norm if grad_scale is None else norm / grad_scale.to(first), self.max_grad_norm)
+        norm = square.sqrt()
+        return clip_factor(norm if grad_scale is None else norm / grad_scale.to(norm.device), self.max_grad_norm)
 
     def _tensors_with_gradient(self, group: dict[str, Any], known: _Known) -> AdamTensors:
         params, grads = list(group["params"]), [p.grad for p in group["params"]]

@@ -97,7 +97,6 @@ class ZeroAccess(ZeroState):
         for (_, piece), part in self._dealt_out(number, value):
             piece.tensor.copy_(part)
             write_span(self._params[number], piece.span.start, piece.span.stop, part)
-            piece.version = self._params[number]._version
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -248,19 +247,21 @@ class ZeroAccess(ZeroState):
             ValueError: If there is no accelerator whose memory could be saved.
         """
         require_accelerator("offload_states")
-        self._move_states(None)
+        self._move_states(away=True)
 
     def reload_states(self) -> None:
         """Undo :meth:`offload_states`."""
         if not self._layout.offload:
-            self._move_states(self._params[0].device if self._params else torch.device("cpu"))
+            self._move_states(away=False)
 
     @torch.no_grad()
-    def _move_states(self, device: torch.device | None) -> None:
+    def _move_states(self, *, away: bool) -> None:
+        """Move state and master copies to host memory, or each to where its parameter is."""
         for bucket, piece in self.pieces():
+            device = self._params[piece.param].device
             if not piece.direct:
-                piece.tensor.data = in_host_memory(piece.tensor) if device is None else piece.tensor.to(device)
+                piece.tensor.data = in_host_memory(piece.tensor) if away else piece.tensor.to(device)
             state = bucket.state_of(piece)
             for name in element_state(state, piece):
-                state[name] = in_host_memory(state[name]) if device is None else state[name].to(device)
-        self._states_are_away = device is None
+                state[name] = in_host_memory(state[name]) if away else state[name].to(device)
+        self._states_are_away = away

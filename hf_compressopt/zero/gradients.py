@@ -91,8 +91,14 @@ class ZeroGradients(PartitionedOptimizer):
 
         Raises:
             TypeError: For a gradient that cannot be used; a RuntimeError on the other ranks.
-            RuntimeError: With ``ignore_unused_parameters=False``, if a parameter had no gradient on any rank.
+            RuntimeError: With ``ignore_unused_parameters=False``, if a parameter had no gradient on any rank; or if
+                the optimizer was detached.
         """
+        if self._reducer.detached:
+            raise RuntimeError(
+                "this ZeroOptimizer gets no gradients any more: it was detached, or a newer ZeroOptimizer was made "
+                "with some of its parameters; use the newer one, and give each parameter to one optimizer only"
+            )
         self._check_ranks_agree()
         self._reducer.flush()
         if self._norm is None or self._norm_of_pass != self._reducer.passes:
@@ -105,13 +111,13 @@ class ZeroGradients(PartitionedOptimizer):
         """Tell each other of norms, faults, parameters without gradient, and of gradients that were not sent yet."""
         reducer = self._reducer
         while True:
-            left = reducer.leftovers()
-            mine = [float(reducer.fault is not None), float(any(left))]
+            left, unfrozen = reducer.leftovers(), self._look_for_unfrozen()
+            mine = [float(reducer.fault is not None), float(any(left)), float(bool(unfrozen))]
             mine += self._flags(reducer.present, left, self.communicator)
             tail = torch.tensor(mine, dtype=torch.float64, device=self.communicator.device)
             message = torch.cat([self._squares(), tail])
             self.communicator.all_reduce(message).wait()
-            squares, faults, any_left, flags = message[:2], float(message[2]), bool(message[3] > 0), message[4:]
+            squares, (faults, any_left, any_unfrozen), flags = message[:2], message[2:5].tolist(), message[5:]
             chosen, present = self._read_flags(flags, self.communicator)
             for communicator in self._communicators()[1:]:
                 flags = torch.tensor(self._flags(reducer.present, left, communicator), dtype=torch.float64)
@@ -122,7 +128,11 @@ class ZeroGradients(PartitionedOptimizer):
                 present = [a or b for a, b in zip(present, theirs[1], strict=True)]
             if faults > 0:
                 self._raise_fault(int(faults))
-            if not any_left:
+            if any_unfrozen > 0:
+                self._take_on(unfrozen)
+                reducer.check_layout()
+                continue
+            if not any_left > 0:
                 break
             reducer.send_leftovers(chosen)
         reducer.present = present
@@ -133,6 +143,13 @@ class ZeroGradients(PartitionedOptimizer):
                 "accepts them, or set requires_grad=False before making the optimizer"
             )
         return self._sum_over_model(squares)
+
+    def _look_for_unfrozen(self) -> list[int]:
+        try:
+            return self._unfrozen()
+        except TypeError as error:
+            self._reducer.fault = error
+            return []
 
     def _flags(self, present: list[bool], left: list[bool], communicator: Communicator) -> list[float]:
         """What this rank has to say to the ranks of a communicator, about parameters and slices."""

@@ -29,6 +29,7 @@ from hf_compressopt.zero.options import (
     check_optimizer_class,
     check_stage,
     make_precision,
+    take_clipping,
     wants_offload,
 )
 from hf_compressopt.zero.partitioned import Layout
@@ -72,7 +73,8 @@ class ZeroOptimizer(JoinableZero):
         contiguous_gradients: Move each gradient into its slice as soon as it is there (and free it), not when the
             slice is sent.
         ignore_unused_parameters: Accept parameters that had no gradient on any rank; False raises an error.
-        clip_grad: Clip gradients to this norm in step(); 0 is off.
+        clip_grad: Clip gradients to this norm in step(); 0 is off. The wrapped optimizer's ``max_grad_norm``, as
+            FusedAdam has it, is another spelling.
         loss_scale: Factor of the loss in :meth:`backward` and :meth:`scale_loss`; "dynamic" seeks it.
         initial_loss_scale: First factor of a dynamic loss scale.
         loss_scale_window: Steps without an overflow after which it doubles.
@@ -123,7 +125,7 @@ class ZeroOptimizer(JoinableZero):
     ) -> None:
         """See the class."""
         given = {key: value for key, value in locals().items() if key not in _NOT_OPTIONS}
-        check_optimizer_class(optimizer_class)
+        check_optimizer_class(optimizer_class, defaults)
         check_stage(stage)
         check_flags(
             overlap_comm=overlap_comm,
@@ -137,6 +139,7 @@ class ZeroOptimizer(JoinableZero):
                 "reduce_scatter must be True, got False: an all-reduce would send twice as much and change nothing"
             )
         check_at_least("clip_grad", clip_grad, 0)
+        inner_options, clip_grad = take_clipping(optimizer_class, defaults, clip_grad)
         reduce_numel, self.gather_numel = bucket_sizes(bucket_cap_mb, reduce_bucket_size, allgather_bucket_size)
         precision = make_precision(
             communication_data_type, gradient_accumulation_dtype, postscale_gradients, gradient_predivide_factor
@@ -156,7 +159,7 @@ class ZeroOptimizer(JoinableZero):
         super().__init__(
             params,
             optimizer_class,
-            defaults,
+            inner_options,
             layout,
             lambda device, traffic: make_communicator(chosen, process_group, device=device, traffic=traffic),
             loss_scale=LossScale.make(loss_scale, initial_loss_scale, loss_scale_window),
@@ -241,7 +244,6 @@ class ZeroOptimizer(JoinableZero):
 
     def _end_step(self) -> None:
         self.loss_scale.update(self.step_was_skipped)
-        self._keep_versions()
         self._reducer.clear()
         self._norm, self._factor = None, 1.0
         self.traffic.end_step()

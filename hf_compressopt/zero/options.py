@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.grad_norm import is_dtensor
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.options import check_at_least, check_count, check_parameter
 from hf_compressopt.zero.messages import FLOAT_BYTES, Precision
@@ -15,28 +19,59 @@ from hf_compressopt.zero.messages import FLOAT_BYTES, Precision
 _MB = 1 << 20
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
+_MATRICES = "it needs whole matrices: use it without ZeRO, or AdamW here"
+_ROWS_AND_COLUMNS = "it needs whole rows and columns: use it without ZeRO, or AdamW here"
+_STATISTICS = "its update takes statistics over whole tensors or over all of them: use it without ZeRO, or AdamW here"
+_IN_BLOCKS = (
+    "it keeps its state in blocks with a scale each, which cannot be cut at any element: use it without ZeRO, or "
+    "torch.optim.AdamW here (state_dtype='bf16' makes its state small)"
+)
 _WHOLE_TENSORS = {
-    "Muon": "it needs whole matrices: use it without ZeRO, or AdamW here",
-    "Adafactor": "it needs whole rows and columns: use it without ZeRO, or AdamW here",
+    "Muon": _MATRICES,
+    "Adafactor": _ROWS_AND_COLUMNS,
+    "CAME": _ROWS_AND_COLUMNS,
+    "Lomo": "it updates during backward: use it without ZeRO",
+    "AdaLomo": "it updates during backward: use it without ZeRO",
     "LBFGS": "it needs the whole gradient as one vector: use it without ZeRO",
     "SparseAdam": "it takes sparse gradients, which are not partitioned: use AdamW with sparse=False embeddings",
     "ZeroRedundancyOptimizer": "it partitions by itself: give the class that it wraps",
     "ZeroOptimizer": "it partitions by itself: give the class that it wraps",
-    "Shampoo": "it needs whole matrices: use it without ZeRO, or AdamW here",
-    "SOAP": "it needs whole matrices: use it without ZeRO, or AdamW here",
+    "SOAP": _MATRICES,
+    "Kron": _MATRICES,
     "LAMB": _NORM_OF_A_TENSOR,
     "Lamb": _NORM_OF_A_TENSOR,
     "FusedLAMB": _NORM_OF_A_TENSOR,
     "LARS": _NORM_OF_A_TENSOR,
+    "StableAdamW": _STATISTICS,
+    "NovoGrad": _STATISTICS,
+    "AdamP": _STATISTICS,
+    "SGDP": _STATISTICS,
 }
+#: The same, for families of classes: part of the name.
+_FAMILIES = {
+    "Prodigy": _STATISTICS,
+    "DAdapt": _STATISTICS,
+    "Shampoo": _MATRICES,
+    "GaLore": _MATRICES,
+    "APOLLO": _MATRICES,
+    "ScheduleFree": "its train() and eval() exchange whole parameters: use it without ZeRO, or AdamW here",
+    "8bit": _IN_BLOCKS,
+    "4bit": _IN_BLOCKS,
+    "Fp8": _IN_BLOCKS,
+}
+_NO_FAMILY = "Optimizer8bit"  # the base of all optimizers of bitsandbytes, those of 32 bits too
 
 
-def check_optimizer_class(optimizer_class: Any) -> None:
+def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Check that an optimizer can be partitioned.
+
+    Args:
+        optimizer_class: The wrapped optimizer's class.
+        options: The wrapped optimizer's options.
 
     Raises:
         TypeError: If it is no optimizer class.
-        ValueError: If it is known to need whole tensors, or to send by itself.
+        ValueError: If it is known to need whole tensors, to keep its state in blocks, or to send by itself.
     """
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
         raise TypeError(
@@ -51,8 +86,50 @@ def check_optimizer_class(optimizer_class: Any) -> None:
     if issubclass(optimizer_class, Lamb):
         return
     for cls in optimizer_class.__mro__:
-        if (reason := _WHOLE_TENSORS.get(cls.__name__)) is not None:
+        if (reason := _reason_against(cls.__name__)) is not None:
             raise ValueError(f"{optimizer_class.__name__} cannot be partitioned: {reason}")
+    if options.get("optim_bits", 32) != 32:
+        raise ValueError(
+            f"{optimizer_class.__name__} with optim_bits={options['optim_bits']} cannot be partitioned: {_IN_BLOCKS}"
+        )
+    if options.get("percentile_clipping", 100) != 100:
+        raise ValueError(
+            f"percentile_clipping must be 100, got {options['percentile_clipping']}: {optimizer_class.__name__} would "
+            "clip by the norms of this rank's parts of tensors; use clip_grad"
+        )
+
+
+def _reason_against(name: str) -> str | None:
+    """The reason why a class of this name cannot be partitioned, or None if there is none."""
+    if name in _WHOLE_TENSORS:
+        return _WHOLE_TENSORS[name]
+    return next((reason for part, reason in _FAMILIES.items() if part in name and name != _NO_FAMILY), None)
+
+
+def take_clipping(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], clip_grad: float
+) -> tuple[dict[str, Any], float]:
+    """Read the wrapped optimizer's ``max_grad_norm``, which would clip by this rank's part, as ``clip_grad``.
+
+    Returns:
+        The wrapped optimizer's options without ``max_grad_norm``, and the norm to clip to; 0 is off.
+
+    Raises:
+        ValueError: If ``clip_grad`` is given too, or the optimizer clips unless it is told not to.
+    """
+    if "max_grad_norm" not in options:
+        by_default = signature(optimizer_class).parameters.get("max_grad_norm")
+        if by_default is not None and by_default.default not in (0, None):
+            raise ValueError(
+                f"{optimizer_class.__name__} clips to max_grad_norm={by_default.default} by this rank's part of the "
+                "gradients: give max_grad_norm=..., which then is the norm over all ranks, or 0"
+            )
+        return options, clip_grad
+    inner, wanted = {**options, "max_grad_norm": 0.0}, options["max_grad_norm"] or 0.0
+    check_at_least("max_grad_norm", wanted, 0)
+    if wanted > 0 and clip_grad > 0:
+        raise ValueError(f"max_grad_norm={wanted} and clip_grad={clip_grad} are two spellings of one option: give one")
+    return inner, clip_grad or float(wanted)
 
 
 def check_stage(stage: Any) -> None:
@@ -148,13 +225,20 @@ def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def check_parameters(params: list[Tensor], number: int) -> None:
-    """Check the parameters of a param group.
+    """Check the trainable parameters of a param group.
 
     Raises:
         TypeError: For a dtype or layout that is not supported.
         ValueError: If several elements of a parameter share memory.
     """
     for param in params:
+        if not param.requires_grad:
+            continue  # it is not partitioned
+        if is_dtensor(param) or getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+            raise TypeError(
+                f"parameters must be whole tensors, got shards of FSDP or tensor parallelism in param group {number}: "
+                "use the optimizer without ZeRO, its state is sharded as the parameters are"
+            )
         check_parameter(param, _DTYPES, number)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,11 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.zero.messages import FLOAT_BYTES, Precision
 from hf_compressopt.zero.options import check_parameters
 from hf_compressopt.zero.partition import partition, slice_numel
-from hf_compressopt.zero.reducer import GradientReducer, SliceGradients
+from hf_compressopt.zero.reducer import GradientReducer, SliceGradients, reducers_of
 from hf_compressopt.zero.shards import Piece, UpdateBucket, make_piece
+from hf_compressopt.zero.torch_clipping import guard_torch_clipping
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         self._params: list[Tensor] = []
         self._names: list[str] = []
         self._group_of: list[int] = []
+        self._place_of: list[int] = []
+        self._frozen: list[tuple[int, Tensor]] = []  # number of the param group, and the parameter
         self._buckets: list[UpdateBucket] = []
         self._group_communicators: dict[int, tuple[Any, Communicator]] = {}
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **inner_options)
@@ -77,6 +83,8 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         super().__init__(params, filled)
         for number, group in enumerate(self.param_groups):
             check_parameters(group["params"], number)
+        guard_torch_clipping()
+        self._take_the_place_of_others()
         device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         self.communicator = make_communicator(device, self.traffic)
         self._reducer = GradientReducer(
@@ -106,6 +114,33 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             raise
         self._take_on([number])
 
+    def _take_the_place_of_others(self) -> None:
+        """Detach the optimizers that take gradients of these parameters: the hooks of two would part them."""
+        others = reducers_of(param for group in self.param_groups for param in group["params"])
+        for other in others:
+            other.detach()
+        if others:
+            logger.warning(
+                "%d ZeroOptimizer(s) of some of these parameters are still alive: they get no more gradients, and "
+                "their step() raises an error",
+                len(others),
+            )
+
+    def _unfrozen(self) -> list[int]:
+        """Numbers of the param groups that have parameters which were frozen and are not any more.
+
+        Raises:
+            TypeError: For such a parameter of a dtype or layout that is not supported.
+        """
+        found = sorted({number for number, param in self._frozen if param.requires_grad})
+        for number in found:
+            check_parameters(self.param_groups[number]["params"], number)
+        return found
+
+    def _in_order(self) -> list[int]:
+        """Numbers of the parameters in the order of the param groups, wherever they were taken on."""
+        return sorted(range(len(self._params)), key=lambda n: (self._group_of[n], self._place_of[n]))
+
     def _take_on(self, groups: Iterable[int]) -> None:
         """Lay out the trainable parameters of some param groups, and make this rank's pieces of them."""
         known = {id(param) for param in self._params}
@@ -113,13 +148,20 @@ class PartitionedOptimizer(torch.optim.Optimizer):
         for group_number in groups:
             group = self.param_groups[group_number]
             given = group.get("param_names", [f"group{group_number}.{i}" for i in range(len(group["params"]))])
-            for param, name in zip(group["params"], given, strict=True):
+            for place, (param, name) in enumerate(zip(group["params"], given, strict=True)):
                 if param.requires_grad and id(param) not in known:
                     known.add(id(param))
                     numbers.append(len(self._params))
                     self._params.append(param)
                     self._names.append(name)
                     self._group_of.append(group_number)
+                    self._place_of.append(place)
+        self._frozen = [
+            (number, param)
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if id(param) not in known
+        ]
         cuts = self._cut(numbers)
         first = len(self._reducer.slices)
         self._reducer.add([self._params[n] for n in numbers], [self._names[n] for n in numbers], cuts)
@@ -176,7 +218,7 @@ class PartitionedOptimizer(torch.optim.Optimizer):
     @property
     def trainable_parameters(self) -> list[Tensor]:
         """The parameters that are partitioned, group by group."""
-        return list(self._params)
+        return [self._params[number] for number in self._in_order()]
 
     def pieces(self) -> Iterator[tuple[UpdateBucket, Piece]]:
         """This rank's pieces of the parameters, and the buckets in which they are updated."""
@@ -190,11 +232,6 @@ class PartitionedOptimizer(torch.optim.Optimizer):
             if piece.follow(self._params[piece.param]):
                 bucket.move_state(piece)
         self._reducer.follow_parameters()
-
-    def _keep_versions(self) -> None:
-        """Remember that the parameters are what the master copies round to."""
-        for _, piece in self.pieces():
-            piece.version = self._params[piece.param]._version
 
     def _is_of(self, group: int, communicator: Communicator) -> bool:
         return self._communicator_of(group) is communicator

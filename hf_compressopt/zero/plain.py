@@ -14,7 +14,7 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import SCALAR
 from hf_compressopt.optim.options import check_count, check_plain, group_from_plain, plain_group
-from hf_compressopt.zero.state import FUNCTIONAL, MASTER, NUMBER, room_for, value_of_parameter
+from hf_compressopt.zero.state import FUNCTIONAL, MASTER, NUMBER, check_keys, room_for, value_of_parameter
 
 
 class PlainState:
@@ -84,7 +84,9 @@ class PlainState:
         """
         tensors = []
         for (_, _, param, _), name in zip(self._params(), chain.from_iterable(names), strict=True):
-            for key, value in self._optimizer.state.get(param, {}).items():
+            state = self._optimizer.state.get(param, {})
+            check_keys(state, type(self._optimizer).__name__)
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or key != "step"):
                     tensors.append(StateTensor(f"{key}/{name}", tuple(param.shape), 0, value, True))
                 elif value is not None:

@@ -8,15 +8,18 @@ stays in p.grad and is sent when the ranks agree before the step that some rank 
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
@@ -25,6 +28,11 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.zero.messages import Precision, Window, in_host_memory, pack, reduce_scatter
 from hf_compressopt.zero.partition import Slice
 
+logger = logging.getLogger(__name__)
+
+#: All reducers of the process, and their numbers in the order in which they were made, which all ranks share.
+_LIVING: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+_NUMBERS = count()
 _NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd function of the user's calls backward
 
 
@@ -85,8 +93,38 @@ class SliceGradients:
         return self.cut.numel * self.sent_dtype.itemsize
 
 
+class _GradientHook:
+    """Tells a reducer, which it does not keep alive, that the gradient of a parameter is there."""
+
+    def __init__(self, reducer: GradientReducer, number: int) -> None:
+        self._reducer, self._number = weakref.ref(reducer), number
+
+    def __call__(self, _: Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer._gradient_is_there(self._number)
+
+    @property
+    def reducer(self) -> GradientReducer | None:
+        """The reducer, if it lives."""
+        return self._reducer()
+
+
+def reducers_of(params: Iterable[Tensor]) -> list[GradientReducer]:
+    """The living reducers that take the gradients of any of these parameters."""
+    found: dict[int, GradientReducer] = {}
+    for param in params:
+        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+            if isinstance(hook, _GradientHook) and (reducer := hook.reducer) is not None:
+                found[id(reducer)] = reducer
+    return list(found.values())
+
+
 class GradientReducer:
     """Sends gradients to their owners and keeps this rank's averages.
+
+    Of several reducers in a process the one that was made first sends while backward runs. The others send at its end,
+    one after another: ranks whose graphs complete the parameters of two optimizers in another order send alike.
 
     Attributes:
         slices: All slices.
@@ -133,6 +171,11 @@ class GradientReducer:
         self._nested_task: int | None = None
         self._announce: weakref.WeakMethod[Callable[[], Any]] | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.detached = False
+        self._begun = False
+        self._number = next(_NUMBERS)
+        self._world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        _LIVING.add(self)
 
     @property
     def bytes_under_way(self) -> int:
@@ -142,15 +185,9 @@ class GradientReducer:
     def add(self, params: Sequence[Tensor], names: Sequence[str], slices: Sequence[SliceGradients]) -> None:
         """Take on parameters, whose numbers follow those that there are, and their slices, in the order of backward."""
         first = len(self._params)
-        self_ref = weakref.ref(self)  # a hook must not keep the optimizer alive
         for param in params:
             number = len(self._params)
-
-            def hook(_: Tensor, number: int = number) -> None:
-                reducer = self_ref()
-                if reducer is not None:
-                    reducer._gradient_is_there(number)
-
+            hook = _GradientHook(self, number)
             self._params.append(param)
             self._names.append(names[number - first])
             self.present.append(False)
@@ -173,7 +210,8 @@ class GradientReducer:
         if not self._checked:
             layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype) for g in self.slices]
             self._communicator.require_equal(
-                "parameter sizes, dtypes or bucket size", [len(layout), crc32(repr(layout).encode())]
+                "trainable parameters, their sizes or dtypes, or bucket size",
+                [len(layout), crc32(repr(layout).encode())],
             )
             self._checked = True
 
@@ -181,7 +219,8 @@ class GradientReducer:
         """Take the hooks off the parameters: gradients stay where autograd puts them."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.detached = [], True
+        _LIVING.discard(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -206,8 +245,8 @@ class GradientReducer:
     @torch.no_grad()
     def empty_pass(self) -> None:
         """Take part in a pass of the others without gradients of this rank's own."""
+        self._open = self._begun = True
         self.check_layout()
-        self._open = True
         self.flush()
 
     def use_order(self, order: Sequence[int]) -> None:
@@ -222,7 +261,8 @@ class GradientReducer:
             return
         self._enter_pass()
         self._take(number)
-        self._send_full_slices()
+        if self._begun:
+            self._send_full_slices()
 
     def _enter_pass(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -230,9 +270,8 @@ class GradientReducer:
             return
         if not self._open:
             self.follow_parameters()
-            if (announce := self._announce and self._announce()) is not None:
-                announce()
-        self.check_layout()
+            if not self._elders():
+                self._begin()
         if _inside_another_backward():
             self._nested_task = task
         else:
@@ -241,6 +280,20 @@ class GradientReducer:
             self._outer_task = task
             Variable._execution_engine.queue_callback(self.flush)
         self._open = True
+
+    def _elders(self) -> list[GradientReducer]:
+        """The reducers that send before this one, in their order; none if this one has nobody to send to."""
+        if all(gradients.communicator.world_size == 1 for gradients in self.slices):
+            return []
+        elders = [r for r in _LIVING if r._number < self._number and r._world is self._world]
+        return sorted(elders, key=lambda reducer: reducer._number)
+
+    def _begin(self) -> None:
+        """Make the collective calls of a pass that come before its messages."""
+        if (announce := self._announce and self._announce()) is not None:
+            announce()
+        self.check_layout()
+        self._begun = True
 
     def _take(self, number: int) -> None:
         """Note that a parameter's gradient has come; where it comes after its slice was sent, it stays in p.grad."""
@@ -310,8 +363,12 @@ class GradientReducer:
         """End a pass: send what was not, zeros where there is no gradient, and wait for all. All ranks call."""
         if not self._open:
             return
+        for elder in self._elders():
+            elder.flush()
+        if not self._begun:
+            self._begin()
         self._outer_task = self._nested_task = None
-        self._open = False
+        self._open = self._begun = False
         for index in self._order[self._next :]:
             self._send(self.slices[index])
         self._finish(self._order)

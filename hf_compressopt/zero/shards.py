@@ -15,6 +15,7 @@ from hf_compressopt.zero.partition import Span
 
 #: Keys of a param group that are not the wrapped optimizer's.
 OWN_KEYS = ("params", "param_names", "process_group", "model_parallel")
+_COMPARED = 1 << 15  # elements that are compared with their master copies at a time
 
 
 @dataclass
@@ -28,7 +29,6 @@ class Piece:
         tensor: [span.numel], what the wrapped optimizer takes for a parameter: the memory of the parameter itself, or
             a master copy of another dtype or in another place.
         direct: Whether it is the memory of the parameter itself.
-        version: Of a master copy: the parameter's version that it goes with.
     """
 
     span: Span
@@ -36,7 +36,6 @@ class Piece:
     group: int
     tensor: Tensor
     direct: bool
-    version: int = -1
 
     @property
     def param(self) -> int:
@@ -51,23 +50,38 @@ class Piece:
     def follow(self, param: Tensor) -> bool:
         """Look at the parameter anew: at its memory, if it was moved, and at values that others have put there.
 
-        A master copy keeps its digits where the parameter still is what it rounds to.
+        A master copy keeps its digits where the parameter still is what it rounds to, and takes the parameter's value
+        everywhere else. The comparison is of values: torch counts no version for writes through ``.data``.
 
         Returns:
             Whether the piece is on another device now.
         """
-        if not self.direct and param._version == self.version:
-            return False
         part = param.detach().reshape(-1)[self.span.start : self.span.stop]
-        if self.direct:
-            moved = part.device != self.tensor.device
-            if moved or part.data_ptr() != self.tensor.data_ptr():
-                self.tensor.data = part
-            return moved
-        mine = self.tensor.to(part)
-        self.tensor.copy_(torch.where(mine == part, self.tensor.to(part.device), part.to(self.tensor.dtype)))
-        self.version = param._version
-        return False
+        if not self.direct:
+            _take_over(self.tensor, part)
+            return False
+        moved = part.device != self.tensor.device
+        if not param.is_contiguous() or part.dtype != self.tensor.dtype:  # model.to(channels_last), or to another dtype
+            self.tensor.data, self.direct = part.to(self.tensor.dtype, copy=True), False
+        elif moved or part.data_ptr() != self.tensor.data_ptr():
+            self.tensor.data = part
+        return moved
+
+
+def _take_over(master: Tensor, part: Tensor) -> None:
+    """Give a master copy the elements of its parameter that are not what it rounds to."""
+    if master.device.type == "cpu" and part.device.type == "cpu":
+        for begin in range(0, part.numel(), _COMPARED):  # small enough for a cache; seldom is there a difference
+            rows = slice(begin, begin + _COMPARED)
+            if not torch.equal(master[rows].to(part.dtype), part[rows]):
+                _keep_digits(master[rows], part[rows])
+    else:
+        _keep_digits(master, part)
+
+
+def _keep_digits(master: Tensor, part: Tensor) -> None:
+    here = master.to(part.device)
+    master.copy_(torch.where(here.to(part.dtype) == part, here, part.to(master.dtype)))
 
 
 def make_piece(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
@@ -214,23 +215,25 @@ class ZeroState(ZeroGradients):
         Raises:
             ValueError: If their number is not that of the trainable parameters, or one occurs twice.
         """
-        names = self._names if names is None else names
+        order = self._in_order()
+        names = [self._names[number] for number in order] if names is None else names
         if len(names) != len(self._params) or len(set(names)) != len(names):
             raise ValueError(
                 f"there must be a different name for each of the {len(self._params)} trainable parameters, got "
                 f"{len(names)} names, {len(set(names))} different ones: give names=..."
             )
         grouped: list[list[str]] = [[] for _ in self.param_groups]
-        for name, group in zip(names, self._group_of, strict=True):
-            grouped[group].append(name)
+        for name, number in zip(names, order, strict=True):
+            grouped[self._group_of[number]].append(name)
         return grouped
 
     def shared_parameters(self) -> list[list[Tensor]]:
         """Those of each param group that all ranks hold: none where it has a process group of its own."""
         grouped: list[list[Tensor]] = [[] for _ in self.param_groups]
-        for param, group in zip(self._params, self._group_of, strict=True):
+        for number in self._in_order():
+            group = self._group_of[number]
             if self.param_groups[group].get("process_group") is None:
-                grouped[group].append(param)
+                grouped[group].append(self._params[number])
         return grouped
 
     def checkpoint_tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
@@ -240,20 +243,34 @@ class ZeroState(ZeroGradients):
             names: Names of the trainable parameters, per group.
         """
         flat = self._qualified(names)
-        tensors = []
+        tensors: list[StateTensor] = []
+        singles: dict[str, str] = {}
         for bucket, piece in self.pieces():
             state = bucket.state_of(piece)
             shape, name = tuple(self._params[piece.param].shape), flat[piece.param]
             whole = {key: state[key] for key in element_state(state, piece)}
+            check_keys(state, self.optimizer_class.__name__)
             if not piece.direct:
-                whole["master"] = piece.tensor
+                whole[MASTER] = piece.tensor
             for key, value in whole.items():
                 tensors.append(StateTensor(f"{key}/{name}", shape, piece.span.start, value, False))
             for key, value in state.items():  # what has one value per parameter is beside every piece of it
                 if key not in whole and value is not None:
-                    kind = SCALAR if isinstance(value, Tensor) else NUMBER
-                    tensors.append(value_of_parameter(f"{kind}{key}/{name}", value))
+                    tensors.append(self._single(key, name, value))
+                    same = singles.setdefault(tensors[-1].name, repr(tensors[-1].local.item()))
+                    if same != repr(tensors[-1].local.item()):
+                        raise ValueError(not_alike(tensors[-1].name))
         return tensors
+
+    def _single(self, key: str, name: str, value: Any) -> StateTensor:
+        kind = SCALAR if isinstance(value, Tensor) else NUMBER
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"the state {key!r} of {self.optimizer_class.__name__} has the shape {list(value.shape)} for a part of "
+                f"{name}: it is neither one value for each element nor one number, so that a checkpoint cannot cut it "
+                "into other parts; use this optimizer without ZeRO, or save optimizer.state_dict() on every rank"
+            )
+        return value_of_parameter(f"{kind}{key}/{name}", value)
 
     def wanted_tensors(
         self,
@@ -280,13 +297,21 @@ class ZeroState(ZeroGradients):
         for bucket, piece in self.pieces():
             name, numel = flat[piece.param], piece.span.numel
             keys = of_parameter.get(name, [])
-            if not piece.direct and "master" not in keys and header.get("stage") != 0:
-                keys = [*keys, "master"]  # its absence is an error; an ordinary optimizer has none to save
+            wider = piece.tensor.dtype != self._params[piece.param].dtype
+            if wider and MASTER not in keys and header.get("stage") != 0:
+                keys = [*keys, MASTER]  # its absence is an error; an ordinary optimizer has none to save
             for key in keys:
                 whole = tuple(self._params[piece.param].shape)
                 dtype, shape = described.get(f"{key}/{name}", (piece.tensor.dtype, whole))
                 single = key.startswith((SCALAR, NUMBER))
-                if shape != whole and not single or key.startswith(NUMBER) and shape != ():
+                if (
+                    shape != whole
+                    and not single
+                    or key.startswith(NUMBER)
+                    and shape != ()
+                    or single
+                    and prod(shape) != 1
+                ):
                     raise ValueError(f"{key}/{name} has shape {list(shape)}, the parameter {list(whole)}")
                 live = None if single else piece.tensor if key == MASTER else bucket.state_of(piece).get(key)
                 local = room_for(live, shape if single else (numel,), dtype)
@@ -298,11 +323,12 @@ class ZeroState(ZeroGradients):
     def _qualified(self, names: Sequence[Sequence[str]]) -> list[str]:
         """One name per parameter; where only some ranks hold copies of it, with the first of them."""
         rest = [iter(group) for group in names]
-        result = []
-        for group in self._group_of:
+        result = [""] * len(self._params)
+        for number in self._in_order():
+            group = self._group_of[number]
             ranks = self.param_groups[group].get("process_group")
             prefix = "" if ranks is None else f"from{torch.distributed.get_process_group_ranks(ranks)[0]}."
-            result.append(prefix + next(rest[group]))
+            result[number] = prefix + next(rest[group])
         return result
 
     def checkpoint_header(self) -> dict[str, Any]:
@@ -358,11 +384,39 @@ def room_for(live: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def value_of_parameter(name: str, value: Any, *, replicated: bool = False) -> StateTensor:
-    """What an optimizer has once per parameter, a tensor or a number of Python's, as a checkpoint sees it."""
+    """What an optimizer has once per parameter, a tensor or a number of Python's, as a checkpoint sees it.
+
+    Raises:
+        ValueError: For what is neither.
+    """
     if not isinstance(value, Tensor):
-        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}.get(type(value))
+        if dtype is None:
+            raise ValueError(f"{name} must be a tensor, a number or a boolean to be saved, got {value!r}")
         value = torch.tensor(value, dtype=dtype)
     return StateTensor(name, tuple(value.shape), 0, value, replicated)
+
+
+def check_keys(state: Mapping[Any, Any], optimizer: str) -> None:
+    """Check that a checkpoint can name what an optimizer has for a parameter.
+
+    Raises:
+        ValueError: For a key that would be read as something else.
+    """
+    for key in state:
+        if not isinstance(key, str) or "/" in key or key == MASTER or key.startswith((SCALAR, NUMBER)):
+            raise ValueError(
+                f"the state {key!r} of {optimizer} cannot be saved by this name: a key must be a string without '/', "
+                f"other than {MASTER!r}, that does not begin with {SCALAR!r} or {NUMBER!r}; rename it in the optimizer"
+            )
+
+
+def not_alike(name: str) -> str:
+    """The error for a number of a parameter that differs between the parts of it."""
+    return (
+        f"{name} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
+        "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"
+    )
 
 
 def _own_state(row: dict[str, Any], piece: Piece) -> PieceState:

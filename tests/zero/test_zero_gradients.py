@@ -230,13 +230,13 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Any, monkeypatch: Any) -> No
     _pool.kill()
     file = tmp_path / "error"
     monkeypatch.setenv("ZERO_DEATH_FILE", str(file))
-    start = time.monotonic()
     with pytest.raises(RuntimeError, match="died"):
         _pool.kill = lambda: None  # type: ignore[method-assign]  # the survivor is to end by itself
         try:
             run_ranks(2, dies, timeout=20.0)
         finally:
             del _pool.kill  # type: ignore[method-assign]
+    start = time.monotonic()
     while not file.exists() and time.monotonic() - start < 15:
         time.sleep(0.05)
     assert file.read_text()

@@ -1,0 +1,51 @@
+"""A guard for torch's own clipping, which would see no gradients under ZeRO and clip nothing without a word."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.zero.reducer import reducers_of
+
+_GUARDED = "_compressopt_guards"
+_INSTEAD = {
+    "clip_grad_value_": "clip by norm with optimizer.clip_grad_norm_(max_norm), or use an optimizer without ZeRO",
+    "_clip_grads_with_norm_": "call optimizer.clip_grad_norm_(max_norm) in its place, or make the optimizer with "
+    "clip_grad=max_norm",
+}
+
+
+def guard_torch_clipping() -> None:
+    """Make torch's functions that clip gradients raise an error for parameters of a living ZeroOptimizer.
+
+    ``clip_grad_norm_`` clips by ``_clip_grads_with_norm_``, which it looks up at each call: the guard reaches scripts
+    that imported ``clip_grad_norm_`` before. Other parameters are clipped as ever.
+    """
+    modules = (torch.nn.utils.clip_grad, torch.nn.utils)
+    for name in _INSTEAD:
+        original = getattr(modules[0], name, None)
+        if original is None or hasattr(original, _GUARDED):
+            continue
+        guarded = _guarded(original, name)
+        for module in modules:
+            for alias in [alias for alias, value in vars(module).items() if value is original]:
+                setattr(module, alias, guarded)
+
+
+def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        known = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if reducers_of(known):
+            raise RuntimeError(
+                "torch.nn.utils cannot clip the gradients of a ZeroOptimizer, which are shared out among the ranks: "
+                f"{_INSTEAD[name]}"
+            )
+        return original(known, *args, **kwargs)
+
+    setattr(clip, _GUARDED, True)
+    return clip

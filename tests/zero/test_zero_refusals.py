@@ -1,0 +1,153 @@
+"""What ZeroOptimizer refuses before anything trains wrongly, and torch's own clipping beside it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_compressopt import CompressOptPlugin, FusedAdam, ZeroOptimizer
+from tests.support.harness import run_ranks
+from tests.support.zero_runs import bits, different
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """A name of bitsandbytes' and of torchao's."""
+
+
+class Optimizer8bit(torch.optim.Optimizer):
+    """The base of all optimizers of bitsandbytes, those of 32 bits too."""
+
+
+class WithBits(Optimizer8bit):
+    """As bitsandbytes' AdamW, which Trainer's adamw_bnb_8bit makes with optim_bits=8."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, optim_bits: int = 32, percentile_clipping: int = 100) -> None:
+        super().__init__(params, {"lr": lr})
+        self.args = type("MockArgs", (), {})()
+        self.args.optim_bits, self.args.percentile_clipping = optim_bits, percentile_clipping
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("it is refused before")
+
+
+class StableAdamW(torch.optim.AdamW):
+    """As in torch-optimi."""
+
+
+class Prodigy(torch.optim.SGD):
+    """As in prodigyopt."""
+
+
+class DAdaptAdam(torch.optim.SGD):
+    """As in dadaptation."""
+
+
+class MyGaLoreAdamW(torch.optim.SGD):
+    """As in galore_torch."""
+
+
+class Clipping(torch.optim.SGD):
+    """One that clips unless it is told not to, as apex's."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, max_grad_norm: float = 1.0) -> None:
+        super().__init__(params, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (AdamW8bit, {}, "AdamW8bit cannot be partitioned: it keeps its state in blocks.*state_dtype='bf16'"),
+        (WithBits, {"optim_bits": 8}, "optim_bits=8 cannot be partitioned"),
+        (WithBits, {"percentile_clipping": 5}, "percentile_clipping must be 100, got 5.*use clip_grad"),
+        (StableAdamW, {}, "StableAdamW cannot be partitioned: its update takes statistics"),
+        (Prodigy, {}, "Prodigy cannot be partitioned: its update takes statistics"),
+        (DAdaptAdam, {}, "DAdaptAdam cannot be partitioned: its update takes statistics"),
+        (MyGaLoreAdamW, {}, "MyGaLoreAdamW cannot be partitioned: it needs whole matrices"),
+        (Clipping, {}, "clips to max_grad_norm=1.0 by this rank's part"),
+        (FusedAdam, {"max_grad_norm": 1.0, "clip_grad": 2.0}, "two spellings of one option"),
+        (FusedAdam, {"max_grad_norm": -1.0}, "max_grad_norm must be >= 0"),
+    ],
+)
+def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(
+    cls: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZeroOptimizer([nn.Parameter(torch.ones(3))], cls, **options)
+
+
+def test_the_base_of_bitsandbytes_is_not_refused_for_its_name() -> None:
+    ZeroOptimizer([nn.Parameter(torch.ones(3))], WithBits)
+
+
+def test_the_plugin_sees_the_bits_of_a_made_optimizer() -> None:
+    made = WithBits([nn.Parameter(torch.ones(3))], optim_bits=8)
+    with pytest.raises(ValueError, match="optim_bits=8"):
+        CompressOptPlugin(zero_stage=2).convert(made)
+
+
+def test_frozen_parameters_may_be_of_any_dtype() -> None:
+    whole = nn.Parameter(torch.arange(3), requires_grad=False)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = ZeroOptimizer([weight, whole], torch.optim.SGD, lr=1.0)
+    weight.sum().backward()
+    optimizer.step()
+    assert not weight.any() and torch.equal(whole, torch.arange(3))
+
+
+def test_a_parameter_without_dimension_in_float64() -> None:
+    weight = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    plain = copy.deepcopy(weight)
+    for optimizer, p in (
+        (ZeroOptimizer([weight], torch.optim.AdamW, lr=0.1), weight),
+        (torch.optim.AdamW([plain], lr=0.1), plain),
+    ):
+        (p * 2).backward()
+        optimizer.step()
+    assert torch.equal(weight, plain)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(20, 31), nn.Tanh(), nn.Linear(31, 7))
+
+
+def train(rank: int, *args: Any, **options: Any) -> list[Tensor]:
+    model = net()
+    optimizer = ZeroOptimizer(model.parameters(), *args, lr=1e-2, reduce_bucket_size=200, **options)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        model(torch.randn(4, 20, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return bits(model)
+
+
+def clipped_alike(rank: int, world_size: int) -> None:
+    clipped = train(rank, FusedAdam, clip_grad=0.5)
+    assert not list(different(clipped, train(rank, FusedAdam, max_grad_norm=0.5)))
+    assert list(different(clipped, train(rank, FusedAdam, max_grad_norm=0.0)))
+
+
+def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks() -> None:
+    run_ranks(2, clipped_alike)
+
+
+def torchs_clipping(rank: int, world_size: int) -> None:
+    model, other = net(), net()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
+    x = torch.ones(2, 20)
+    model(x).sum().backward()
+    other(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"optimizer.clip_grad_norm_\(max_norm\)"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="without ZeRO"):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+    assert float(optimizer.clip_grad_norm_(0.1)) == pytest.approx(float(norm))
+    del optimizer
+    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)) == 0
+
+
+def test_torchs_clipping_is_refused_by_name() -> None:
+    run_ranks(2, torchs_clipping)

@@ -1,0 +1,226 @@
+"""Parameters that others write, move or freeze after their ZeroOptimizer was made."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_compressopt import ZeroOptimizer, load_state, save_state
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def train_images(rank: int, layout: torch.memory_format | None, after: int) -> tuple[nn.Module, ZeroOptimizer]:
+    """Four steps; the model changes its memory format after some of them."""
+    model = Images()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, reduce_bucket_size=100)
+    for step in range(4):
+        if step == after and layout is not None:
+            model.to(memory_format=layout)
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def other_memory_format(rank: int, world_size: int, folder: str) -> None:
+    expected, plain = train_images(rank, None, 0)
+    for after in (0, 2):
+        model, optimizer = train_images(rank, torch.channels_last, after)
+        assert model.first.weight.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(bits(model), bits(expected), rtol=1e-4, atol=1e-5)
+        save_state(plain, f"{folder}/contiguous")  # has no copies of the weights, and needs none
+        load_state(optimizer, f"{folder}/contiguous")
+        model.to(memory_format=torch.contiguous_format)
+        model(torch.ones(1, 3, 8, 8)).sum().backward()
+        before = bits(model)
+        optimizer.step()
+        assert all(list(different([b], [a])) for b, a in zip(before, bits(model), strict=True))
+
+
+def test_a_model_in_another_memory_format_trains_on(tmp_path: Any) -> None:
+    run_ranks(2, other_memory_format, str(tmp_path))
+
+
+def clamped(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """As Wasserstein GANs clamp: the values that were written count, and all others keep their master's digits."""
+    results = []
+    for partitioned in (True, False):
+        model = Net(dtype)
+        params = [p for p in model.parameters() if p.requires_grad]
+        masters = [nn.Parameter(p.detach().float().clone(memory_format=torch.contiguous_format)) for p in params]
+        optimizer: Any
+        if partitioned:
+            optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=300)
+        else:
+            optimizer = torch.optim.AdamW(masters, lr=1e-2)
+        for step in range(4):
+            loss = loss_of(model, rank, step)
+            if partitioned:
+                loss.backward()
+            else:
+                grads = averaged(list(torch.autograd.grad(loss, params, allow_unused=True)), params)
+                for master, grad in zip(masters, grads, strict=True):
+                    master.grad = None if grad is None else grad.float()
+            optimizer.step()
+            for p, master in zip(params, masters, strict=True):
+                if not partitioned:
+                    p.data.copy_(master.data)
+                before = p.data.clone()
+                p.data.clamp_(-0.05, 0.05)
+                master.data.copy_(torch.where(p.data == before, master.data, p.data.float()))
+        results.append(bits(model))
+    assert not list(different(*results))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_writes_through_data_are_taken_over(dtype: torch.dtype) -> None:
+    run_ranks(2, clamped, dtype)
+
+
+def replaced(rank: int, world_size: int) -> None:
+    """As an average of weights is copied back: a whole new tensor, or the memory of one vector."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Net(dtype)
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+        for write in (
+            lambda p: p.data.fill_(0.25),
+            lambda p: setattr(p, "data", torch.full_like(p.data, 0.5)),
+            lambda p: p.data.view_as(p).copy_(torch.full_like(p.data, 0.75)),
+        ):
+            loss_of(model, rank, 0).backward()
+            for p in model.parameters():
+                write(p)
+            written = bits(model)
+            optimizer.step()
+            assert not list(different(written, bits(model)))
+
+
+def test_replaced_weights_stay() -> None:
+    run_ranks(2, replaced)
+
+
+def to_bfloat16(rank: int, world_size: int) -> None:
+    """A model that becomes bfloat16 keeps float32 masters from then on, as if it had been made so."""
+    results = []
+    for late in (True, False):
+        model = nn.Linear(40, 30)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape).bfloat16())
+        if not late:
+            model.bfloat16()
+        optimizer = ZeroOptimizer(
+            model.parameters(), torch.optim.SGD, lr=1e-3, communication_data_type="fp32", reduce_bucket_size=400
+        )
+        model.bfloat16()
+        for step in range(20):
+            model(torch.full((2, 40), 0.1 + rank + step / 8, dtype=torch.bfloat16)).float().sum().backward()
+            optimizer.step()
+        results.append([optimizer.get_full_param(p) for p in model.parameters()])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-3)
+    assert not any(torch.equal(value, value.bfloat16().float()) for value in results[0])
+
+
+def test_a_model_that_changes_its_dtype_keeps_masters() -> None:
+    run_ranks(2, to_bfloat16)
+
+
+def states_come_back(rank: int, world_size: int) -> None:
+    """Each state comes back to the device of its own parameter."""
+    here = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    there = nn.Parameter(torch.ones(5, dtype=torch.bfloat16, device="meta"))
+    optimizer = ZeroOptimizer([{"params": [here]}, {"params": [there]}], torch.optim.SGD, lr=1.0)
+    optimizer.reload_states()
+    assert {piece.tensor.device.type for _, piece in optimizer.pieces()} == {"cpu", "meta"}
+
+
+def test_states_of_groups_on_several_devices_come_back_to_their_own() -> None:
+    run_ranks(1, states_come_back)
+
+
+# -- freezing ---------------------------------------------------------------------------------------------------------
+
+
+def thaw(rank: int, world_size: int, folder: str) -> None:
+    """Gradual unfreezing: the head first, then all; beside the plain optimizer on averaged gradients."""
+    results = []
+    for partitioned in (True, False):
+        torch.manual_seed(6)
+        model = nn.Sequential(nn.Linear(20, 31), nn.Tanh(), nn.Linear(31, 17), nn.Tanh(), nn.Linear(17, 7))
+        for layer in model[:3]:
+            layer.requires_grad_(False)
+        named: Any = list(model.named_parameters())
+        optimizer: Any = (
+            ZeroOptimizer(named, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=300)
+            if partitioned
+            else torch.optim.AdamW(named, lr=1e-2)
+        )
+        for step in range(6):
+            if step in (2, 4):
+                model[4 - step].requires_grad_(True)
+            trainable = [p for p in model.parameters() if p.requires_grad]
+            for number in range(2):
+                generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+                loss = model(torch.randn(4, 20, generator=generator)).square().mean()
+                if partitioned:
+                    loss.backward()
+                else:
+                    grads = averaged(list(torch.autograd.grad(loss, trainable)), trainable)
+                    for p, grad in zip(trainable, grads, strict=True):
+                        p.grad = grad if p.grad is None else p.grad + grad
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(bits(model))
+        if partitioned:
+            assert [p.shape for p in optimizer.trainable_parameters] == [p.shape for p in model.parameters()]
+            save_state(optimizer, folder)
+            again = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-2)
+            load_state(again, folder)
+            assert float(again.get_full_state("0.weight", "step")) == 2
+            assert float(again.get_full_state("4.weight", "step")) == 6
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+
+
+def test_parameters_that_are_unfrozen_later_are_trained(tmp_path: Any) -> None:
+    run_ranks(2, thaw, str(tmp_path))
+
+
+def thaw_on_one(rank: int, world_size: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model[0].requires_grad_(rank == 1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_parameters_that_one_rank_unfreezes_are_an_error_on_all() -> None:
+    errors = run_ranks_expecting_error(2, thaw_on_one, timeout=20.0)
+    assert all("trainable parameters" in error for error in errors.values()), errors
+
+
+def still_alike(rank: int, world_size: int) -> None:
+    """A parameter that is frozen again keeps its value."""
+    model = Net()
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    run_steps(rank, Case("sgd"), model, optimizer, range(2))
+    model.first.requires_grad_(False)
+    before = model.first.weight.detach().clone()
+    run_steps(rank, Case("sgd"), model, optimizer, range(2, 4))
+    assert torch.equal(before, model.first.weight)
+
+
+def test_parameters_that_are_frozen_later_stay() -> None:
+    run_ranks(2, still_alike)
