@@ -30,18 +30,19 @@ class GradScaler(torch.amp.GradScaler):
             return {found_inf.device: torch.full_like(found_inf, float(inner.unscale_(float(inv_scale))))}
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
-            overflow = torch.stack([value.to(found_inf.device) for value in found.values()] or [found_inf]).max()
-            agreed = inner.agree_on_overflow(bool(overflow))
-            found = {found_inf.device: torch.full_like(found_inf, float(agreed))}
+            inner.note_overflow(any(map(bool, found.values())))
+            return found or {found_inf.device: found_inf}
         return found
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        inner = innermost(optimizer)
-        if isinstance(inner, (CompressedOptimizer, ZeroOptimizer)) and any(
-            map(bool, optimizer_state["found_inf_per_device"].values())
-        ):
+        inner, found = innermost(optimizer), optimizer_state["found_inf_per_device"]
+        if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
+            # all ranks agree here, or have agreed while clipping: torch itself looks at this rank's gradients only
+            agreed = float(inner.overflow_anywhere())
+            found.update({device: torch.full_like(value, agreed) for device, value in found.items()})
+        if isinstance(inner, (CompressedOptimizer, ZeroOptimizer)) and any(map(bool, found.values())):
             inner.skip_step()
         result: float | None = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         return result

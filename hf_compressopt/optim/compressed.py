@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
 from hf_compressopt.flat import Bucket
 from hf_compressopt.grad_sync import average_gradients
 from hf_compressopt.kernels import Average, Combination
+from hf_compressopt.optim.alignment import bits_of, largest_difference, take_first_ranks
 from hf_compressopt.optim.functional import (
     adam_options,
     adam_step_,
@@ -107,7 +109,10 @@ class CompressedOptimizer(ScheduledOptimizer):
         if bucket_numel < 1:
             raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {bucket_cap_mb}")
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
-        self._clipped: StepGradients | None = None  # gradients whose norm is known already
+        self._measured: StepGradients | None = None  # gradients of the coming step whose norm is known already
+        self._overflow = False  # a gradient scaler found an element that is not finite
+        self._gradients_compared = False
+        self._compared_at = 0  # the step before which the ranks were compared last
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -199,19 +204,13 @@ class CompressedOptimizer(ScheduledOptimizer):
         self._follow_parameters()
         self._check_ranks_agree()
         plan = self.plan
-        if self._step > 0 and self.plan_at(self._step).stage is not plan.stage:
-            self._compare_parameters()
-        gradients = self._collect(grads, self._ranks_agree_on(plan))
-        gradients.reuse(self._clipped)
-        self._clipped = None
-        if self.max_grad_norm > 0:
-            gradients.clip_(self.max_grad_norm, in_place=grads is None)
-        finite = math.isfinite(float(gradients.square_norm()))
+        gradients, finite = self._final_gradients(grads)
         if finite or not self._ranks_agree_on(plan):
             self._take_step(plan, gradients.groups if finite else None)
             self._step = plan.step
             self.rounds += plan.reduce_grads or plan.synchronize
             self.step_was_skipped = False
+            self._measured, self._overflow = None, False
             self.traffic.end_step()
         else:
             self.skip_step()
@@ -221,7 +220,7 @@ class CompressedOptimizer(ScheduledOptimizer):
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
         self.step_was_skipped = True
         self.skipped_steps += 1
-        self._clipped = None
+        self._measured, self._overflow = None, False
         self.traffic.end_step()
         if self.communicator.rank == 0:
             write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self._step + 1)
@@ -373,6 +372,76 @@ class CompressedOptimizer(ScheduledOptimizer):
             ask=agree and not averaged,
         )
 
+    def _final_gradients(self, given: Iterable[Any] | None) -> tuple[StepGradients, bool]:
+        """The gradients of this step, clipped, and whether those of all ranks are finite.
+
+        What the ranks have agreed on since the last step, while clipping or for a gradient scaler, is not asked again.
+        """
+        gradients, measured = self._collect(given, self._ranks_agree_on(self.plan)), self._measured
+        same = gradients.reuse(measured)
+        agreed = measured is not None and measured.ask and gradients.ask and given is None
+        if agreed and measured is not None and measured.is_finite() and not self.max_grad_norm:
+            if not same and not gradients.is_usable():
+                self._go_on_without(gradients)
+            return gradients, True
+        self._agree(gradients)
+        if self.max_grad_norm > 0:
+            gradients.clip_(self.max_grad_norm, in_place=given is None)
+        return gradients, gradients.is_finite()
+
+    def _go_on_without(self, gradients: StepGradients) -> None:
+        """Drop this rank's gradients, which someone made unusable after all ranks had found them finite."""
+        gradients.groups = [[None] * len(state.params) for state in self._states]
+        message = "step %d: the gradients of rank %d were changed after clipping and cannot be used; they count as 0"
+        write_log(logger, logging.WARNING, message, self._step + 1, self.communicator.rank)
+
+    def _agree(self, gradients: StepGradients, part: StepGradients | None = None, *, overflow: bool = False) -> None:
+        """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike.
+
+        Raises:
+            ValueError: If the ranks differ in their hyperparameters, on all ranks; nothing has changed.
+            Exception: As :meth:`StepGradients.agree`.
+        """
+        plan = self.plan
+        digests = [crc32(repr(self._hyperparameters()).encode()) % DIGEST_BOUND]
+        compares = not (self._gradients_compared or plan.reduce_grads) and gradients.ask
+        bits = self._gradient_bits(gradients.groups) % DIGEST_BOUND if compares else 0
+        if compares:
+            digests.append(bits)
+        alike = gradients.agree(digests, overflow=overflow or self._overflow, part=part)
+        if alike and not alike[0]:
+            self._require_same_hyperparameters()
+        if compares:
+            self._heed_gradients(alike[1] and bits > 0)
+
+    def _hyperparameters(self) -> list[list[Any]]:
+        """The hyperparameters of the param groups that all ranks hold."""
+        pairs = zip(self.param_groups, self._states, strict=False)
+        return [_plain_options(group) for group, state in pairs if state.own_rank is None]
+
+    def _gradient_bits(self, gradients: Grads) -> int:
+        """A sum of the bits of this rank's gradients, of the param groups that all ranks hold."""
+        shared = [grads for grads, state in zip(gradients, self._states, strict=False) if state.own_rank is None]
+        return int(sum(bit_sum(grad) for grad in chain.from_iterable(shared) if grad is not None))
+
+    def _heed_gradients(self, identical: bool) -> None:
+        """Warn, once, if the local gradients of all ranks are identical."""
+        if (
+            not self._gradients_compared
+            and identical
+            and 0 == self.communicator.rank < self.communicator.world_size - 1
+        ):
+            write_log(
+                logger,
+                logging.WARNING,
+                "the gradients of all ranks are identical in the first step whose gradients must stay local: they seem "
+                "to be averaged already, in full precision, so that no traffic is saved. For a DistributedDataParallel "
+                "model call hf_compressopt.attach_ddp(model, optimizer); with Trainer import hf_compressopt.auto; with "
+                "Accelerate use CompressOptAccelerator; in a plain loop average gradients only if "
+                "optimizer.plan.reduce_grads",
+            )
+        self._gradients_compared = True
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """Clip the gradients of the coming step, by the same factor on every rank. All ranks call.
@@ -395,31 +464,56 @@ class CompressedOptimizer(ScheduledOptimizer):
         self._follow_parameters()
         self._check_ranks_agree()
         gradients = self._collect(None, self._ranks_agree_on(self.plan))
-        if parameters is not None:
-            gradients = gradients.of(parameters, self._states)
-        norm = gradients.clip_(max_norm, in_place=True).float()
-        self._clipped = gradients
+        gradients.reuse(self._measured)
+        part = gradients if parameters is None else gradients.of(parameters, self._states)
+        self._agree(gradients, part)
+        norm = part.clip_(max_norm, in_place=True).float()
+        gradients.after_clipping(part)
+        self._measured = gradients
         return norm
 
-    def agree_on_overflow(self, overflow: bool) -> bool:
-        """Whether any rank met an overflow in its local gradients. One small all-reduce; all ranks call.
+    def note_overflow(self, overflow: bool) -> None:
+        """Take note that a gradient scaler has unscaled this rank's gradients; no collective call.
 
         Args:
-            overflow: Whether this rank met one, as a gradient scaler finds it.
+            overflow: Whether an element of them is not finite.
+        """
+        self._overflow, self._measured = overflow, None
+
+    def overflow_anywhere(self) -> bool:
+        """Whether the gradients of any rank are not finite. All ranks call; at most one small all-reduce.
 
         Raises:
             TypeError: For gradients that cannot be used, on all ranks.
             ValueError: Likewise.
         """
-        return not math.isfinite(float(self._collect(agree=True, averaged=False).square_norm(overflow)))
+        if self._measured is None or not self._measured.ask:
+            gradients = self._collect(agree=True, averaged=False)
+            self._agree(gradients)
+            self._measured = gradients
+        return not self._measured.is_finite()
+
+    def agree_on_overflow(self, overflow: bool) -> bool:
+        """Whether any rank met an overflow in its local gradients; :meth:`note_overflow`, then the answer.
+
+        Args:
+            overflow: Whether this rank met one, as a gradient scaler finds it.
+        """
+        self.note_overflow(overflow)
+        return self.overflow_anywhere()
 
     def _check_ranks_agree(self) -> None:
-        """Once before the first step: all ranks must hold the same layout, options and step.
+        """Check, before the first step and before the first one of a stage, that the ranks are alike.
 
         Raises:
             ValueError: If they do not, on all ranks.
         """
+        plan = self.plan
         if self._ranks_checked:
+            if self._compared_at != plan.step and self._step > 0 and self.plan_at(self._step).stage is not plan.stage:
+                self._require_same_hyperparameters()
+                self._align_parameters()
+                self._compared_at = plan.step
             return
         own = [state.own_rank is not None for state in self._states]
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self._schedule_options(), *self._alike()]
@@ -430,9 +524,45 @@ class CompressedOptimizer(ScheduledOptimizer):
         self._require_equal(
             "parameter sizes", lambda state: crc32(repr((state.compressed, state.layout.numels)).encode())
         )
-        if self.plan.agree:  # else each rank has parameters of its own
+        self._require_same_hyperparameters()
+        if plan.agree:  # else each rank has parameters of its own
             self._compare_parameters()
-        self._ranks_checked = True
+        self._ranks_checked, self._compared_at = True, plan.step
+
+    def _require_same_hyperparameters(self) -> None:
+        """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed.
+
+        Raises:
+            ValueError: If they do not, on all ranks.
+        """
+        what = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
+        self.communicator.require_equal(what, self._hyperparameters())
+
+    def _align_parameters(self) -> None:
+        """Take rank 0's parameters on all ranks if they differ by no more than rounding. All ranks call.
+
+        Raises:
+            ValueError: If they differ by more, on all ranks; nothing has changed.
+        """
+        error: Exception | None = None
+        apart: list[tuple[Communicator, list[GroupState]]] = []
+        with self.traffic.paused():
+            for communicator, states in self._by_communicator(self._states):
+                everyone = communicator.all_gather_object([bits_of(state) for state in states])
+                if any(bits != everyone[0] for bits in everyone):
+                    apart.append((communicator, states))
+                    if largest_difference(states, self._step, communicator) > 1:
+                        error = ValueError(
+                            "the parameters of the ranks differ by more than rounding at the end of the warmup stage: "
+                            "average all gradients over the ranks while optimizer.plan.reduce_grads, and start all "
+                            "ranks from the same parameters"
+                        )
+            self._raise_together(error)
+            for communicator, states in apart:
+                take_first_ranks(states, communicator)
+        if apart and self.communicator.rank == 0:
+            message = "step %d: the parameters of the ranks differ by rounding (unlike devices?): all take rank 0's"
+            write_log(logger, logging.WARNING, message, self._step + 1)
 
     def _compare_parameters(self) -> None:
         """Check that all ranks hold the same parameter bits: nothing after the warmup stage would mend a difference.
@@ -441,7 +571,7 @@ class CompressedOptimizer(ScheduledOptimizer):
             ValueError: If they do not, on all ranks.
         """
         what = "the bits of their parameters (are they alike at the start, and all gradients averaged in warmup?)"
-        self._require_equal(what, lambda state: int(sum(bit_sum(param) for param in state.params)))
+        self._require_equal(what, bits_of)
 
     def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
         """Check that a number of every param group is alike on all the ranks that hold it. All ranks call.
@@ -455,7 +585,20 @@ class CompressedOptimizer(ScheduledOptimizer):
                 communicator.require_equal(what, [value(state) for state in states])
             except ValueError as found:
                 error = found
+        self._raise_together(error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks if one has an error; without groups of their own, all have it or none."""
         if self._has_own_groups:
             self.communicator.raise_together(error, ValueError)
         elif error is not None:
             raise error
+
+
+def _plain_options(group: dict[str, Any]) -> list[Any]:
+    """The hyperparameters of a param group that all ranks must share, as JSON holds them."""
+    return [
+        *(float(group[name]) for name in ("lr", "eps", "weight_decay")),
+        *map(float, group["betas"]),
+        *(bool(group[name]) for name in ("bias_correction", "eps_inside_sqrt")),
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives.agreement import sum_and_compare
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.kernels.memory import holds_values, in_memory
@@ -25,7 +26,9 @@ class StepGradients:
 
     Attributes:
         groups: One list per param group, one entry per trainable parameter; None where there is no gradient.
-        fault: The error that they deserve on this rank; None where they are sound.
+        fault: The error to raise on this rank, or None if the gradients are valid.
+        ask: Whether the ranks must agree on the norm, since some gradients are each rank's own.
+        measured_signature: Of the gradients when they were measured last; see :meth:`signature`.
     """
 
     def __init__(
@@ -44,11 +47,12 @@ class StepGradients:
             fault: See the class.
             communicator: The ranks.
             shares: For each group, 1 over the number of ranks that hold its parameters.
-            ask: Whether the ranks must agree on the norm, since some gradients are each rank's own.
+            ask: See the class.
         """
-        self.groups, self.fault = groups, fault
-        self._communicator, self._shares, self._ask = communicator, tuple(shares), ask
+        self.groups, self.fault, self.ask = groups, fault, ask
+        self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
+        self._square: Tensor | None = None
         self.measured_signature: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
@@ -100,12 +104,15 @@ class StepGradients:
         return tuple((id(grad), grad._version) for grad in self.present())
 
     def of(self, params: Iterable[Tensor], states: Sequence[GroupState]) -> StepGradients:
-        """The gradients of these parameters instead, which may be any; those that have no state belong to all ranks."""
+        """The gradients of these parameters, which may be any; those that have no state belong to all ranks."""
+        params = [p for p in params if p.grad is not None]
+        if {id(p.grad) for p in params} == {id(grad) for grad in self.present()}:
+            return self
         shares = {id(p): 1 / state.communicator.world_size for state in states for p in state.params}
         chosen: dict[float, list[Tensor | None]] = {}
         for p in params:
             chosen.setdefault(shares.get(id(p), 1 / self._communicator.world_size), []).append(p.grad)
-        return StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self._ask)
+        return StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self.ask)
 
     def local_squares(self) -> dict[float, Tensor]:
         """Sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
@@ -117,58 +124,85 @@ class StepGradients:
             self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
         return self._local_squares
 
-    def reuse(self, measured: StepGradients | None) -> None:
-        """Take over the local sums of squares of gradients that were measured before, if they are the same."""
-        if measured is not None and measured.measured_signature == self.signature():
-            self._local_squares = measured._local_squares
-
-    def square_norm(self, overflow: bool = False) -> Tensor:
-        """Square of the norm of averaged gradients; of local ones the mean over ranks of their squared norms.
-
-        The latter takes one small all-reduce, in which the ranks also tell each other of faults: all ranks call. It is
-        at least the square of the norm of the mean, and at most W times that. Parameters that only some of the ranks
-        hold count by the mean over these.
-
-        Args:
-            overflow: Whether this rank knows already that an element of its gradients is not finite.
+    def reuse(self, measured: StepGradients | None) -> bool:
+        """Take over the local sums of squares of gradients that were measured before, if they are the same.
 
         Returns:
-            [] float64, alike on all ranks. Not finite where an element on any rank is not, or is too large for its
-            square to be a float32.
+            Whether they are.
+        """
+        same = measured is not None and measured.measured_signature == self.signature()
+        if measured is not None and same:
+            self._local_squares = measured._local_squares
+        return same
+
+    def is_usable(self) -> bool:
+        """Whether this rank's gradients are valid and finite."""
+        return self.fault is None and all(math.isfinite(float(square)) for square in self.local_squares().values())
+
+    def agree(self, digests: Sequence[int] = (), *, overflow: bool = False, part: StepGradients | None = None) -> Any:
+        """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers.
+
+        One small all-reduce, of which all ranks take part; without ``ask`` nothing is sent.
+
+        Args:
+            digests: Numbers to compare; see :func:`~hf_compressopt.collectives.agreement.sum_and_compare`.
+            overflow: Whether this rank knows already that an element of its gradients is not finite.
+            part: Gradients of some parameters, whose squares are summed in the same message.
+
+        Returns:
+            For each digest, whether all ranks have the same one; none without ``ask``.
 
         Raises:
             Exception: ``fault`` on the ranks that have one, and a RuntimeError on the others.
         """
-        communicator = self._communicator
-        square = torch.zeros((), dtype=torch.float64, device=communicator.device)
-        if overflow:
-            square = square + math.inf
-        elif self.fault is None:
-            for share, local in self.local_squares().items():
-                square = square + (local * share if self._ask else local)
-        if self._ask:
-            faults = torch.full_like(square, float(self.fault is not None))
-            agreed = torch.stack([square, faults])
-            communicator.all_reduce(agreed).wait()
-            square, faults = agreed[0], agreed[1]
-            if self.fault is None and float(faults) > 0:
-                raise RuntimeError(f"{int(faults)} other rank(s) were given gradients that cannot be used")
+        part = part or self
+        squares = [each._own_square(overflow) for each in (self, part)]
+        alike: list[bool] = []
+        if self.ask:
+            faults = torch.full_like(squares[0], float(self.fault is not None))
+            sums, alike = sum_and_compare([faults, *squares], digests, self._communicator)
+            if self.fault is None and float(sums[0]) > 0:
+                raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
+            squares = [sums[1], sums[2]]
         if self.fault is not None:
             raise self.fault
+        self._square, part._square = squares
+        self.measured_signature = self.signature()
+        return alike
+
+    def _own_square(self, overflow: bool) -> Tensor:
+        """This rank's contribution to the sum of squares, [] float64."""
+        square = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
+        if overflow:
+            return square + math.inf
+        for share, local in self.local_squares().items() if self.fault is None else ():
+            square = square + (local * share if self.ask else local)
         return square
+
+    def square_norm(self) -> Tensor:
+        """Square of the norm of averaged gradients; of local ones the mean over ranks of their squared norms.
+
+        The latter is at least the square of the norm of the mean, and at most W times that. Parameters that only some
+        of the ranks hold count by the mean over these.
+
+        Returns:
+            [] float64, alike on all ranks, after :meth:`agree`. Not finite if an element on any rank is not, or is too
+            large for its square to be a float32.
+        """
+        if self._square is None:
+            self.agree()
+        assert self._square is not None
+        return self._square
+
+    def is_finite(self) -> bool:
+        """Whether the gradients of all ranks are finite; alike on all ranks."""
+        return math.isfinite(float(self.square_norm()))
 
     def clip_(self, max_norm: float, *, in_place: bool) -> Tensor:
         """Clip to ``max_norm``, by the same factor on every rank; gradients that are not finite stay as they are.
 
-        Args:
-            max_norm: The norm to clip to.
-            in_place: Whether to change the tensors, or to go on with new ones.
-
         Returns:
             [] float64, the norm before.
-
-        Raises:
-            Exception: As :meth:`square_norm`.
         """
         norm = self.square_norm().sqrt()
         factor = float(clip_factor(norm, max_norm))
@@ -177,9 +211,16 @@ class StepGradients:
                 _scale_(self.present(), factor)
             else:
                 self.groups = [[None if grad is None else grad * factor for grad in grads] for grads in self.groups]
+            self._square = self.square_norm() * factor**2
             self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
+
+    def after_clipping(self, part: StepGradients) -> None:
+        """Take note that a part of the gradients was clipped: these are finite as before, and of another norm."""
+        if part is not self:
+            self._local_squares = None
+            self.measured_signature = self.signature()
 
 
 def _scale_(grads: Sequence[Tensor], factor: float) -> None:

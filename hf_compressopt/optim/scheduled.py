@@ -115,8 +115,21 @@ class ScheduledOptimizer(FlatOptimizer):
 
         return restore
 
+    @contextmanager
+    def synced_parameters(self) -> Iterator[None]:
+        """Inside, the parameters are alike on all ranks, as they always are here. No collective call."""
+        yield
+
+    @property
+    def ranks_are_apart(self) -> bool:
+        """Whether each rank has its own parameters at this moment: never here."""
+        return False
+
     def settle_parameters(self) -> None:
         """Make all ranks hold the same parameters until the next step, which here they always do. All ranks call."""
+
+    def parameters_replaced(self) -> None:
+        """Go on from the parameters as they are, such as those of a model that was loaded. All ranks call."""
 
     # -- metrics ------------------------------------------------------------------------------------------------------
 

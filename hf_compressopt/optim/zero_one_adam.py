@@ -20,17 +20,20 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
+from hf_compressopt.collectives.agreement import DIGEST_BOUND, sum_and_compare
 from hf_compressopt.flat import Bucket, StateTensor
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
+from hf_compressopt.optim.interval import LocalInterval
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.stages import Stage, StepPlan, zero_one_plan
@@ -43,8 +46,11 @@ _VAR_UPDATE_SCALER = 16
 class ZeroOneAdam(FreezingOptimizer):
     """Adam that learns its variance ever more seldom, and then lets the ranks step alone between 1-bit syncs.
 
-    Inside a local interval the ranks' parameters differ: :meth:`averaged_parameters` puts their mean in place, for an
-    evaluation or a save. A rank whose gradient is not finite there keeps its momentum and goes on with it.
+    Inside a local interval the ranks' parameters differ. :meth:`averaged_parameters` puts their mean in place, for an
+    evaluation or a save by all ranks; :meth:`synced_parameters` those of the last sync, for a rank alone. A rank whose
+    gradient is not finite keeps its momentum and goes on with it. Parameters that others write inside an interval (a
+    loaded model, clamped weights) are averaged in full precision at the next sync, and so are parameters that are
+    frozen inside it.
 
     Args:
         params: As for OnebitAdam.
@@ -91,6 +97,7 @@ class ZeroOneAdam(FreezingOptimizer):
         for name, value in self._intervals.items():
             check_count(name, value)
         super().__init__(params, lr, freeze_step=var_freeze_step, **options)
+        self._interval = LocalInterval(self._states, self.traffic)
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
@@ -184,6 +191,7 @@ class ZeroOneAdam(FreezingOptimizer):
                 state.server_error.zero_()
                 for index, param in enumerate(state.params):
                     state.view(state.extra["anchor"], index).copy_(param)
+        self._interval.expect()
 
     # -- messages: a gradient in the variance stage, the sum of updates in the local-step stage -----------------------
 
@@ -217,7 +225,7 @@ class ZeroOneAdam(FreezingOptimizer):
     # -- local-step stage ---------------------------------------------------------------------------------------------
 
     def _local_steps(self, plan: StepPlan, groups: Sequence[int], gradients: Grads | None) -> None:
-        self._restore_own()
+        self._interval.begin_step()
         if gradients is None:
             write_log(
                 logger,
@@ -233,10 +241,40 @@ class ZeroOneAdam(FreezingOptimizer):
             if float(state.extra["lr_sum"]) != 0:  # a schedule at its floor moves nothing: there is nothing to send
                 moved.append(index)
         if plan.synchronize:
-            self._compressed_step(moved, gradients or [[] for _ in self._states])
-            for index in moved:
-                self._states[index].extra["lr_sum"].zero_()
-                self._states[index].extra["decay"].fill_(1.0)
+            self._sync(moved, gradients)
+        self._interval.expect()
+
+    def _sync(self, moved: Sequence[int], gradients: Grads | None) -> None:
+        """(6) and (7), or plain averages if someone else has written parameters since the last sync."""
+        written = self._parameters_were_written(gradients)
+        self._interval.average_frozen()
+        if written:
+            return self._interval.sync_by_average()
+        self._compressed_step(moved, gradients or [[] for _ in self._states])
+        for index in moved:
+            self._states[index].extra["lr_sum"].zero_()
+            self._states[index].extra["decay"].fill_(1.0)
+
+    def _parameters_were_written(self, gradients: Grads | None) -> bool:
+        """Whether someone has written parameters on any rank; also compares what must be alike. All ranks call."""
+        states = [state for state in self._states if state.compressed and state.own_rank is None]
+        so_far = [(float(state.extra["lr_sum"]), float(state.extra["decay"])) for state in states]
+        frozen = [[not param.requires_grad for param in state.params] for state in states]
+        alike = [crc32(repr((self._hyperparameters(), so_far, frozen)).encode()) % DIGEST_BOUND]
+        compares, bits = not self._gradients_compared, 0
+        if compares:
+            bits = (self.communicator.rank if gradients is None else self._gradient_bits(gradients)) % DIGEST_BOUND
+            alike.append(bits)
+        written = self._interval.written(self.communicator.device)
+        with self.traffic.paused():
+            sums, same = sum_and_compare([written], alike, self.communicator)
+            if not same[0]:
+                self._require_same_hyperparameters()
+                self.communicator.require_equal(
+                    "their learning rates since the last sync, or in frozen parameters", [so_far, frozen]
+                )
+        self._heed_gradients(compares and same[1] and bits > 0)
+        return float(sums[0]) > 0
 
     def _local_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None] | None) -> None:
         """(4) and (5) of one group."""
@@ -264,55 +302,53 @@ class ZeroOneAdam(FreezingOptimizer):
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
 
+    @property
+    def ranks_are_apart(self) -> bool:
+        """Whether each rank has its own parameters at this moment. No collective call; alike on all ranks."""
+        return self._interval.is_apart()
+
     def settle_parameters(self) -> None:
-        """Put the mean over ranks in the place of each rank's parameters, until the next step. All ranks call."""
-        if not self._apart():
-            return
-        with torch.no_grad():
-            for state in self._states:
-                if state.compressed:
-                    state.own_params = [param.detach().clone() for param in state.params]
-                    self._average(state)
+        """Put the mean over ranks in the place of each rank's parameters; the next step starts from it. All ranks call.
+
+        The next sync is what it would have been, since it follows from the parameters at the last one.
+        """
+        self._interval.settle()
 
     @contextmanager
     def averaged_parameters(self) -> Iterator[None]:
         """Inside, the parameters are the mean over ranks; at the end each rank has its own again. All ranks call."""
-        if not self._apart():
+        with self._interval.stand_in(self._interval.average):
             yield
-            return
-        self.settle_parameters()
-        try:
-            yield
-        finally:
-            self._restore_own()
 
-    def _restore_own(self) -> None:
-        with torch.no_grad():
+    @contextmanager
+    def synced_parameters(self) -> Iterator[None]:
+        """Inside, the parameters are those of the last sync, alike on all ranks; at the end this rank's own again.
+
+        No collective call: a rank may use it alone.
+        """
+        with self._interval.stand_in(self._interval.fill_with_anchor):
+            yield
+
+    def parameters_replaced(self) -> None:
+        """Go on from the parameters as they are, such as those of a model that was loaded. All ranks call; no messages.
+
+        Without this call the next sync averages what it finds, with one message in full precision.
+        """
+        if self._stage is Stage.LOCAL_STEP:
+            self._interval.expect_anything()
             for state in self._states:
-                for param, own in zip(state.params, state.own_params or (), strict=False):
-                    param.copy_(own)
-                state.own_params = None
+                if state.compressed:
+                    self._interval.start_anew(state)
+            self._interval.expect()
 
-    def _apart(self) -> bool:
-        """Whether the ranks are inside a local interval, each with its own parameters: all know without asking."""
-        states = [state for state in self._states if state.compressed]
-        inside = any(float(state.extra["lr_sum"]) != 0 and state.own_params is None for state in states)
-        return self.communicator.world_size > 1 and inside
+    def _state_loaded(self) -> None:
+        super()._state_loaded()
+        self._interval.expect_anything()
 
     def checkpoint_tensors(
         self, *args: Any, saved: dict[str, Tensor] | None = None, **kwargs: Any
     ) -> list[StateTensor]:
         """As the base class's; what is loaded goes into the parameters, not into what was kept while they were away."""
         if saved is not None:
-            self._restore_own()
+            self._interval.put_back()
         return super().checkpoint_tensors(*args, saved=saved, **kwargs)
-
-    def _average(self, state: GroupState) -> None:
-        for bucket in state.layout.buckets:
-            with state.parameter_segments(bucket) as params, self.traffic.paused():
-                moving = [segment for segment in params if segment.tensor is not None]
-                mean = torch.cat([segment.part.float() for segment in moving] or [torch.empty(0, device=state.device)])
-                mean.mul_(1 / state.communicator.world_size)
-                state.communicator.all_reduce(mean).wait()
-                for segment, part in zip(moving, torch.split(mean, [s.numel for s in moving]), strict=True):
-                    segment.part.copy_(part)
