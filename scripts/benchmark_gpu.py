@@ -69,7 +69,7 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
     nbytes = chunk_message_nbytes(numel, WORLD_SIZE, SCALE_BLOCK)
     messages = torch.zeros(sum(nbytes), dtype=torch.uint8, device=device)
     one_scale = torch.zeros(sum(chunk_message_nbytes(numel, WORLD_SIZE, None)), dtype=torch.uint8, device=device)
-    kernels.compress_(Combination.of(x), error, messages, world_size=WORLD_SIZE, scale_block=SCALE_BLOCK)
+    kernels.SignFormat(SCALE_BLOCK).compress_(Combination.of(x), error, messages, WORLD_SIZE)
     stride = nbytes[0]
     gathered = torch.zeros(WORLD_SIZE * stride, dtype=torch.uint8, device=device)
     gathered[: messages.numel()] = messages
@@ -83,7 +83,7 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
     sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
 
     def compress(z: Combination, out: Tensor, scale_block: int | None) -> Callable[[], object]:
-        return lambda: kernels.compress_(z, error, out, world_size=WORLD_SIZE, scale_block=scale_block)
+        return lambda: kernels.SignFormat(scale_block).compress_(z, error, out, WORLD_SIZE)
 
     return [
         ("compress x", compress(Combination.of(x), messages, SCALE_BLOCK), 12 * numel + signs),
@@ -91,34 +91,32 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
         ("compress momentum and gradient", compress(momentum, messages, SCALE_BLOCK), (12 + size) * numel + signs),
         (
             f"average {WORLD_SIZE} messages, compress",
-            lambda: kernels.average_compress_(
-                received, error[:chunk], served, world_size=WORLD_SIZE, scale_block=SCALE_BLOCK
-            ),
+            lambda: kernels.SignFormat(SCALE_BLOCK).average_compress_(received, error[:chunk], served, WORLD_SIZE),
             8 * chunk + (WORLD_SIZE + 1) * chunk / 8,
         ),
-        ("decompress", lambda: kernels.decompress_(y, x), 4 * numel + signs),
-        ("combine", lambda: kernels.combine_(momentum, x), (8 + size) * numel),
+        ("decompress", lambda: kernels.on(device).decompress_(y, x), 4 * numel + signs),
+        ("combine", lambda: kernels.on(device).combine_(momentum, x), (8 + size) * numel),
         (
             "decompress, Adam",
-            lambda: kernels.apply_adam_(y, m, v, params, descent),
+            lambda: kernels.on(device).apply_adam_(y, m, v, params, descent),
             (8 + 2 * size) * numel + signs,
         ),
         (
             "local step",
-            lambda: kernels.local_step_(m, v, u, grads, params, 0.9, descent),
+            lambda: kernels.on(device).local_step_(m, v, u, grads, params, 0.9, descent),
             (20 + 3 * size) * numel,
         ),
         (
             "decompress, sync",
-            lambda: kernels.sync_parameters_(y, m, anchor, v, u, params, 1.0, descent),
+            lambda: kernels.on(device).sync_parameters_(y, m, anchor, v, u, params, 1.0, descent),
             (20 + size) * numel + signs,
         ),
         (
             "decompress, LAMB's moments",
-            lambda: kernels.lamb_moments_(y, m, x, v, params, factors, sums, lamb),
+            lambda: kernels.on(device).lamb_moments_(y, m, x, v, params, factors, sums, lamb),
             (20 + size) * numel + signs,
         ),
-        ("LAMB's step", lambda: kernels.lamb_apply_(m, v, params, rates, lamb), (8 + 2 * size) * numel),
+        ("LAMB's step", lambda: kernels.on(device).lamb_apply_(m, v, params, rates, lamb), (8 + 2 * size) * numel),
         ("sum of squares", lambda: kernels.sum_of_squares([grad], device), size * numel),
     ]
 

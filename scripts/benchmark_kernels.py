@@ -92,13 +92,13 @@ class Buffers:
         sent = 1 / 8 + 4 / BLOCK
 
         def compress(z: Combination, message: Tensor, block: int | None) -> None:
-            kernels.compress_(z, self.error, message, world_size=1, scale_block=block)
+            kernels.SignFormat(block).compress_(z, self.error, message, 1)
 
         def average_compress(count: int) -> tuple[Callable[[], None], float]:
             received = self.messages[:count].view(-1)
 
             def call() -> None:
-                kernels.average_compress_(received, self.error, self.message, world_size=count, scale_block=BLOCK)
+                kernels.SignFormat(BLOCK).average_compress_(received, self.error, self.message, count)
 
             return call, 8 + (count + 1) * sent
 
@@ -106,10 +106,10 @@ class Buffers:
             "compress": (lambda: compress(Combination.of(self.x), self.message, BLOCK), 12 + sent),
             "momentum + compress": (lambda: compress(momentum, self.message, BLOCK), 16 + sent),
             "compress, one scale": (lambda: compress(Combination.of(self.x), self.whole, None), 20 + sent),
-            "decompress": (lambda: kernels.decompress_(y, self.out), 4 + sent),
+            "decompress": (lambda: kernels.on(CPU).decompress_(y, self.out), 4 + sent),
             **{f"decompress + average of {count}, compress": average_compress(count) for count in AVERAGED},
             "decompress + apply": (
-                lambda: kernels.apply_adam_(y, self.out, self.variance, segments, DESCENT),
+                lambda: kernels.on(CPU).apply_adam_(y, self.out, self.variance, segments, DESCENT),
                 16 + sent,
             ),
         }

@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import Average, Combination
+from hf_compressopt.kernels import Average, Combination, MessageFormat
 
 _Result = TypeVar("_Result")
 #: Work on one bucket: it yields before each wait, and returns a result.
@@ -29,17 +29,17 @@ Task = Generator[None, None, _Result]
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """The errors of one bucket on one rank, and how its messages are scaled.
+    """The errors of one bucket on one rank, and the form of its messages.
 
     Attributes:
         worker_error: [n] float32, the part of this rank's values that its messages to the servers missed.
         server_error: [n_own] float32, the part of the average of its own chunk that this rank's message missed.
-        scale_block: Elements per scale, a positive multiple of 8; None for one scale per rank.
+        format: The form of the messages.
     """
 
     worker_error: Tensor
     server_error: Tensor
-    scale_block: int | None
+    format: MessageFormat
 
 
 def server_numel(numel: int, communicator: Communicator) -> int:
@@ -93,12 +93,12 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
         The compressed mean, still as messages: the same bits on all ranks. A single rank gets what it wanted to send,
         plus the errors of a run on more ranks, which become zero.
     """
-    world_size, rank, scale_block = communicator.world_size, communicator.rank, feedback.scale_block
+    world_size, rank, form = communicator.world_size, communicator.rank, feedback.format
     if world_size == 1:
         return _with_old_errors(z, feedback)
-    nbytes = kernels.chunk_message_nbytes(z.numel, world_size, scale_block)
+    nbytes = form.chunk_nbytes(z.numel, world_size)
     to_servers = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
-    kernels.compress_(z, feedback.worker_error, to_servers, world_size=world_size, scale_block=scale_block)
+    form.compress_(z, feedback.worker_error, to_servers, world_size)
     from_workers = to_servers.new_empty(world_size * nbytes[rank])
     handle = communicator.all_to_all(
         from_workers, to_servers, output_splits=[nbytes[rank]] * world_size, input_splits=nbytes
@@ -107,20 +107,18 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
     handle.wait()
     stride = nbytes[0]  # the first chunk is the longest
     to_all = from_workers.new_zeros(stride)
-    kernels.average_compress_(
-        from_workers, feedback.server_error, to_all[: nbytes[rank]], world_size=world_size, scale_block=scale_block
-    )
+    form.average_compress_(from_workers, feedback.server_error, to_all[: nbytes[rank]], world_size)
     from_servers = to_all.new_empty(world_size * stride)
     handle = communicator.all_gather(from_servers, to_all)
     del to_servers, from_workers  # a bucket on its way holds one phase's messages
     yield
     handle.wait()
-    return Average(z.numel, messages=from_servers, world_size=world_size, scale_block=scale_block, stride=stride)
+    return form.average(z.numel, from_servers, world_size, stride)
 
 
 def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Average:
     values = torch.empty(z.numel, dtype=torch.float32, device=z.device)
-    kernels.combine_(z, values)
+    kernels.on(values).combine_(z, values)
     for error in (feedback.worker_error, feedback.server_error):
         if error.numel():
             values += error
@@ -142,7 +140,7 @@ def compressed_all_reduce_(x: Tensor, feedback: ErrorFeedback, communicator: Com
 
     def task() -> Task[None]:
         average = yield from compressed_all_reduce(Combination.of(x), feedback, communicator)
-        kernels.decompress_(average, x)
+        kernels.on(x).decompress_(average, x)
 
     pipeline = Pipeline()
     pipeline.add(task())

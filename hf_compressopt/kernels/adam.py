@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 from weakref import ref
@@ -14,97 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels import library, native
+from hf_compressopt.kernels import library
 from hf_compressopt.kernels.adam_native import AdamTable
+from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
+from hf_compressopt.kernels.adam_reference import reference_, torch_fused_
+from hf_compressopt.kernels.c_operands import DTYPES
 from hf_compressopt.kernels.memory import holds_values, in_memory
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # other types, such as DTensor, are torch's to work on
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
 _Places = list[tuple[ref[Tensor], int] | None] | None
-
-
-@dataclass(frozen=True)
-class AdamStep:
-    """What one step does to every tensor of a list.
-
-    Attributes:
-        lr: Learning rate; a tensor of one element is read where it is, without a host synchronization on its device.
-        beta1: Coefficient of the first running average.
-        beta2: Coefficient of the second running average.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        adam_w_mode: Decoupled decay (AdamW); else L2 regularization (Adam).
-        bias_correction: Whether Adam's bias corrections apply.
-        maximize: Whether the gradients are negated.
-        grad_scale: [] or [1]; gradients are divided by it.
-        found_inf: [] or [1]; where it is not 0, nothing is changed.
-        clip_factor: [] or [1]; gradients are multiplied by it.
-        write_grads: Whether the gradients are left divided and multiplied so.
-    """
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    adam_w_mode: bool = True
-    bias_correction: bool = True
-    maximize: bool = False
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    clip_factor: Tensor | None = None
-    write_grads: bool = False
-
-    def on(self, device: torch.device) -> AdamStep:
-        """The same with every tensor [] float32 on this device; an lr that lies on another one is read."""
-        lr = self.lr
-        if isinstance(lr, Tensor):
-            lr = _scalar(lr, device) if lr.device == device and device.type != "cpu" else float(lr)
-        scale, inf, clip = self.grad_scale, self.found_inf, self.clip_factor
-        if lr is self.lr and scale is None and inf is None and clip is None:
-            return self
-        return replace(
-            self,
-            lr=lr,
-            grad_scale=None if scale is None else _scalar(scale, device),
-            found_inf=None if inf is None else _scalar(inf, device),
-            clip_factor=None if clip is None else _scalar(clip, device),
-        )
-
-
-@dataclass
-class AdamTensors:
-    """The tensors of one step: lists with an entry for each parameter.
-
-    Attributes:
-        grads: Any shapes; float32, bfloat16, float16 or float64.
-        params: Shaped like the gradients, and of these dtypes; where there is a master, they are written only.
-        exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
-        exp_avg_sqs: As exp_avgs.
-        steps: [] float32 each, on the parameter's device: steps that it has seen; counted up.
-        masters: float32 weights that are updated in the parameter's place, or None; None where there are no masters.
-        copies: Tensors that get the new parameter too, rounded to their dtype, or None; None where there are none.
-    """
-
-    grads: list[Tensor]
-    params: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    steps: list[Tensor]
-    masters: list[Tensor | None] | None = None
-    copies: list[Tensor | None] | None = None
-
-    def rows(self) -> Iterator[tuple[Any, ...]]:
-        """For each parameter gradient, parameter, exp_avg, exp_avg_sq, step, master and copy."""
-        none = [None] * len(self.params)
-        required = (self.grads, self.params, self.exp_avgs, self.exp_avg_sqs, self.steps)
-        return zip(*required, self.masters or none, self.copies or none, strict=True)
-
-    def take(self, indices: Sequence[int]) -> AdamTensors:
-        """Those of some parameters."""
-        if len(indices) == len(self.params):
-            return self
-        return AdamTensors(*(values and [values[i] for i in indices] for values in vars(self).values()))
 
 
 def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) -> AdamPlan:
@@ -245,7 +164,7 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
     tensors = [p, *others.values()]
     types, dtypes = {type(tensor) for tensor in tensors}, {tensor.dtype for tensor in tensors}
     fits = t.dtype == torch.float32 and t.device == p.device and t.numel() == 1 and type(t) is Tensor
-    if not fits or not dtypes <= native.DTYPES.keys() or m.dtype != v.dtype or not _aligned(tensors):
+    if not fits or not dtypes <= DTYPES.keys() or m.dtype != v.dtype or not _aligned(tensors):
         return _Kind.OTHER
     if not all(map(holds_values, (*tensors, t))):
         for name, tensor in others.items():
@@ -301,91 +220,4 @@ def _still(tensors: list[Tensor | None] | None, places: _Places) -> bool:
     return True
 
 
-def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
-    """:func:`adam_` by torch's operator: on one device, float32, with bias corrections, no clipping, master or copy."""
-    torch._foreach_add_(tensors.steps, 1)
-    operator = torch._fused_adamw_ if step.adam_w_mode else torch._fused_adam_
-    found_inf = None if step.found_inf is None else step.found_inf.ne(0).float()
-    operator(
-        tensors.params,
-        tensors.grads,
-        tensors.exp_avgs,
-        tensors.exp_avg_sqs,
-        [],
-        tensors.steps,
-        lr=step.lr,
-        beta1=step.beta1,
-        beta2=step.beta2,
-        weight_decay=step.weight_decay,
-        eps=step.eps,
-        amsgrad=False,
-        maximize=step.maximize,
-        grad_scale=step.grad_scale,
-        found_inf=found_inf,
-    )
-    if found_inf is not None:
-        torch._foreach_sub_(tensors.steps, [found_inf] * len(tensors.steps))
-
-
-def reference_(tensors: AdamTensors, step: AdamStep) -> None:
-    """:func:`adam_` on one device, in PyTorch: the specification, and the fallback for every tensor that torch has."""
-    if step.found_inf is not None and bool(step.found_inf):
-        return
-    lr = step.lr.double() if isinstance(step.lr, Tensor) else step.lr
-    for g, p, m, v, t, master, copy in tensors.rows():
-        t += 1
-        weights = _wide(p if master is None else master)
-        direction = _direction_(weights, _gradient_(g, step).to(weights.dtype), m, v, t, lr, step)
-        if step.adam_w_mode and step.weight_decay != 0:
-            weights.mul_(1 - lr * step.weight_decay)
-        weights.sub_(direction)
-        for target in (p, copy):
-            if target is not None and target is not weights:
-                target.copy_(weights)
-
-
-def _gradient_(grad: Tensor, step: AdamStep) -> Tensor:
-    if grad._is_zerotensor():  # torch's operators cannot write to one
-        grad = grad.clone()
-    wide = _wide(grad)
-    if step.grad_scale is not None:
-        wide = wide / step.grad_scale
-    if step.clip_factor is not None:
-        wide = wide * step.clip_factor
-    if step.write_grads and wide is not grad:
-        grad.copy_(wide)
-    return -wide if step.maximize else wide
-
-
-def _direction_(
-    weights: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    t: Tensor,
-    lr: float | Tensor,
-    step: AdamStep,
-) -> Tensor:
-    """Update the moments in place; returns lr m^ / (sqrt(v^) + eps)."""
-    if not step.adam_w_mode and step.weight_decay != 0:
-        grad = grad + weights * step.weight_decay
-    m, v = _wide(exp_avg), _wide(exp_avg_sq)
-    m.add_((grad - m).mul_(1 - step.beta1))
-    v.mul_(step.beta2).add_((grad * (1 - step.beta2)).mul_(grad))
-    for moment, wide in ((exp_avg, m), (exp_avg_sq, v)):
-        if moment is not wide:
-            moment.copy_(wide)
-    denominator = v.double().sqrt().to(v.dtype)  # MKL's float32 square root, which torch calls, is not rounded right
-    if step.bias_correction:
-        count = float(t) if t.device.type == "cpu" else t.double()  # a GPU's host does not wait
-        lr = lr / (1 - step.beta1**count)
-        denominator.div_((1 - step.beta2**count) ** 0.5)
-    return (m * lr).div_(denominator.add_(step.eps))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-
-
-def _scalar(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device, torch.float32, non_blocking=True).reshape(()).resolve_neg()
+__all__ = ["AdamPlan", "AdamStep", "AdamTensors", "adam_"]

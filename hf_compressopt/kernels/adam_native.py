@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import library, native
+from hf_compressopt.kernels import library
+from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
+from hf_compressopt.kernels.c_operands import DTYPES
 from hf_compressopt.kernels.memory import address_of, in_memory
-
-if TYPE_CHECKING:
-    from hf_compressopt.kernels.adam import AdamStep, AdamTensors
 
 
 class _Row(ctypes.Structure):
@@ -108,7 +106,7 @@ def _addresses(tensors: list[Tensor]) -> list[int]:
 
 
 def _row(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Row:
-    codes = native.DTYPES
+    codes = DTYPES
     return _Row(
         param=p.data_ptr(),
         grad=g.data_ptr(),

@@ -14,7 +14,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, Piece, StateTensor, chunk_range
-from hf_compressopt.kernels import Average, Segment
+from hf_compressopt.kernels import Average, Segment, SignFormat
 from hf_compressopt.kernels.memory import in_memory, is_direct
 
 
@@ -73,7 +73,7 @@ class GroupState:
         self.params = list(params)
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.compressed = compressed
-        self._scale_block = scale_block
+        self._format = SignFormat(scale_block)
         self.communicator, self.own_rank = communicator, own_rank
         has_errors = compressed and communicator.world_size > 1
         owned = [server_numel(bucket.numel, communicator) for bucket in self.layout.buckets] if has_errors else []
@@ -102,7 +102,7 @@ class GroupState:
         for bucket in self.layout.buckets:
             own = server_numel(bucket.numel, self.communicator) if self.worker_error.numel() else 0
             worker = self.worker_error[bucket.start : bucket.stop]
-            self.feedback.append(ErrorFeedback(worker, self.server_error[offset : offset + own], self._scale_block))
+            self.feedback.append(ErrorFeedback(worker, self.server_error[offset : offset + own], self._format))
             offset += own
 
     def take_errors(self, worker_error: Tensor, server_error: Tensor) -> None:
@@ -160,7 +160,7 @@ class GroupState:
         if mask is None:
             return average
         values = torch.empty(bucket.numel, dtype=torch.float32, device=self.device)
-        kernels.decompress_(average, values)
+        kernels.on(values).decompress_(average, values)
         for piece in bucket.pieces:
             whole = mask.to(values).expand(self.params[piece.index].shape).reshape(-1)
             values[piece.offset - bucket.start :][: piece.numel].mul_(whole[piece.start : piece.stop])

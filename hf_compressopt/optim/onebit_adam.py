@@ -61,4 +61,4 @@ class OnebitAdam(FreezingOptimizer):
     def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
         exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
         with state.parameter_segments(bucket) as params:
-            kernels.apply_adam_(average, exp_avg, variance, params, descent(group))  # (5), (6)
+            kernels.on(exp_avg.device).apply_adam_(average, exp_avg, variance, params, descent(group))  # (5), (6)

@@ -154,7 +154,7 @@ class OnebitLamb(FreezingOptimizer):
         if bucket.start == 0:
             self._sums[state] = torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
         with state.parameter_segments(bucket) as params:
-            kernels.lamb_moments_(  # (3), (4)
+            kernels.on(state.device).lamb_moments_(  # (3), (4)
                 average,
                 state.exp_avg[flat],
                 state.extra["exp_avg_sq_fresh"][flat],
@@ -190,7 +190,7 @@ class OnebitLamb(FreezingOptimizer):
         span = Bucket(pieces[0].offset, pieces[-1].offset + pieces[-1].numel, pieces)
         exp_avg, variance = state.exp_avg[span.start : span.stop], state.exp_avg_sq[span.start : span.stop]
         with state.parameter_segments(span, moving) as params:
-            kernels.lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
+            kernels.on(state.device).lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
 
     def _frozen_coeffs(self, group: dict[str, Any], state: GroupState) -> Tensor:
         average, updates = state.extra["lamb_coeff_freeze"], state.extra["lamb_coeff_updates"]

@@ -167,7 +167,9 @@ class ZeroOneAdam(FreezingOptimizer):
         exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
         corrections = self._corrections(group, state, counted)
         with state.parameter_segments(bucket, moving) as params:
-            kernels.apply_adam_(average, exp_avg, variance, params, descent(group), beta=beta, corrections=corrections)
+            kernels.on(exp_avg.device).apply_adam_(
+                average, exp_avg, variance, params, descent(group), beta=beta, corrections=corrections
+            )
 
     def _corrections(self, group: dict[str, Any], state: GroupState, counted: bool) -> Tensor:
         """What m and v of each parameter are divided by; infinity for m where there is no variance yet."""
@@ -211,7 +213,7 @@ class ZeroOneAdam(FreezingOptimizer):
         flat = slice(bucket.start, bucket.stop)
         decayed = replace(descent(group), decay=float(state.extra["decay"]))
         with state.parameter_segments(bucket) as params:
-            kernels.sync_parameters_(  # (6), (7)
+            kernels.on(state.device).sync_parameters_(  # (6), (7)
                 average,
                 state.exp_avg[flat],
                 state.extra["anchor"][flat],
@@ -284,7 +286,7 @@ class ZeroOneAdam(FreezingOptimizer):
             gradients = None if grads is None else state.gradient_segments(bucket, grads)
             local_update = state.extra["local_update"][flat]
             with state.parameter_segments(bucket) as params:
-                kernels.local_step_(
+                kernels.on(state.device).local_step_(
                     state.exp_avg[flat],
                     state.exp_avg_sq[flat],
                     local_update,

@@ -14,7 +14,7 @@ from hf_compressopt.collectives.exchange import (
 )
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import reference
+from hf_compressopt.kernels import signs
 from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.harness import run_ranks
 
@@ -27,7 +27,7 @@ RTOL = 4e-6  # float32's sum of 4096 equal squares, which all round the same way
 
 def feedback_of(numel, scale_block, communicator):
     server = torch.zeros(server_numel(numel, communicator))
-    return ErrorFeedback(torch.zeros(numel), server, scale_block)
+    return ErrorFeedback(torch.zeros(numel), server, kernels.SignFormat(scale_block))
 
 
 def inputs(world_size, numel, repeats, seed):
@@ -103,17 +103,18 @@ def test_one_rank_keeps_its_input():
 def test_decompressed_plus_error_is_input(numel, scale_block):
     """u = Q(u) + error up to the one rounding of the subtraction, for the worker's and for the server's message."""
     generator = torch.Generator().manual_seed(numel)
+    form = kernels.SignFormat(scale_block)
     for world_size in (1, 2, 3, 4):
         x, error = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
         u = x + error
-        sizes = kernels.chunk_message_nbytes(numel, world_size, scale_block)
+        sizes = form.chunk_nbytes(numel, world_size)
         messages = torch.zeros(sum(sizes), dtype=torch.uint8)
-        kernels.compress_(kernels.Combination.of(x), error, messages, world_size=world_size, scale_block=scale_block)
+        form.compress_(kernels.Combination.of(x), error, messages, world_size)
         sent, byte = [], 0
         for rank, size in enumerate(sizes):
             start, stop = chunk_range(numel, world_size, rank)
             if start < stop:
-                sent.append(reference.decompress_message(messages[byte:], stop - start, scale_block))
+                sent.append(signs.decompress_message(messages[byte:], stop - start, scale_block))
             byte += size
         quantized = torch.cat(sent)
         assert_adds_up(u, quantized, error)
@@ -123,11 +124,11 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         size = sizes[0]
         received = messages[:size].repeat(world_size)
         server_error = torch.randn(own, generator=generator)
-        a = server_error + reference.decompress_message(messages, own, scale_block)
+        a = server_error + signs.decompress_message(messages, own, scale_block)
         out = torch.zeros(size, dtype=torch.uint8)
-        kernels.average_compress_(received, server_error, out, world_size=world_size, scale_block=scale_block)
+        form.average_compress_(received, server_error, out, world_size)
         result = torch.empty(own)
-        kernels.decompress_(kernels.Average(own, messages=out, scale_block=scale_block, stride=size), result)
+        kernels.on(result).decompress_(form.average(own, out, 1, size), result)
         assert_adds_up(a, result, server_error, roundings=world_size)
 
 
@@ -135,9 +136,9 @@ def test_messages_are_summed_in_groups_of_four():
     """Beside 2^24 a 1 is lost in float32, but four of them are not; the order is the same everywhere."""
     messages = torch.zeros(8, kernels.message_nbytes(1, 8), dtype=torch.uint8)
     messages[:, :4].view(torch.float32).copy_(torch.tensor([2.0**24] + 7 * [1.0]).view(8, 1))
-    assert float(reference.mean_of_messages(messages, 1, 8)) == (2.0**24 + 4) / 8
+    assert float(signs.mean_of_messages(messages, 1, 8)) == (2.0**24 + 4) / 8
     messages[5, 4] = 1  # negative
-    assert float(reference.mean_of_messages(messages, 1, 8)) == (2.0**24 + 2) / 8
+    assert float(signs.mean_of_messages(messages, 1, 8)) == (2.0**24 + 2) / 8
 
 
 def assert_adds_up(u, quantized, error, roundings=1):
@@ -275,7 +276,7 @@ def pipeline_on_a_rank(rank, world_size):
     def task(x, out):
         z = kernels.Combination.of(x)
         average = yield from compressed_all_reduce(z, feedback_of(x.numel(), 64, communicator), communicator)
-        kernels.decompress_(average, out)
+        kernels.on(out).decompress_(average, out)
 
     pipeline = Pipeline()
     for x, out in zip(xs, piped, strict=True):

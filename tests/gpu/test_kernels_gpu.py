@@ -12,14 +12,13 @@ def test_compression_gives_the_same_message_and_error_as_the_cpu(numel: int, sca
     world_size = 3
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     error = torch.randn(numel, generator=torch.Generator().manual_seed(numel + 1))
-    nbytes = sum(kernels.chunk_message_nbytes(numel, world_size, scale_block))
+    form = kernels.SignFormat(scale_block)
+    nbytes = sum(form.chunk_nbytes(numel, world_size))
     results = {}
     for device in ("cpu", "cuda"):
         feedback = error.to(device, copy=True)
         messages = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        kernels.compress_(
-            kernels.Combination.of(x.to(device)), feedback, messages, world_size=world_size, scale_block=scale_block
-        )
+        form.compress_(kernels.Combination.of(x.to(device)), feedback, messages, world_size)
         results[device] = (messages.cpu(), feedback.cpu())
     torch.testing.assert_close(results["cuda"][1], results["cpu"][1], rtol=1e-5, atol=1e-5)
     assert results["cuda"][0].shape == results["cpu"][0].shape

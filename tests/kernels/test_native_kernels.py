@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_compressopt import kernels
-from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels import library, native, reference, signs
+from hf_compressopt.kernels.c_operands import AverageRecord, Operands, SegmentTable
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 from tests.support import kernel_cases as cases
@@ -219,10 +220,10 @@ def test_values_that_are_not_ordinary(instruction_set: str, scale_block: int | N
         rows = x.double().split(scale_block or x.numel())
         expected = torch.stack([row.square().mean().sqrt() for row in rows]).float()
         torch.testing.assert_close(scales, expected, rtol=3e-7, atol=2e-45, equal_nan=True)
-        signs = message[scales.numel() * 4 :][: -(-x.numel() // 8)]
+        packed = message[scales.numel() * 4 :][: -(-x.numel() // 8)]
         u = x + 0.0
-        assert torch.equal(signs, reference.pack_signs(u))
-        assert_equal_with_nan(error, u - reference.decompress_message(message, x.numel(), scale_block))
+        assert torch.equal(packed, signs.pack_signs(u))
+        assert_equal_with_nan(error, u - signs.decompress_message(message, x.numel(), scale_block))
 
 
 # -- the same bits everywhere -----------------------------------------------------------------------------------------
@@ -476,16 +477,16 @@ def test_wrong_segments_are_refused() -> None:
 
 
 def test_null_pointers_are_refused() -> None:
-    zero = native._Operands(CPU, 8).combination(Combination(8, CPU))
+    zero = Operands(CPU, 8).combination(Combination(8, CPU))
     with pytest.raises(RuntimeError, match="co_compress: scale_block must be a multiple of 8, or 0, got 12"):
         library.call("co_compress", CPU, zero, 1, 1, 8, 12, 1)
     with pytest.raises(RuntimeError, match="co_compress: error is null"):
         library.call("co_compress", CPU, zero, None, 1, 8, 0, 1)
     with pytest.raises(RuntimeError, match="the data of segment 0 is null"):
-        table = native._Segments("tensors", [Segment(None, 0, 5, 0)], CPU, 5)
+        table = SegmentTable("tensors", [Segment(None, 0, 5, 0)], CPU, 5)
         library.call("co_square_sums", CPU, table.address, 1, torch.zeros(1, dtype=torch.float64).data_ptr())
     with pytest.raises(RuntimeError, match="neither messages nor values"):
-        library.call("co_decompress", CPU, ctypes.byref(native._Average(None, None, 8, 0, 0, 1)), None)
+        library.call("co_decompress", CPU, ctypes.byref(AverageRecord(None, None, 8, 0, 0, 1)), None)
 
 
 def test_fake_tensors_are_refused_where_real_ones_are_needed() -> None:
@@ -515,15 +516,16 @@ NUMEL, WORLD_SIZE, BLOCK = 5_000, 2, 512
 
 
 def round_trip(x: Tensor, grad: Tensor, error: Tensor, server_error: Tensor) -> tuple[Tensor, Tensor]:
-    sizes = chunk_message_nbytes(NUMEL, WORLD_SIZE, BLOCK)
+    form = kernels.SignFormat(BLOCK)
+    sizes = form.chunk_nbytes(NUMEL, WORLD_SIZE)
     messages = torch.zeros(sum(sizes), dtype=torch.uint8)
     z = Combination(NUMEL, CPU, x * 1.5, 0.9, [Segment(grad, 0, NUMEL, 0)], 0.1)
-    kernels.compress_(z, error, messages, world_size=WORLD_SIZE, scale_block=BLOCK)
+    form.compress_(z, error, messages, WORLD_SIZE)
     out = torch.zeros(NUMEL)
-    kernels.decompress_(Average(NUMEL, None, messages, WORLD_SIZE, BLOCK, sizes[0]), out)
+    kernels.on(out).decompress_(form.average(NUMEL, messages, WORLD_SIZE, sizes[0]), out)
     server = torch.zeros(message_nbytes(NUMEL // 2, BLOCK), dtype=torch.uint8)
     received = messages[: 2 * server.numel()]
-    kernels.average_compress_(received, server_error, server, world_size=WORLD_SIZE, scale_block=BLOCK)
+    form.average_compress_(received, server_error, server, WORLD_SIZE)
     return out + 1, server
 
 

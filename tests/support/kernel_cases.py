@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import native, reference
-from hf_compressopt.kernels.adam import AdamStep, AdamTensors, reference_
+from hf_compressopt.kernels import native, reference, signs
 from hf_compressopt.kernels.adam_native import AdamTable
+from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
+from hf_compressopt.kernels.adam_reference import reference_
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
 
@@ -151,7 +152,7 @@ def check_average_compress(
     case = Pair(Arena(device), numel + 17 * world_size)
     messages, own_messages = case.put(_messages(case, numel, world_size, scale_block))
     error = torch.randn(numel, generator=case.random)
-    u = reference.mean_of_messages(messages.view(world_size, -1), numel, scale_block) + error
+    u = signs.mean_of_messages(messages.view(world_size, -1), numel, scale_block) + error
     out = case.arena.put(torch.full((message_nbytes(numel, scale_block),), 7, dtype=torch.uint8))
     own_error = case.arena.put(error, shift)
     native.average_compress_(own_messages, own_error, out, world_size, scale_block)
@@ -187,10 +188,10 @@ def _check_messages(u: Tensor, error: Tensor, messages: Tensor, world_size: int,
         rows = [b.double().square().mean().sqrt() for b in whole.split(scale_block or max(whole.numel(), 1))]
         assert_scales_close(scales, torch.stack(rows))
         expected = torch.zeros(nbytes - 4 * blocks, dtype=torch.uint8)
-        signs = reference.pack_signs(part)
-        expected[: signs.numel()] = signs
+        packed = signs.pack_signs(part)
+        expected[: packed.numel()] = packed
         assert_same_bits(message[4 * blocks :], expected)
-        assert_same_bits(error[start:stop], part - reference.decompress_message(message, stop - start, scale_block))
+        assert_same_bits(error[start:stop], part - signs.decompress_message(message, stop - start, scale_block))
         byte += nbytes
     assert byte == messages.numel()
 

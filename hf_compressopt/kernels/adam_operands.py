@@ -1,0 +1,98 @@
+"""Operands of one step of Adam over many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """What one step does to every tensor of a list.
+
+    Attributes:
+        lr: Learning rate; a tensor of one element is read where it is, without a host synchronization on its device.
+        beta1: Coefficient of the first running average.
+        beta2: Coefficient of the second running average.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adam_w_mode: Decoupled decay (AdamW); else L2 regularization (Adam).
+        bias_correction: Whether Adam's bias corrections apply.
+        maximize: Whether the gradients are negated.
+        grad_scale: [] or [1]; gradients are divided by it.
+        found_inf: [] or [1]; where it is not 0, nothing is changed.
+        clip_factor: [] or [1]; gradients are multiplied by it.
+        write_grads: Whether the gradients are left divided and multiplied so.
+    """
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+    maximize: bool = False
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    clip_factor: Tensor | None = None
+    write_grads: bool = False
+
+    def on(self, device: torch.device) -> AdamStep:
+        """The same with every tensor [] float32 on this device; an lr that lies on another one is read."""
+        lr = self.lr
+        if isinstance(lr, Tensor):
+            lr = _scalar(lr, device) if lr.device == device and device.type != "cpu" else float(lr)
+        scale, inf, clip = self.grad_scale, self.found_inf, self.clip_factor
+        if lr is self.lr and scale is None and inf is None and clip is None:
+            return self
+        return replace(
+            self,
+            lr=lr,
+            grad_scale=None if scale is None else _scalar(scale, device),
+            found_inf=None if inf is None else _scalar(inf, device),
+            clip_factor=None if clip is None else _scalar(clip, device),
+        )
+
+
+@dataclass
+class AdamTensors:
+    """The tensors of one step: lists with an entry for each parameter.
+
+    Attributes:
+        grads: Any shapes; float32, bfloat16, float16 or float64.
+        params: Shaped like the gradients, and of these dtypes; where there is a master, they are written only.
+        exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
+        exp_avg_sqs: As exp_avgs.
+        steps: [] float32 each, on the parameter's device: steps that it has seen; counted up.
+        masters: float32 weights that are updated in the parameter's place, or None; None where there are no masters.
+        copies: Tensors that get the new parameter too, rounded to their dtype, or None; None where there are none.
+    """
+
+    grads: list[Tensor]
+    params: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    masters: list[Tensor | None] | None = None
+    copies: list[Tensor | None] | None = None
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """For each parameter gradient, parameter, exp_avg, exp_avg_sq, step, master and copy."""
+        none = [None] * len(self.params)
+        required = (self.grads, self.params, self.exp_avgs, self.exp_avg_sqs, self.steps)
+        return zip(*required, self.masters or none, self.copies or none, strict=True)
+
+    def take(self, indices: Sequence[int]) -> AdamTensors:
+        """Those of some parameters."""
+        if len(indices) == len(self.params):
+            return self
+        return AdamTensors(*(values and [values[i] for i in indices] for values in vars(self).values()))
+
+
+def _scalar(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, torch.float32, non_blocking=True).reshape(()).resolve_neg()

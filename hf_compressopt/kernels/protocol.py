@@ -1,0 +1,193 @@
+"""The interface of the kernels, with the contract of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+
+
+class Kernels(Protocol):
+    """The kernels of one device. All implementations leave the same bits.
+
+    Every operation on an element is rounded on its own, in the order of the formulas. Only sums over many elements
+    (scales, norms) may differ, by at most 2 ulp.
+
+    m, v, p, g and u stand for momentum, variance, parameter, gradient and local update. A segment that stands still
+    (:attr:`Segment.still`) counts as a direction of 0, and as a momentum of 0.
+    """
+
+    def compress_(
+        self, z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None
+    ) -> None:
+        """Compress a bucket to signs, with error feedback: u = z + error; messages <- Q(u); error <- u - Q(u).
+
+        Q(u) is sign(u) times RMS(u) of the block. If ``scale_block`` is None, all chunks share RMS(u) of the bucket.
+
+        Args:
+            z: The n values to send, read.
+            error: [n] float32, updated in place.
+            messages: [sum(chunk_message_nbytes(n, world_size, scale_block))] uint8, written.
+            world_size: Number of chunks.
+            scale_block: Elements per scale, a positive multiple of 8, or None.
+        """
+
+    def average_compress_(
+        self, messages: Tensor, error: Tensor, out: Tensor, world_size: int, scale_block: int | None
+    ) -> None:
+        """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); error <- a - Q(a).
+
+        The sum is taken in float32: messages in groups of four, in rank order, and then the groups' sums, in order.
+
+        Args:
+            messages: [world_size * message_nbytes(n, scale_block)] uint8, one message of the same chunk per rank, read.
+            error: [n] float32, updated in place.
+            out: [message_nbytes(n, scale_block)] uint8, written.
+            world_size: Number of messages.
+            scale_block: As in :meth:`compress_`.
+        """
+
+    def decompress_(self, y: Average, out: Tensor) -> None:
+        """Write the values of an average: out <- y.
+
+        Args:
+            y: n elements, read.
+            out: [n] float32, written.
+        """
+
+    def combine_(self, z: Combination, out: Tensor) -> None:
+        """Write the values of a combination: out <- z.
+
+        Args:
+            z: n elements, read.
+            out: [n] float32, written.
+        """
+
+    def apply_adam_(
+        self,
+        y: Average,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        params: Sequence[Segment],
+        descent: Descent,
+        beta: float = 1.0,
+        corrections: Tensor | None = None,
+    ) -> None:
+        """Take the momentum from an average, and step: m <- y; p <- p decay - lr m^ / denominator(v^).
+
+        With another ``beta`` than 1 the momentum becomes m + beta (y - m).
+
+        Args:
+            y: n elements, read. Its values may be ``exp_avg`` itself.
+            exp_avg: [n] float32, m, written.
+            exp_avg_sq: [n] float32, v, read.
+            params: Segments that cover the bucket. Segments without a tensor move no parameter; m is written for them.
+            descent: The rate and the denominator of the step.
+            beta: 1.0, or the rate of the momentum.
+            corrections: [tensors, 2] float32. m^ and v^ are m and v divided by a tensor's two corrections; infinity as
+                the first one stands for a direction of 0. None: m^ and v^ are m and v.
+        """
+
+    def local_step_(
+        self,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        local_update: Tensor,
+        grads: Sequence[Segment] | None,
+        params: Sequence[Segment],
+        beta1: float,
+        descent: Descent,
+    ) -> None:
+        """Take 0/1 Adam's step of one rank alone: m <- b1 m + (1-b1) g; p <- p decay - lr m/denominator; u <- u + lr m.
+
+        Args:
+            exp_avg: [n] float32, m, updated in place.
+            exp_avg_sq: [n] float32, v, read.
+            local_update: [n] float32, u, updated in place.
+            grads: Segments that cover the bucket, read. None leaves m as it is.
+            params: As in :meth:`apply_adam_`.
+            beta1: Coefficient of the momentum.
+            descent: The rate and the denominator of the step.
+        """
+
+    def sync_parameters_(
+        self,
+        y: Average,
+        exp_avg: Tensor,
+        anchor: Tensor,
+        exp_avg_sq: Tensor,
+        local_update: Tensor,
+        params: Sequence[Segment],
+        lr_sum: float,
+        descent: Descent,
+    ) -> None:
+        """Take 0/1 Adam's sync: m <- y / lr_sum; anchor <- anchor decay - y / denominator(v); p <- anchor; u <- 0.
+
+        Args:
+            y: n elements, read. Its values may be ``local_update`` itself.
+            exp_avg: [n] float32, m, written.
+            anchor: [n] float32, the parameters at the last sync, updated in place.
+            exp_avg_sq: [n] float32, v, read.
+            local_update: [n] float32, u, set to 0.
+            params: Segments that cover the bucket. Segments without a tensor change neither anchor nor parameter.
+            lr_sum: Sum of the learning rates of the interval, not 0.
+            descent: ``decay`` is the product over the interval; ``lr`` is not used.
+        """
+
+    def lamb_moments_(
+        self,
+        y: Average,
+        exp_avg: Tensor,
+        exp_avg_sq_fresh: Tensor,
+        exp_avg_sq: Tensor,
+        params: Sequence[Segment],
+        factors: Tensor,
+        sums: Tensor,
+        options: LambOptions,
+    ) -> None:
+        """Take 1-bit LAMB's first pass over a bucket: momentum, fresh variance, and the sums for each coefficient.
+
+        m' = y / factor; g' = (m' - b1 m) / (1 - b1); v_fresh <- b2 v_fresh + (1-b2) g'^2; m <- m'.
+
+        Each tensor has three sums: [0] grows by the sum of (m'/denominator(v))^2, [1] by the sum of
+        (m'/denominator(v) + wd p)^2, and [2] becomes the largest denominator(v)/denominator(v_fresh) so far. A tensor
+        that stands still counts as 1 in [2].
+
+        Args:
+            y: n elements, read.
+            exp_avg: [n] float32, m, updated in place.
+            exp_avg_sq_fresh: [n] float32, updated in place.
+            exp_avg_sq: [n] float32, the frozen v, read.
+            params: Segments that cover the bucket, read. A segment without a tensor counts as p = 0.
+            factors: [tensors] float32, read.
+            sums: [tensors, 3] float64, updated in place; 0 before a tensor's first segment.
+            options: Hyperparameters.
+        """
+
+    def lamb_apply_(
+        self, exp_avg: Tensor, exp_avg_sq: Tensor, params: Sequence[Segment], rates: Tensor, options: LambOptions
+    ) -> None:
+        """Take 1-bit LAMB's second pass: p <- p - rate (m / denominator(v) + wd p).
+
+        Args:
+            exp_avg: [n] float32, m, read.
+            exp_avg_sq: [n] float32, the frozen v, read.
+            params: Segments that cover the n elements. Segments without a tensor change no parameter.
+            rates: [tensors] float32, read.
+            options: Hyperparameters.
+        """
+
+    def sum_of_squares(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Sum the squares of all elements, in float64. Native code takes no float64.
+
+        Args:
+            tensors: Any shapes, on ``device``.
+            device: The device of the result.
+
+        Returns:
+            [] float64. It is not finite if an element is not.
+        """
