@@ -145,7 +145,7 @@ def check_parameter(param: Tensor, dtypes: tuple[torch.dtype, ...], number: int)
     if (problem := why_not_dense(param)) is not None:
         raise TypeError(f"parameters must be dense, got {problem} in param group {number}")
     repeated = any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True))
-    if repeated and param.requires_grad:
+    if repeated and param.numel() > 0 and param.requires_grad:
         raise ValueError(
             f"the elements of a parameter must not share memory, got shape {tuple(param.shape)} with strides "
             f"{param.stride()} in param group {number}: copy it with .clone() after .expand()"

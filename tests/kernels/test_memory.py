@@ -364,4 +364,5 @@ def test_parameters_that_cannot_be_updated_are_refused(kind: type[Any]) -> None:
     with pytest.raises(ValueError, match=r"must not share memory, got shape \(8,\) with strides \(0,\).* \.clone\(\)"):
         kind([nn.Parameter(expanded)], **options)
     frozen = nn.Parameter(torch.ones(1).expand(8), requires_grad=False)
-    kind([frozen, nn.Parameter(torch.ones(2))], **options)
+    empty = nn.Parameter(torch.empty_strided((0, 3), (0, 0)))
+    kind([frozen, empty, nn.Parameter(torch.ones(2))], **options)
