@@ -13,6 +13,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.checkpoint.writer import sync_folder
+from hf_compressopt.checkpoint.writer import publish, temporary_name
 
 #: Storages begin at multiples of this, as torch.save has them.
 _ALIGNMENT = 64
@@ -84,7 +85,7 @@ class _Pickler(pickle.Pickler):
 class TorchFile:
     """A file of torch.save under way; a context manager.
 
-    It has the name ``<stem>.tmp`` until :meth:`finish`, and is gone where the context ends without it.
+    It has a temporary name until :meth:`finish`, and is removed if the context ends without that call.
 
     Attributes:
         path: The file's name in the end.
@@ -98,7 +99,7 @@ class TorchFile:
             path: The file's name.
             contents: Dicts, lists and primitives, with a :class:`PendingTensor` for each tensor.
         """
-        self.path, self._temporary = path, path.with_suffix(".tmp")
+        self.path, self._temporary = path, temporary_name(path)
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(contents)
@@ -112,12 +113,17 @@ class TorchFile:
         Raises:
             OSError: If it cannot be written.
         """
-        self._archive = zipfile.ZipFile(self._temporary, "w", zipfile.ZIP_STORED)
-        for name, data in (("data.pkl", self._pickle), ("byteorder", sys.byteorder.encode())):
-            self._begin(name, len(data))
-            self._record.write(data)
-            self._record.close()
-        self._begin_tensor()
+        self._file = open(self._temporary, "xb")
+        try:
+            self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)
+            for name, data in (("data.pkl", self._pickle), ("byteorder", sys.byteorder.encode())):
+                self._begin(name, len(data))
+                self._record.write(data)
+                self._record.close()
+            self._begin_tensor()
+        except BaseException:
+            self._discard()
+            raise
         return self
 
     def write(self, data: memoryview) -> None:
@@ -150,19 +156,23 @@ class TorchFile:
         self._record.write(b"3\n")
         self._record.close()
         self._archive.close()
-        with open(self._temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(self._temporary, self.path)
-        sync_folder(self.path.parent)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        publish(self._temporary, self.path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the file where it was not finished."""
-        if self._archive.fp is not None:
-            self._archive.fp.close()
-            self._archive.fp = None  # nothing to complete: the file goes
-        self._temporary.unlink(missing_ok=True)
+        """Remove the file if it was not finished."""
+        self._discard()
+
+    def _discard(self) -> None:
+        self._archive.fp = None  # there is nothing to complete: the file is removed
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):  # the error that led here is the one to tell
+            self._temporary.unlink(missing_ok=True)
 
     def _begin_tensor(self) -> None:
         """Begin the record of the next tensor that has bytes; those without have empty ones."""
@@ -179,9 +189,8 @@ class TorchFile:
         """Begin a record, whose bytes begin at a multiple of the alignment: its header has an extra field for that."""
         info = zipfile.ZipInfo(f"{_ROOT}/{name}")
         info.file_size = nbytes
-        assert self._archive.fp is not None
         zip64 = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
-        fixed = self._archive.fp.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4
+        fixed = self._file.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4
         padding = -fixed % _ALIGNMENT
         info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
         self._record = self._archive.open(info, "w")

@@ -10,8 +10,10 @@ import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from hf_compressopt.checkpoint.files import HEADER_CAP
@@ -24,8 +26,8 @@ _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 class ShardWriter:
     """A safetensors file under way; a context manager.
 
-    Room for the whole file is taken first, so that a full disk is met before anything is written, where the file system
-    can. The file has the name ``<stem>.tmp`` until :meth:`finish`, and is gone where the context ends without it.
+    The whole file is allocated first, if the file system supports it, so that a full disk is met before anything is
+    written. The file has a temporary name until :meth:`finish`. It is removed if the context ends without that call.
 
         with ShardWriter(path, {"a": ("float32", (2, 3))}, {"format": "pt"}) as writer:
             for key in writer.keys:
@@ -40,7 +42,11 @@ class ShardWriter:
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[str, Sequence[int]]],
+        metadata: Mapping[str, str],
+        temporary: Path | None = None,
     ) -> None:
         """Lay out the file; nothing is written before the context is entered.
 
@@ -48,6 +54,7 @@ class ShardWriter:
             path: The file's name.
             tensors: Dtype, by torch's name, and shape of every tensor.
             metadata: What the header says beside.
+            temporary: The name until :meth:`finish`; a file of that name is replaced. None: a new name beside ``path``.
 
         Raises:
             ValueError: For a dtype that safetensors does not have, or a header beyond its bound.
@@ -60,12 +67,14 @@ class ShardWriter:
         self._sizes = {key: prod(tensors[key][1]) * DTYPES[tensors[key][0]][1] for key in self.keys}
         self._header = _header({key: tensors[key] for key in self.keys}, self._sizes, metadata)
         self.bytes = len(self._header) + sum(self._sizes.values())
-        self._temporary = path.with_suffix(".tmp")
+        self._temporary = temporary or temporary_name(path)
+        self._flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if temporary is None else os.O_TRUNC)
         self._checksums: dict[str, list[str]] = {key: [] for key in self.keys}
         self._due = [key for key in reversed(self.keys) if self._sizes[key]]  # the last is next
         self._done = 0  # bytes of it
         self._checksum = CHECKSUMS[CHECKSUM]()
         self._descriptor = -1
+        self._finished = False
 
     def __enter__(self) -> ShardWriter:
         """Take the room and write the header.
@@ -73,7 +82,7 @@ class ShardWriter:
         Raises:
             OSError: If the disk is full, or the folder not writable.
         """
-        self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._descriptor = os.open(self._temporary, self._flags, 0o666)
         try:
             self._allocate()
             _write_all(self._descriptor, self._header)
@@ -125,21 +134,24 @@ class ShardWriter:
             raise ValueError(f"{self.path}: {key!r} was given {self._done} of its {self._sizes[key]} bytes")
         try:
             os.fsync(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self._close()
             publish(self._temporary, self.path)
         except OSError as error:
             raise self._named(error) from None
+        self._finished = True
         return {key: tuple(checksums) for key, checksums in self._checksums.items()}
 
     def __exit__(self, *_: object) -> None:
-        """Remove the file where it was not finished."""
-        if self._descriptor >= 0:
+        """Remove the file if it was not finished."""
+        if not self._finished:
             self._discard()
 
     def _allocate(self) -> None:
+        allocate = getattr(os, "posix_fallocate", None)  # macOS and Windows have none
+        if allocate is None:
+            return
         try:
-            os.posix_fallocate(self._descriptor, 0, self.bytes)
+            allocate(self._descriptor, 0, self.bytes)
         except OSError as error:
             if error.errno not in _CANNOT_ALLOCATE:
                 raise
@@ -150,15 +162,39 @@ class ShardWriter:
             left = "none" if due is None else f"{self._sizes[due] - self._done} of {due!r}"
             raise ValueError(f"{self.path}: {nbytes} bytes of {key!r}, due are {left}")
 
+    def _close(self) -> None:
+        """Close the descriptor; it is gone even if the close fails."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
     def _discard(self) -> None:
-        os.close(self._descriptor)
-        self._descriptor = -1
-        self._temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._close()
+        with suppress(OSError):  # the error that led here is the one to tell
+            self._temporary.unlink(missing_ok=True)
 
     def _named(self, error: BaseException) -> BaseException:
         if isinstance(error, OSError) and error.filename is None:
             return OSError(error.errno, error.strerror, str(self._temporary))
         return error
+
+
+def temporary_name(path: Path) -> Path:
+    """A new name beside ``path`` for a file that is being written; nobody else chooses the same."""
+    return path.with_name(f"{path.stem[:200]}.{token_hex(8)}.tmp")
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it durably; a folder that exists is left as it is.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 def write_aside(path: Path, data: bytes) -> Path:
@@ -190,7 +226,11 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable.
+
+    Raises:
+        OSError: If that fails.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from hf_compressopt.checkpoint import writer
 from hf_compressopt.checkpoint.files import ShardFile
 from hf_compressopt.checkpoint.index import BLOCK_BYTES, DTYPES
+from hf_compressopt.checkpoint.torch_file import TorchFile
 from hf_compressopt.checkpoint.writer import ShardWriter
 
 
@@ -104,7 +106,7 @@ def test_a_full_disk_is_met_before_anything_is_written(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(OSError, match=re.escape(str(tmp_path / "file.tmp"))) as caught:
+        with pytest.raises(OSError, match=re.escape(str(tmp_path / "file.")) + ".*[.]tmp") as caught:
             with ShardWriter(tmp_path / "file", {"a": ("uint8", (1 << 21,))}, {}):
                 raise AssertionError("the file was begun")
     finally:
@@ -127,7 +129,7 @@ def test_a_file_system_that_cannot_take_room_tells_of_a_full_disk_while_writing(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(OSError, match=re.escape(str(tmp_path / "file.tmp"))) as caught:
+        with pytest.raises(OSError, match=re.escape(str(tmp_path / "file.")) + ".*[.]tmp") as caught:
             with ShardWriter(tmp_path / "file", {"a": ("uint8", (1 << 21,))}, {}) as shard:
                 shard.write("a", bytes(1 << 21))
     finally:
@@ -144,3 +146,56 @@ def test_small_files_are_whole_or_as_they_were(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="Input/output"):
         writer.write_aside(tmp_path / "index", b"new")
     assert (tmp_path / "index").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_posix_fallocate_files_are_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
+    with ShardWriter(tmp_path / "file", {"a": ("uint8", (3,))}, {}) as shard:
+        shard.write("a", b"123")
+        shard.finish()
+    assert load_file(tmp_path / "file")["a"].tolist() == [49, 50, 51]
+
+
+def test_a_close_that_fails_leaves_no_file_and_tells_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = os.close
+    with pytest.raises(OSError, match="Input/output"), ShardWriter(tmp_path / "file", {"a": ("uint8", (1,))}, {}) as f:
+        f.write("a", b"1")
+
+        def fail(descriptor: int) -> None:
+            monkeypatch.undo()
+            close(descriptor)  # a descriptor is gone even so
+            cannot_allocate(errno.EIO)
+
+        monkeypatch.setattr(os, "close", fail)
+        f.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_cannot_be_given_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError), ShardWriter(tmp_path / "file", {"a": ("uint8", (1,))}, {}) as shard:
+        shard.write("a", b"1")
+        shard.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_files_under_way_have_names_of_their_own(suffix: str, tmp_path: Path) -> None:
+    def begin() -> AbstractContextManager[ShardWriter | TorchFile]:
+        path = tmp_path / f"model{suffix}"
+        return ShardWriter(path, {"a": ("uint8", (1,))}, {}) if suffix == ".safetensors" else TorchFile(path, {"a": 1})
+
+    (tmp_path / "model.tmp").write_text("the user's")
+    with begin() as one, begin() as other:
+        for file in (one, other):
+            if isinstance(file, ShardWriter):
+                file.write("a", b"1")
+            file.finish()
+    with pytest.raises(KeyboardInterrupt), begin():
+        raise KeyboardInterrupt
+    assert (tmp_path / "model.tmp").read_text() == "the user's"
+    assert {path.name for path in tmp_path.iterdir()} == {"model.tmp", f"model{suffix}"}
+    loaded = load_file(tmp_path / "model.safetensors") if suffix == ".safetensors" else torch.load(one.path)
+    assert loaded["a"] == (49 if suffix == ".safetensors" else 1)
