@@ -24,7 +24,7 @@ ROWS = [
     ["checkpoint.torch_file"],
     ["checkpoint.adam"],
     ["checkpoint.progress"],
-    ["checkpoint.writer", "checkpoint.background"],
+    ["checkpoint.writer", "checkpoint.background", "checkpoint.lock"],
     ["checkpoint.reading"],
     ["checkpoint.files"],
     ["checkpoint.reshard"],

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
+import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -86,6 +90,28 @@ def wait_for_saves(which: Callable[[PendingSave], bool] = lambda save: True) -> 
 
 @cache
 def _pending() -> list[PendingSave]:
-    """Those whose outcome nobody has been told, in the order of their start: the process's, for its end."""
-    atexit.register(wait_for_saves)
+    """The saves of this process whose outcome nobody has been told, in the order of their start."""
     return []
+
+
+def _wait_at_exit() -> None:
+    """End the process with exit code 1 if a save has failed that nobody asked about.
+
+    An exception in an exit handler does not change the exit code, so the process has to end here. The handlers that
+    were registered since this module was imported have run; of the others the common ones are done here.
+    """
+    try:
+        wait_for_saves()
+    except Exception as error:
+        logger.critical("a save in the background failed, so the exit code is 1: %s", error)
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.terminate()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)
+
+
+atexit.register(_wait_at_exit)

@@ -43,7 +43,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -93,8 +94,44 @@ def name_by_place(group: int, place: int) -> str:
     return f"group{group}.{place}"
 
 
+def check_prefix(prefix: str) -> str:
+    """Check that files whose names start with this can be saved and loaded; returns it.
+
+    Raises:
+        TypeError: If it is no string.
+        ValueError: If it is no plain name.
+    """
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string, got {prefix!r}")
+    if not _PLAIN_NAME.fullmatch(prefix):
+        raise ValueError(
+            f"prefix must be a plain name of letters, digits, '_', '-' and '.' that starts with a letter, a digit or "
+            f"'_', got {prefix!r}: give the folder as the directory, and a prefix such as 'compressopt_discriminator'"
+        )
+    return prefix
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read or does not fit; the message names the file."""
+
+
+@contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Inside, whatever a malformed file leads to becomes one error that names the file.
+
+    Raises:
+        CheckpointError: In the place of any other error of what is read.
+    """
+    try:
+        yield
+    except (CheckpointError, MemoryError, OSError):
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{path} lacks {error} in its header") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} does not fit: {error}") from error
+    except Exception as error:  # a header can hold anything
+        raise CheckpointError(f"{path} is malformed: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -182,7 +219,7 @@ class CheckpointIndex:
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
                 tensors={name: _tensor_entry(entry, version) for name, entry in data["tensors"].items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # the file can hold anything
             raise CheckpointError(f"{path} lacks what an index must have: {type(error).__name__}: {error}") from error
         try:
             index.validate()

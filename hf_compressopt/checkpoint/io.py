@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
-from hf_compressopt.checkpoint.index import INDEX_NAME
+from hf_compressopt.checkpoint.index import INDEX_NAME, check_prefix
 from hf_compressopt.checkpoint.loading import load
 from hf_compressopt.checkpoint.saving import (
     Checkpointable,
@@ -130,11 +130,12 @@ def _begin(
     prefix: str,
 ) -> tuple[Snapshot, Communicator]:
     state, folder = _checkpointable(optimizer), Path(directory)
-    grouped = state.parameter_names(names)
-    path = folder / INDEX_NAME.format(prefix=prefix)
+    path = folder / INDEX_NAME.format(prefix=check_prefix(prefix))
     background = None if isinstance(optimizer, PlainState) else _BACKGROUNDS.get(_innermost(optimizer))
-    wait_for_saves(lambda save: save.path == path or (background is not None and save is background.save))
-    return take_snapshot(state, folder, grouped, prefix), state.communicator
+    wait_for_saves(
+        lambda save: save.path.resolve() == path.resolve() or (background is not None and save is background.save)
+    )
+    return take_snapshot(state, folder, names, prefix), state.communicator
 
 
 def load_state(
@@ -168,6 +169,7 @@ def load_state(
             changed. The message names the file. Where a file was damaged between the two readings, it says that the
             state is half loaded.
     """
+    check_prefix(prefix)
     wait_for_saves()
     load(_checkpointable(optimizer), _innermost(optimizer), Path(directory), names, prefix)
 

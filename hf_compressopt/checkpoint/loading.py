@@ -13,11 +13,24 @@ import torch
 
 from hf_compressopt.checkpoint.adam import source_of
 from hf_compressopt.checkpoint.files import ShardFiles, absent_shards
-from hf_compressopt.checkpoint.index import BY_PLACE, INDEX_NAME, CheckpointError, CheckpointIndex, name_by_place
+from hf_compressopt.checkpoint.index import (
+    BY_PLACE,
+    INDEX_NAME,
+    CheckpointError,
+    CheckpointIndex,
+    errors_naming,
+    name_by_place,
+)
 from hf_compressopt.checkpoint.progress import progress
 from hf_compressopt.checkpoint.reading import Stored
 from hf_compressopt.checkpoint.reshard import Wanted
-from hf_compressopt.checkpoint.saving import Checkpointable, describe_parameters, dtype_name, run_together
+from hf_compressopt.checkpoint.saving import (
+    Checkpointable,
+    checked_names,
+    describe_parameters,
+    dtype_name,
+    run_together,
+)
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
 
@@ -44,17 +57,16 @@ def load(
     with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
 
         def check() -> _Found:
-            grouped = _names_by_place(state, optimizer) if index.header.get(BY_PLACE) else state.parameter_names(names)
-            stored = _source(index, optimizer, path)
-            _check_fits(state, index, stored.header, grouped, path)
-            out_of_reach = _out_of_reach(places, communicator.rank, index)
-            files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
-            try:
+            by_place = index.header.get(BY_PLACE)
+            grouped = _names_by_place(state, optimizer) if by_place else checked_names(state, names)
+            with errors_naming(path):
+                stored = _source(index, optimizer, path)
+                _check_fits(state, index, stored.header, grouped)
+                out_of_reach = _out_of_reach(places, communicator.rank, index)
+                files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
                 tensors = state.wanted_tensors(grouped, stored.header, stored.described)
-            except (ValueError, TypeError) as error:
-                raise CheckpointError(f"{path} does not fit: {error}") from error
-            found = _Found(stored, tensors, files, communicator, path)
-            found.check()
+                found = _Found(stored, tensors, files, communicator, path)
+                found.check()
             return found
 
         found = run_together(communicator, check, others=CheckpointError)
@@ -133,9 +145,7 @@ def _source(index: CheckpointIndex, optimizer: torch.optim.Optimizer, path: Path
     known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))  # others call theirs AdamW too
     try:
         return source_of(index, cls.__name__ if known else f"{cls.__module__}.{cls.__name__}", optimizer.param_groups)
-    except KeyError as error:
-        raise CheckpointError(f"{path} lacks {error} in its header") from error
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} {error}") from error
 
 
@@ -153,22 +163,16 @@ def _check_fits(
     index: CheckpointIndex,
     header: dict[str, Any],
     names: Sequence[Sequence[str]],
-    path: Path,
 ) -> None:
-    try:
-        saved_ranks = index.header["world_size"]
-        if saved_ranks != len(index.shards):
-            raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
-        mine = describe_parameters(optimizer, names)
-        if index.header.get(BY_PLACE):
-            _check_places(index.parameters, mine)
-        elif mine != index.parameters:
-            raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
-        optimizer.check_checkpoint_header(header)
-    except KeyError as error:
-        raise CheckpointError(f"{path} lacks {error} in its header") from error
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} does not fit: {error}") from error
+    saved_ranks = index.header["world_size"]
+    if saved_ranks != len(index.shards):
+        raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
+    mine = describe_parameters(optimizer, names)
+    if index.header.get(BY_PLACE):
+        _check_places(index.parameters, mine)
+    elif mine != index.parameters:
+        raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
+    optimizer.check_checkpoint_header(header)
 
 
 def _check_places(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> None:

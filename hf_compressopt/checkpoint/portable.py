@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,31 @@ from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.adam import MASTER, MOMENTS, STEP, AdamView, Entry
 from hf_compressopt.checkpoint.files import ShardFiles
-from hf_compressopt.checkpoint.index import BY_PLACE, DTYPES, INDEX_NAME, CheckpointError, CheckpointIndex
+from hf_compressopt.checkpoint.index import (
+    BY_PLACE,
+    DTYPES,
+    INDEX_NAME,
+    CheckpointError,
+    CheckpointIndex,
+    check_prefix,
+    errors_naming,
+)
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
 from hf_compressopt.checkpoint.progress import progress
 from hf_compressopt.checkpoint.reading import bytes_of
 from hf_compressopt.checkpoint.torch_file import PendingTensor, TorchFile
 from hf_compressopt.checkpoint.writer import ShardWriter
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.optim.flat_optimizer import STATE_KEY
+from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.zero.plain import PlainState
 
 #: What the state dict of torch's AdamW says of each param group beside the hyperparameters.
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "initial_lr", "bias_correction")
+_SWITCHES = ("amsgrad", "maximize", "bias_correction")
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", *_SWITCHES)
+_KINDS = (STEP, *MOMENTS, "max_exp_avg_sq", MASTER)
+_MOST_STEPS = 2**53
 _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
@@ -79,19 +91,16 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
     index = CheckpointIndex.read(index_path)
     if path.resolve() in {(index_path.parent / shard.file).resolve() for shard in index.shards}:
         raise ValueError(f"{path} is a shard of the checkpoint itself: give another name")
-    try:
-        view = AdamView(index)
+    with errors_naming(index_path):
+        try:
+            view = AdamView(index)
+        except ValueError as error:
+            raise CheckpointError(f"{index_path} {error}") from error
         with ShardFiles(index_path.parent, index) as files:
             if path.suffix == _SAFETENSORS:
                 _write_safetensors(path, view, files)
                 return view.notes
             _write_torch_file(path, view, files)
-    except CheckpointError:
-        raise
-    except KeyError as error:
-        raise CheckpointError(f"{index_path} lacks {error} in its header") from error
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{index_path} {error}") from error
     masters = sum(entry.kind == MASTER for entry in view.entries.values())
     left_out = [f"{masters} float32 master copies are left out: AdamW has none, and {_SAFETENSORS} files do"]
     return view.notes + (left_out if masters else [])
@@ -138,11 +147,17 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
 # -- the other way ----------------------------------------------------------------------------------------------------
 
 
-class _ByPlace(PlainState):
-    """An optimizer whose parameters are known by their places alone."""
+class _Imported(PlainState):
+    """The state of a file, of which this process writes a checkpoint alone, whatever a launcher announces."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, by_place: bool) -> None:
+        """``by_place``: whether parameters are known by their places alone."""
+        super().__init__(optimizer, TorchCommunicator(alone=True))
+        self._by_place = by_place
 
     def checkpoint_header(self) -> dict[str, Any]:
-        return {**super().checkpoint_header(), BY_PLACE: True}
+        header = super().checkpoint_header()
+        return {**header, BY_PLACE: True} if self._by_place else header
 
 
 def import_state(
@@ -169,12 +184,15 @@ def import_state(
         OSError: If the checkpoint cannot be written.
     """
     path = Path(source)
+    check_prefix(prefix)
     if has_checkpoint(directory, prefix=prefix) and not force:
         raise FileExistsError(f"{directory} holds a checkpoint already: give another folder, or --force to replace it")
-    if path.suffix == _SAFETENSORS:
-        save_state(_from_safetensors(path), directory, prefix=prefix)
-        return
-    save_state(_ByPlace(_from_torch_file(path)), directory, prefix=prefix)
+    by_place = path.suffix != _SAFETENSORS
+    state = _Imported(_from_torch_file(path) if by_place else _from_safetensors(path), by_place)
+    try:
+        save_state(state, directory, prefix=prefix)
+    except (ValueError, TypeError) as error:  # of its names
+        raise ValueError(f"{path} cannot be imported: {error}") from error
 
 
 def _from_safetensors(path: Path) -> torch.optim.Optimizer:
@@ -192,20 +210,20 @@ def _from_safetensors(path: Path) -> torch.optim.Optimizer:
         raise ValueError(f"{path} is not readable as safetensors: {error}") from error
     except KeyError as error:
         raise ValueError(f"{path} lacks {error}: it is none of hf-compressopt consolidate") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # the file can hold anything
         raise ValueError(f"{path} is no state of AdamW: {error}") from error
 
 
 def _row(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    kinds = (STEP, *MOMENTS, "max_exp_avg_sq", MASTER)
-    return {kind: tensors[f"{kind}/{name}"] for kind in kinds if f"{kind}/{name}" in tensors}
+    return {kind: tensors[f"{kind}/{name}"] for kind in _KINDS if f"{kind}/{name}" in tensors}
 
 
 def _from_torch_file(path: Path) -> torch.optim.Optimizer:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError, OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is not readable by torch.load: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # the file can hold anything
+        told = (str(error).splitlines() or [""])[0]
+        raise ValueError(f"{path} is not readable by torch.load: {type(error).__name__}: {told}") from error
     if not isinstance(loaded, dict) or not {"state", "param_groups"} <= loaded.keys():
         raise ValueError(f"{path} is no optimizer's state dict: it has no 'state' and 'param_groups'")
     if STATE_KEY in loaded:
@@ -222,7 +240,7 @@ def _from_torch_file(path: Path) -> torch.optim.Optimizer:
         return _optimizer(groups, named, rows)
     except KeyError as error:
         raise ValueError(f"{path} is no state of AdamW: it lacks {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # the file can hold anything
         raise ValueError(f"{path} is no state of AdamW: {error}") from error
 
 
@@ -231,7 +249,7 @@ def _placeholder_of(row: dict[str, Any]) -> nn.Parameter:
     if not row:
         return nn.Parameter(torch.empty(0), requires_grad=False)
     missing = [name for name in (STEP, *MOMENTS) if name not in row]
-    if missing or row["exp_avg"].shape != row["exp_avg_sq"].shape:
+    if missing:
         raise ValueError(f"the state of a parameter has {sorted(row)}, and must have step, exp_avg and exp_avg_sq")
     return _placeholder(row["exp_avg"].shape, row["exp_avg"].dtype)
 
@@ -258,15 +276,47 @@ def _optimizer(
     for params, states in zip(named, rows, strict=True):
         for (name, param), row in zip(params, states, strict=True):
             if row:
-                for kind in MOMENTS:
-                    if row[kind].shape != param.shape:
-                        raise ValueError(f"{kind} of {name} has shape {list(row[kind].shape)}, it {list(param.shape)}")
-                optimizer.state[param] = {key: value for key, value in row.items() if value is not None}
+                optimizer.state[param] = dict(_checked_state(name, row, param))
     return optimizer
 
 
+def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tuple[str, Any]]:
+    """What AdamW has of a parameter; other keys are left out.
+
+    Raises:
+        ValueError: If a tensor is not shaped like the parameter, or the step is no count.
+    """
+    for kind in _KINDS:
+        value = row.get(kind)
+        if value is None:
+            continue
+        if kind == STEP:
+            if isinstance(value, (bool, str)) or not 0 <= float(value) < _MOST_STEPS:
+                raise ValueError(f"the step of {name} must be a number from 0 to {_MOST_STEPS}, got {value!r}")
+        elif not isinstance(value, Tensor) or value.layout != torch.strided or not value.is_floating_point():
+            raise ValueError(f"{kind} of {name} must be a dense tensor of floating-point numbers")
+        elif value.shape != param.shape:
+            raise ValueError(f"{kind} of {name} has shape {list(value.shape)}, the parameter {list(param.shape)}")
+        yield kind, value
+
+
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The hyperparameters of a param group that AdamW has.
+
+    Raises:
+        ValueError: For one outside its range.
+        TypeError: For one of another type.
+    """
     for key in _HYPERPARAMETERS:
-        if key in group:
-            value = group[key]
-            yield key, tuple(map(float, value)) if key == "betas" else value
+        if (value := group.get(key)) is None:
+            continue
+        if key == "betas":
+            value = tuple(map(float, value))
+            check_betas(value)
+        elif key in _SWITCHES:
+            if not isinstance(value, bool):
+                raise TypeError(f"{key} must be True or False, got {value!r}")
+        else:
+            check_at_least(key, value, 0)
+            value = float(value)
+        yield key, value

@@ -7,12 +7,14 @@ of its files needs no others to go on.
 
 from __future__ import annotations
 
+import errno
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -32,9 +34,10 @@ from hf_compressopt.checkpoint.index import (
     Shard,
     TensorEntry,
 )
+from hf_compressopt.checkpoint.lock import locked
 from hf_compressopt.checkpoint.progress import progress
 from hf_compressopt.checkpoint.reading import bytes_of
-from hf_compressopt.checkpoint.writer import ShardWriter, publish, write_aside
+from hf_compressopt.checkpoint.writer import ShardWriter, make_folder, publish, write_aside
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import SCALAR, FlatOptimizer
@@ -43,6 +46,7 @@ from hf_compressopt.zero.state import NUMBER, ZeroState, not_alike
 
 Checkpointable = FlatOptimizer | ZeroState | PlainState
 _Result = TypeVar("_Result")
+logger = logging.getLogger(__name__)
 
 
 def gather_together(
@@ -120,19 +124,20 @@ class Snapshot:
                 file.unlink(missing_ok=True)
 
 
-def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[Sequence[str]], prefix: str) -> Snapshot:
+def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[str] | None, prefix: str) -> Snapshot:
     """Begin a save: agree on its number, and on who writes what. All ranks call.
 
     Args:
         state: The optimizer, as a checkpoint sees it.
         folder: The folder; made where missing.
-        names: Names of the trainable parameters, per group.
+        names: A name for each trainable parameter; torch's ``param_names`` if None.
         prefix: Start of the files' names.
 
     Returns:
         What this rank is to write; its tensors share memory with the optimizer.
 
     Raises:
+        ValueError: If the names do not fit; then on all ranks.
         OSError: If the folder is not writable; then on all ranks.
     """
     communicator = state.communicator
@@ -140,8 +145,11 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[Sequence[
     alone = list(range(communicator.world_size))
     empty = Snapshot(folder, prefix, save_id, communicator.rank, alone, [], {}, [])
 
+    grouped: list[list[str]] = []
+
     def begin() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        grouped.extend(checked_names(state, names))
+        make_folder(folder)
         _begun(empty.shard_file(empty.rank)).touch()
 
     run_together(communicator, begin, empty.remove)
@@ -149,10 +157,13 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[Sequence[
 
     def describe() -> int:
         """Returns the first rank that writes into this folder."""
-        tensors, header = list(state.checkpoint_tensors(names)), deepcopy(state.checkpoint_header())
-        parameters = describe_parameters(state, names)
+        tensors, header = list(state.checkpoint_tensors(grouped)), deepcopy(state.checkpoint_header())
+        parameters = describe_parameters(state, grouped)
         described.append(replace(empty, tensors=tensors, header=header, parameters=parameters))
-        return next(rank for rank in alone if _begun(empty.shard_file(rank)).exists())
+        first = next((rank for rank in alone if _begun(empty.shard_file(rank)).exists()), None)
+        if first is None:
+            raise _lost(_begun(empty.shard_file(empty.rank)))
+        return first
 
     peers = gather_together(communicator, describe, empty.remove)
     mine, (snapshot,) = [rank for rank in alone if peers[rank] == peers[empty.rank]], described
@@ -171,11 +182,25 @@ def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: boo
     Raises:
         OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
     """
-    shards = gather_together(communicator, partial(_write_shard, snapshot, quiet), snapshot.remove)
+    with ExitStack() as held:
+        _write_snapshot(snapshot, communicator, held, quiet)
+        communicator.all_gather_object(None)  # the lock is held until all have removed their older files
+    communicator.all_gather_object(None)  # nobody returns, to rename or rotate the folder, before all are done
+
+
+def _write_snapshot(snapshot: Snapshot, communicator: Communicator, held: ExitStack, quiet: bool) -> None:
     leads, aside = snapshot.peers[snapshot.rank] == snapshot.rank, []
+
+    def write_shard() -> dict[str, Any]:
+        if leads:
+            held.enter_context(locked(snapshot.index_file))
+        return _write_shard(snapshot, quiet)
+
+    shards = gather_together(communicator, write_shard, snapshot.remove)
 
     def write_index() -> None:
         if leads:
+            _check_shards_are_there(snapshot, shards)
             aside.append(write_aside(snapshot.index_file, _make_index(snapshot, shards).to_json().encode()))
 
     def publish_index() -> None:
@@ -185,13 +210,34 @@ def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: boo
     def remove() -> None:
         snapshot.remove()
         for file in aside:
-            file.unlink(missing_ok=True)
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
 
     # every folder has room for its index before any gets it; once one has it, the shards must stay
     run_together(communicator, write_index, remove)
     run_together(communicator, publish_index)
-    _remove_older(snapshot, leads)
-    communicator.all_gather_object(None)  # nobody goes on, to rename or rotate the folder, before all are done
+    try:
+        _remove_older(snapshot, leads)
+    except OSError as error:  # the others wait, and the new checkpoint is whole
+        logger.warning("files of an earlier save are left in %s: %s", snapshot.folder, error)
+
+
+def _check_shards_are_there(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no other save into this folder has removed what this one has written.
+
+    Raises:
+        FileNotFoundError: If one has.
+    """
+    for number, shard in enumerate(shards):
+        file = snapshot.folder / shard["file"]
+        if snapshot.peers[number] == snapshot.rank and not file.is_file():
+            raise _lost(file)
+
+
+def _lost(file: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        errno.ENOENT, "another run has saved into the same files: give each run a folder of its own", str(file)
+    )
 
 
 class HostCopy:
@@ -231,13 +277,34 @@ def describe_parameters(state: Checkpointable, names: Sequence[Sequence[str]]) -
     ]
 
 
+def checked_names(state: Checkpointable, names: Sequence[str] | None) -> list[list[str]]:
+    """Names of the trainable parameters, per group.
+
+    Raises:
+        TypeError: If one is no string.
+        ValueError: If their number does not fit, or one occurs twice or is no valid Unicode.
+    """
+    for name in names or ():
+        if not isinstance(name, str):
+            raise TypeError(f"names must be strings, got {name!r}")
+    grouped = state.parameter_names(names)
+    for name in chain.from_iterable(grouped):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"the parameter name {name!r} is no valid Unicode, which files cannot hold: give names=..."
+            ) from None
+    return grouped
+
+
 def dtype_name(tensor: Tensor) -> str:
     """Torch's name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def _begun(shard: Path) -> Path:
-    """The name of a shard that is being written, as ShardWriter's."""
+    """The name of a shard that is being written."""
     return shard.with_suffix(".tmp")
 
 
@@ -261,7 +328,7 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
     layout = {key: (dtype_name(t.local), t.shape if _is_whole(t) else (t.local.numel(),)) for key, t in stored.items()}
     shown = False if quiet or snapshot.rank != 0 else None
     with (
-        ShardWriter(file, layout, {"format": "pt", "save_id": snapshot.save_id}) as writer,
+        ShardWriter(file, layout, {"format": "pt", "save_id": snapshot.save_id}, _begun(file)) as writer,
         progress(f"saving {file.name}", writer.bytes, shown=shown) as advance,
     ):
         for key in writer.keys:

@@ -35,6 +35,7 @@ class TorchCommunicator(Communicator):
         *,
         device: torch.device | None = None,
         traffic: Traffic | None = None,
+        alone: bool = False,
     ) -> None:
         """Wrap a process group.
 
@@ -42,6 +43,7 @@ class TorchCommunicator(Communicator):
             process_group: The group; None is the default group, or this rank alone where there is none.
             device: Device of the tensors to be sent.
             traffic: Counters to write to; own ones where None.
+            alone: Take this rank alone, whatever torch.distributed and a launcher say.
 
         Raises:
             RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
@@ -49,9 +51,9 @@ class TorchCommunicator(Communicator):
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
         self.process_group = process_group
-        if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
             announced = int(os.environ.get("WORLD_SIZE", "1"))
-            if announced > 1:
+            if announced > 1 and not alone:
                 raise RuntimeError(
                     f"WORLD_SIZE is {announced}, but torch.distributed is not initialized: call "
                     "torch.distributed.init_process_group() (Trainer and Accelerate do) before making the optimizer"

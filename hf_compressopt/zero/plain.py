@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
@@ -24,12 +25,21 @@ class PlainState:
         communicator: All ranks.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator | None = None) -> None:
         """See the class.
 
+        Args:
+            optimizer: The optimizer.
+            communicator: The ranks that hold it; all ranks if None.
+
         Raises:
-            TypeError: For an optimizer whose state is shared out among the ranks by others.
+            TypeError: For an optimizer whose state is shared out among the ranks by others, or belongs to no parameter.
         """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "the state of LBFGS belongs to no parameter, so that a checkpoint cannot hold it: save "
+                "optimizer.state_dict() with torch.save"
+            )
         self._optimizer = optimizer
         params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer" or any(hasattr(p, "placements") for p in params):
@@ -38,7 +48,7 @@ class PlainState:
                 "use ZeroOptimizer, or save it as its own documentation says"
             )
         device = next((param.device for param in params), torch.device("cpu"))
-        self.communicator = make_communicator(None, None, device=device, traffic=Traffic())
+        self.communicator = communicator or make_communicator(None, None, device=device, traffic=Traffic())
         self._read: list[tuple[int, str, Tensor]] = []  # number of a parameter, key, value: from a checkpoint
 
     def _params(self) -> Iterator[tuple[int, int, Tensor, str]]:
