@@ -444,10 +444,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         numbers = self._numbers()
         for state, called in zip(self._states, names, strict=True):
             for param, name in zip(state.params, called, strict=True):
-                for key in (*_MOMENTS, "step"):
-                    full = f"{SCALAR if key == 'step' else ''}{key}/{name}"
-                    if full not in described:
-                        continue
+                keys = {key: f"{SCALAR if key == 'step' else ''}{key}/{name}" for key in (*_MOMENTS, "step")}
+                found = [full in described for full in keys.values()]
+                if any(found) and not all(found):
+                    raise ValueError(f"it must have {' and '.join(keys.values())}, or none of them")
+                for key, full in keys.items() if any(found) else ():
                     dtype, shape = described[full]
                     if shape != (() if key == "step" else tuple(param.shape)):
                         raise ValueError(f"{full} has shape {list(shape)}, the parameter {list(param.shape)}")
