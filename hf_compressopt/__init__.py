@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from hf_compressopt.amp import GradScaler
     from hf_compressopt.checkpoint.background import wait_for_saves
     from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state
+    from hf_compressopt.collectives.averaging import average_gradients
+    from hf_compressopt.collectives.ddp_hook import GradientSync, attach_ddp, ddp_hook
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
     from hf_compressopt.integrations.plugin import CompressOptPlugin
     from hf_compressopt.integrations.transformers import register
@@ -30,12 +32,16 @@ _HOME = {
     "CompressOptPlugin": "hf_compressopt.integrations.plugin",
     "FusedAdam": "hf_compressopt.optim.fused_adam",
     "GradScaler": "hf_compressopt.amp",
+    "GradientSync": "hf_compressopt.collectives.ddp_hook",
     "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
     "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
     "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
     "ZeroOptimizer": "hf_compressopt.zero.optimizer",
     "async_save_state": "hf_compressopt.checkpoint.io",
+    "attach_ddp": "hf_compressopt.collectives.ddp_hook",
+    "average_gradients": "hf_compressopt.collectives.averaging",
+    "ddp_hook": "hf_compressopt.collectives.ddp_hook",
     "attach": "hf_compressopt.integrations.accelerate",
     "estimate_zero_memory": "hf_compressopt.zero.memory",
     "load_state": "hf_compressopt.checkpoint.io",
@@ -49,6 +55,7 @@ __all__ = [
     "CompressOptPlugin",
     "FusedAdam",
     "GradScaler",
+    "GradientSync",
     "Lamb",
     "OnebitAdam",
     "OnebitLamb",
@@ -56,6 +63,9 @@ __all__ = [
     "ZeroOptimizer",
     "async_save_state",
     "attach",
+    "attach_ddp",
+    "average_gradients",
+    "ddp_hook",
     "estimate_zero_memory",
     "load_state",
     "register",

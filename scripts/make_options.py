@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 import hf_compressopt
-from hf_compressopt.integrations.options import OPTIMIZERS
+from hf_compressopt.integrations.algorithms import OPTIMIZERS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")

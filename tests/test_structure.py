@@ -1,4 +1,4 @@
-"""Imports run down only: integrations -> checkpoint.io, amp -> zero -> optim -> grad_sync -> collectives -> kernels."""
+"""Imports run down only: integrations -> checkpoint.io, amp -> zero -> optim -> collectives -> kernels."""
 
 import ast
 from collections.abc import Iterator
@@ -17,7 +17,6 @@ ROWS = [
     ["checkpoint.saving"],
     ["zero"],
     ["optim"],
-    ["grad_sync"],
     ["collectives"],
     ["kernels"],
     ["flat", "stages"],

@@ -1,23 +1,30 @@
-"""The package's lines on the terminal."""
+"""The package's lines on the terminal, and its numbers in the hosts' logs."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
+
+from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
+from hf_compressopt.integrations.capabilities import SavesShards
+
+_LOGGED = ("stage", "bytes_sent", "bytes_sent_step", "compression_ratio", "seconds_communication")
 
 
 class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes a line without tearing the progress bars apart."""
+    """Writes a line above the progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record to stderr, above the bars."""
+        """Write the record to stderr; a terminal that is gone must not end the training."""
         from tqdm import tqdm
 
-        tqdm.write(self.format(record), file=sys.stderr)
+        with suppress(Exception):
+            tqdm.write(self.format(record), file=sys.stderr)
 
 
 def show_log() -> None:
-    """Show the package's lines on the terminal, unless the program has set its logger up."""
+    """Show the package's lines on the terminal, unless the program has configured the package's logger."""
     package = logging.getLogger("hf_compressopt")
     if not package.handlers and package.level == logging.NOTSET:
         handler = _ProgressBarHandler()
@@ -25,3 +32,9 @@ def show_log() -> None:
         package.addHandler(handler)
         package.setLevel(logging.INFO)
         package.propagate = False
+
+
+def prefixed_metrics(optimizer: SavesShards, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
+    """The optimizer's metrics for a log line, as ``<prefix>/<name>``."""
+    metrics = optimizer.metrics()
+    return {f"{prefix}/{name}": metrics[name] for name in _LOGGED if name in metrics}

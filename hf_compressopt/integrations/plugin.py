@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from hf_compressopt.integrations.options import COMPRESSED, parse_value
+from hf_compressopt.integrations.algorithms import ALGORITHMS
+from hf_compressopt.integrations.capabilities import saves_shards
+from hf_compressopt.integrations.optim_args import parse_value
 from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
-from hf_compressopt.optim.compressed import CompressedOptimizer
 
 _Value = TypeVar("_Value")
 
+AUTO = "auto"
+
 
 def _from_env(name: str, default: _Value, *kinds: type) -> Callable[[], _Value]:
-    """A default factory: the environment variable COMPRESSOPT_<name> where it is set."""
+    """A default factory that reads the environment variable COMPRESSOPT_<name> if it is set."""
 
     def read() -> _Value:
         variable = f"COMPRESSOPT_{name}"
@@ -27,6 +31,15 @@ def _from_env(name: str, default: _Value, *kinds: type) -> Callable[[], _Value]:
     return read
 
 
+def _freeze_step_from_env() -> int | str:
+    name = "COMPRESSOPT_FREEZE_STEP"
+    text = os.environ.get(name, AUTO)
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an int, or 'auto', got {text!r}") from None
+
+
 @dataclass
 class CompressOptPlugin:
     """Options for plain Accelerate: the optimizer that takes the place of an Adam or AdamW given to ``prepare``.
@@ -34,43 +47,52 @@ class CompressOptPlugin:
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals.
 
     Attributes:
-        optimizer: "onebit_adam" (where zero_stage is 0), "zero_one_adam" or "onebit_lamb"; "none" leaves every
-            optimizer as it is.
-        freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step).
+        optimizer: "onebit_adam" (the default if zero_stage is 0), "zero_one_adam" or "onebit_lamb"; "none" leaves
+            every optimizer as it is.
+        freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step), or "auto": the variance decides, at the
+            latest after the share of the run that Trainer allows too. The length of the run is ``total_steps``, or
+            that of a learning-rate scheduler given to ``prepare``.
+        total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
         scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
         bucket_cap_mb: MiB of float32 values that are sent together.
         communicator: "auto", or the name of a torch.distributed backend.
-        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it; not with the optimizers
-            above, so that ``optimizer`` is "none" then. 0 is off.
-        async_save: Whether ``save_state`` leaves the writing of the optimizers' states to the background. The next
-            save, a load, ``end_training`` and the end of the process wait for it.
+        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it. Not supported with the
+            optimizers above, so ``optimizer`` is "none" then. 0 is off.
+        async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
+            ``end_training`` and the end of the process wait for it.
 
     Raises:
-        ValueError: For a name that is not there, or an environment variable of a wrong type.
+        ValueError: For an unknown name, a freeze_step or total_steps that is not legal, or an environment variable of
+            a wrong type.
     """
 
     optimizer: str = field(default_factory=_from_env("OPTIMIZER", "", str))
-    freeze_step: int = field(default_factory=_from_env("FREEZE_STEP", 100_000, int))
+    freeze_step: int | str = field(default_factory=_freeze_step_from_env)
     scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
     variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
     bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
     communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
     zero_stage: int = field(default_factory=_from_env("ZERO_STAGE", 0, int))
     async_save: bool = field(default_factory=_from_env("ASYNC_SAVE", False, bool))
+    total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
 
     def __post_init__(self) -> None:
-        """Check the optimizer's name; the other options are checked where the optimizer is made."""
+        """Check the names and the schedule; the optimizer checks the other options."""
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage!r}")
         self.optimizer = self.optimizer or ("none" if self.zero_stage else "onebit_adam")
-        if self.optimizer not in (*COMPRESSED, "none"):
-            raise ValueError(f"optimizer must be one of {[*COMPRESSED, 'none']}, got {self.optimizer!r}")
+        if self.optimizer not in (*ALGORITHMS, "none"):
+            raise ValueError(f"optimizer must be one of {[*ALGORITHMS, 'none']}, got {self.optimizer!r}")
+        if self.freeze_step != AUTO and not _is_count(self.freeze_step):
+            raise ValueError(f"freeze_step must be an int >= 1, or 'auto', got {self.freeze_step!r}")
+        if self.total_steps is not None and not _is_count(self.total_steps):
+            raise ValueError(f"total_steps must be an int >= 1, or None, got {self.total_steps!r}")
         if self.zero_stage and self.optimizer != "none":
             refuse_zero_stage(self.optimizer, self.zero_stage)
 
     def convert(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The compressed optimizer in the place of a fresh Adam or AdamW, with zero_stage the partitioned one of any.
+        """Replace a fresh Adam or AdamW by the compressed optimizer, or with zero_stage any optimizer by ZeRO's.
 
         The param groups are the same objects, so that a scheduler made for the old optimizer drives the new one.
 
@@ -81,8 +103,37 @@ class CompressOptPlugin:
             return partitioned(
                 optimizer, self.zero_stage, bucket_cap_mb=self.bucket_cap_mb, communicator=self.communicator
             )
-        if self.optimizer == "none" or not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        if self.optimizer == "none" or not _is_plain_adam(optimizer):
             return optimizer
+        self._check_replaceable(optimizer)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
+        cls = ALGORITHMS[self.optimizer]
+        option = getattr(cls, "freeze_option", None)
+        given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
+        made = cls(
+            optimizer.param_groups,
+            **given,
+            scale_block=self.scale_block,
+            variance_floor=self.variance_floor,
+            bucket_cap_mb=self.bucket_cap_mb,
+            communicator=self.communicator,
+        )
+        if self.freeze_step == AUTO:
+            made.defer_schedule([])
+        return made
+
+    def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
+        """Why an optimizer stays as it is although the plugin names a compressed one, in words; "" if it does not."""
+        if self.zero_stage or self.optimizer == "none" or _is_plain_adam(optimizer) or saves_shards(optimizer):
+            return ""
+        name = type(optimizer).__name__
+        return (
+            f"{name} stays as it is, and the gradients of its parameters are not compressed: "
+            f"CompressOptPlugin(optimizer={self.optimizer!r}) replaces Adam and AdamW, not other optimizers and not "
+            f"subclasses with a step of their own. Give AdamW to prepare, or set optimizer='none' to keep {name}"
+        )
+
+    def _check_replaceable(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer.state:
             raise ValueError(
                 f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that "
@@ -91,15 +142,17 @@ class CompressOptPlugin:
         decays = any(group["weight_decay"] for group in optimizer.param_groups)
         if decays and not isinstance(optimizer, torch.optim.AdamW):
             raise ValueError(
-                f"Adam with weight_decay is L2 regularization, which {self.optimizer} does not have: use AdamW"
+                f"Adam with weight_decay is L2 regularization, which {self.optimizer} does not support: use AdamW"
             )
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
-        make: Callable[..., CompressedOptimizer] = COMPRESSED[self.optimizer]
-        return make(
-            optimizer.param_groups,
-            **{COMPRESSED[self.optimizer].freeze_option: self.freeze_step},
-            scale_block=self.scale_block,
-            variance_floor=self.variance_floor,
-            bucket_cap_mb=self.bucket_cap_mb,
-            communicator=self.communicator,
-        )
+
+
+def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """True for Adam, AdamW, and subclasses that do not change the step."""
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return False
+    own = {inspect.unwrap(cls.step) for cls in (torch.optim.Adam, torch.optim.AdamW)}  # torch wraps steps to profile
+    return inspect.unwrap(type(optimizer).step) in own
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

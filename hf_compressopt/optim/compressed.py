@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.agreement import DIGEST_BOUND
+from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
 from hf_compressopt.flat import Bucket
-from hf_compressopt.grad_sync import average_gradients
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.alignment import bits_of, largest_difference, take_first_ranks
 from hf_compressopt.optim.functional import (
@@ -246,7 +246,7 @@ class CompressedOptimizer(ScheduledOptimizer):
             grads = gradients[index]
             if not plan.reduce_grads or state.own_rank is not None:
                 shapes = [p.shape for p in state.params]
-                grads = average_gradients(grads, state.layout, shapes, state.communicator)
+                grads = average_group(grads, state.layout, shapes, state.communicator)
             self._uncompressed_step(group, state, grads)
         if not plan.agree:
             self._local_steps(plan, compressed, gradients)

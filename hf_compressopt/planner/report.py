@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.integrations.options import COMPRESSED
+from hf_compressopt.integrations.algorithms import ALGORITHMS
+from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.scheduled import FLOAT_BYTES
 from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
@@ -35,7 +36,7 @@ _WHOLE_RUN = "whole run"
 
 
 def compressed_memory(
-    optimizer_class: type[FreezingOptimizer], params: int, world_size: int, itemsize: int
+    optimizer_class: type[CompressedOptimizer], params: int, world_size: int, itemsize: int
 ) -> MemoryEstimate:
     """Bytes on each rank under a compressed optimizer: moments, both errors, and the algorithm's own state.
 
@@ -69,7 +70,7 @@ def memory_rows(
         )
         for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))
     }
-    for cls in COMPRESSED.values():
+    for cls in ALGORITHMS.values():
         estimates[cls.__name__] = compressed_memory(cls, params, world_size, dtype.itemsize)
     return {name: {part: getattr(memory, part) for part in _MEMORY} for name, memory in estimates.items()}
 

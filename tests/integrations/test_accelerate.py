@@ -385,7 +385,7 @@ def test_plugin_fields_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert (plugin.freeze_step, plugin.scale_block, plugin.variance_floor) == (77, None, 0.5)
     assert plugin.optimizer == "none" and CompressOptPlugin(freeze_step=5).freeze_step == 5
     monkeypatch.setenv("COMPRESSOPT_FREEZE_STEP", "soon")
-    with pytest.raises(ValueError, match="COMPRESSOPT_FREEZE_STEP must be an int, got 'soon'"):
+    with pytest.raises(ValueError, match="COMPRESSOPT_FREEZE_STEP must be an int, or 'auto', got 'soon'"):
         CompressOptPlugin()
     with pytest.raises(ValueError, match="optimizer must be one of"):
         CompressOptPlugin(optimizer="zwei_bit", freeze_step=1)

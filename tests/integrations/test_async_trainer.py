@@ -150,7 +150,7 @@ def train_with(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("optim", "optim_args", "said"),
     [
-        ("adamw_torch", "async_save=true", "async_save=true cannot be had with adamw_torch"),
+        ("adamw_torch", "async_save=true", "async_save=true is not supported with adamw_torch"),
         ("fused_adam", "async_save=yes", "use it with one of ['onebit_adam'"),
         ("onebit_adam", "async_save=maybe", "async_save must be true or false, got 'maybe'"),
         ("onebit_adam", "async_save=true,async_save=true", "async_save is given twice"),

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from hf_compressopt.integrations.algorithms import OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.deepspeed import optimizer, render, training
 from hf_compressopt.integrations.deepspeed.translation import Options, Translation
-from hf_compressopt.integrations.options import OPTIMIZERS, parse_options
-from hf_compressopt.integrations.zero import ZERO_NAMES, zero_options
+from hf_compressopt.integrations.optim_args import read_optim_args
 
 
 def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmetic: bool = False) -> Translation:
@@ -37,10 +37,10 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
     training.scheduler(options)
     training.rest(options)
     translation = options.translation
-    _, others = zero_options(translation.optim_args_text, ZERO_NAMES.get(translation.optim))
+    args = read_optim_args(translation.optim, translation.optim_args_text)
     if translation.optim in OPTIMIZERS:
         cls = OPTIMIZERS[translation.optim]
-        _check_ranges(cls, {**render.adam_options(translation), **parse_options(cls, others)})
+        _check_ranges(cls, {**render.adam_options(translation), **args.optimizer})
     elif translation.optim in (*ZERO_NAMES, "adamw_torch"):
         _check_ranges(torch.optim.AdamW, render.adam_options(translation))
     return translation

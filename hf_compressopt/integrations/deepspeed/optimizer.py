@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.deepspeed import tables
 from hf_compressopt.integrations.deepspeed.translation import (
     AUTO,
@@ -15,8 +16,7 @@ from hf_compressopt.integrations.deepspeed.translation import (
     as_text,
     number,
 )
-from hf_compressopt.integrations.options import COMPRESSED, OPTIMIZERS, text_options
-from hf_compressopt.integrations.zero import ZERO_NAMES
+from hf_compressopt.integrations.optim_args import text_options
 
 _PARAMS = "optimizer.params."
 _ZERO = "zero_optimization."
@@ -48,7 +48,7 @@ def optimizer(options: Options, *, same_arithmetic: bool) -> None:
             options.flag(option, tables.DEFAULT_LR, *flags, remark="DeepSpeed's default", given=False)
     _clipping(options, same_arithmetic)
     _communicator(options, name)
-    _own_options(options, name, dict(tables.SAME_ARITHMETIC) if same_arithmetic and name in COMPRESSED else {})
+    _own_options(options, name, dict(tables.SAME_ARITHMETIC) if same_arithmetic and name in ALGORITHMS else {})
 
 
 def _clipping(options: Options, same_arithmetic: bool) -> None:
@@ -66,12 +66,12 @@ def _clipping(options: Options, same_arithmetic: bool) -> None:
 def _communicator(options: Options, name: str) -> None:
     backend_option, aware_option = f"{_PARAMS}comm_backend_name", f"{_PARAMS}cuda_aware"
     backend, aware = options.take(backend_option), options.take(aware_option)
-    if backend is not None and name in COMPRESSED:
+    if backend is not None and name in ALGORITHMS:
         needs = "; it takes pip install 'hf-compressopt[mpi]' and mpirun" if backend == "mpi" else ""
         options.optim_arg(backend_option, backend, "communicator", f"or leave it out: auto{needs}")
     elif backend is not None:
         options.say(backend_option, backend, LOST, "", f"{name} sends nothing by itself")
-    if aware is not None and backend == "mpi" and name in COMPRESSED:
+    if aware is not None and backend == "mpi" and name in ALGORITHMS:
         options.optim_arg(aware_option, aware, "cuda_aware")
     elif aware is not None:
         options.say(aware_option, aware, SAME, "", "it makes a difference with comm_backend_name=mpi alone")
@@ -96,7 +96,7 @@ def _own_options(options: Options, name: str, forced: dict[str, Any]) -> None:
         elif key in forced:
             options.say(option, value, SAME, "", f"had no effect in DeepSpeed: {key}={as_text(forced[key])}")
         else:
-            late = key in tables.IGNORED_THERE and name in COMPRESSED
+            late = key in tables.IGNORED_THERE and name in ALGORITHMS
             options.optim_arg(option, value, key, "had no effect in DeepSpeed, and has it here" if late else "")
     for key, value in tables.DEFAULTS.get(name, {}).items():
         if _PARAMS + key not in dict(given):
@@ -104,7 +104,7 @@ def _own_options(options: Options, name: str, forced: dict[str, Any]) -> None:
             options.optim_arg(_PARAMS + key, value, key, remark, given=False)
     for key, value in forced.items():
         options.optim_arg(_PARAMS + key, value, key, "what DeepSpeed computed", given=False)
-    if name in COMPRESSED and not forced:
+    if name in ALGORITHMS and not forced:
         remark = (
             "DeepSpeed had one scale for a whole message, and neither variance floor nor bias correction; the defaults "
             "here lose less. Its arithmetic is scale_block=none,variance_floor=0,bias_correction=false "
@@ -118,7 +118,7 @@ def zero(options: Options) -> None:
     stage, name = options.take(f"{_ZERO}stage"), options.translation.optim
     if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
-    partitioned = stage in (1, 2) and name not in COMPRESSED
+    partitioned = stage in (1, 2) and name not in ALGORITHMS
     if partitioned:
         _partition(options, name, stage)
     elif stage == 3:

@@ -6,10 +6,10 @@ import json
 import shlex
 from typing import Any
 
+from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.deepspeed import tables
 from hf_compressopt.integrations.deepspeed.translation import BECOMES, DIFFERS, LOST, SAME, Translation
-from hf_compressopt.integrations.options import COMPRESSED, OPTIMIZERS, text_options
-from hf_compressopt.integrations.zero import ZERO_NAMES
+from hf_compressopt.integrations.optim_args import text_options
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 _TITLES = {
@@ -68,7 +68,7 @@ def accelerate_code(translation: Translation) -> str:
     lines += ["import torch"] if "torch." in made else []
     lines += [f"from hf_compressopt import {', '.join(imports)}", ""]
     lines += [f"accelerator = CompressOptAccelerator({', '.join(accelerate)})", f"optimizer = {made}"]
-    became = f"becomes {COMPRESSED[name].__name__}" if plugin and name in COMPRESSED else "the loader and scheduler too"
+    became = f"becomes {ALGORITHMS[name].__name__}" if plugin and name in ALGORITHMS else "the loader and scheduler too"
     lines.append(f"model, optimizer = accelerator.prepare(model, optimizer)  # {became}")
     if norm := flags.get("--max_grad_norm"):
         lines.append(f"# before each step: accelerator.clip_grad_norm_(model.parameters(), {norm})")
@@ -80,11 +80,13 @@ def _plugin(translation: Translation) -> dict[str, Any]:
     name, stage = translation.optim, ZERO_NAMES.get(translation.optim)
     fields: dict[str, Any] = {"zero_stage": stage} if stage else {"optimizer": name}
     for option, value in translation.optim_args.items():
-        key = "freeze_step" if name in COMPRESSED and option == COMPRESSED[name].freeze_option else option
+        key = (
+            "freeze_step" if name in ALGORITHMS and option == getattr(ALGORITHMS[name], "freeze_option", "") else option
+        )
         if key not in _PLUGIN_FIELDS:
             return {}
         fields[key] = value
-    return fields if stage or name in COMPRESSED else {}
+    return fields if stage or name in ALGORITHMS else {}
 
 
 def _optimizer(translation: Translation, imports: list[str]) -> str:

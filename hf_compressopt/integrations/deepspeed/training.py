@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.deepspeed import tables
 from hf_compressopt.integrations.deepspeed.translation import (
     AUTO,
@@ -17,7 +18,6 @@ from hf_compressopt.integrations.deepspeed.translation import (
     number,
     whole_number,
 )
-from hf_compressopt.integrations.options import COMPRESSED
 
 _SCHEDULER = "scheduler.params."
 _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine_with_min_lr"}
@@ -108,7 +108,7 @@ def clipping(options: Options) -> None:
     if not given and "--max_grad_norm" in options.translation.flags:
         return
     value, remark = options.take("gradient_clipping", 0.0), "" if given else "DeepSpeed's default; Trainer's is 1.0"
-    if value and options.translation.optim in COMPRESSED:
+    if value and options.translation.optim in ALGORITHMS:
         remark = "in the compressed stage by the root of the mean of the ranks' squared norms"
     options.flag("gradient_clipping", value, "--max_grad_norm", remark=remark, given=given)
 

@@ -1,0 +1,137 @@
+"""The DDP models that an accelerator has prepared, and which of its optimizers follow on them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_compressopt.collectives.ddp_hook import attach_ddp, find_sync
+from hf_compressopt.integrations.capabilities import (
+    FollowsPlan,
+    OwnsGradients,
+    all_parameters,
+    follows_plan,
+    owns_gradients,
+    shares,
+)
+
+
+class DDPModels:
+    """The DDP models of an accelerator. It does not keep them alive."""
+
+    def __init__(self) -> None:
+        """Begin without models."""
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+
+    def __iter__(self) -> Iterator[DistributedDataParallel]:
+        """The models that are alive."""
+        self._models = [reference for reference in self._models if reference() is not None]
+        return iter([model for reference in self._models if (model := reference()) is not None])
+
+    def add(self, model: nn.Module) -> None:
+        """Add a prepared model, if it is a DDP model that is not here yet."""
+        inner = without_compile(model)
+        if isinstance(inner, DistributedDataParallel) and not any(known is inner for known in self):
+            self._models.append(weakref.ref(inner))
+
+    def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any) -> None:
+        """Give every model whose parameters a compressed optimizer owns the hook that follows its plan.
+
+        Args:
+            optimizers: All optimizers of the accelerator.
+            own_hook: The communication hook that the user asked Accelerate for, or None.
+
+        Raises:
+            ValueError: If a model's gradients must be averaged for one optimizer and stay local for another, or if the
+                model has another hook.
+        """
+        for model in self:
+            params = {id(p) for p in model.parameters() if p.requires_grad}
+            owners = [o for o in optimizers if follows_plan(o) and shares(o.trainable_parameters, params)]
+            if owners:
+                _check_no_other(owners, optimizers, params)
+                _check_no_hook(own_hook)
+            if owners or find_sync(model) is not None:
+                attach_ddp(model, *owners)
+
+    def release(self) -> None:
+        """Have the gradients of every model averaged in all steps, until an optimizer is bound again."""
+        for model in self:
+            if (sync := find_sync(model)) is not None:
+                sync.bind(())
+
+    def check_not_averaging(self, optimizer: OwnsGradients) -> None:
+        """Check that no model averages the gradients of an optimizer that averages them itself.
+
+        Raises:
+            ValueError: If one does.
+        """
+        params = {id(p) for p in optimizer.trainable_parameters}
+        if any(shares(model.parameters(), params) for model in self):
+            raise ValueError(
+                "the model was prepared before its ZeroOptimizer was known, and is a DistributedDataParallel now, "
+                "which would average the gradients a second time: give both to one prepare(model, optimizer)"
+            )
+
+
+def _check_no_other(
+    owners: Sequence[FollowsPlan], optimizers: Iterable[torch.optim.Optimizer], params: set[int]
+) -> None:
+    for other in optimizers:
+        if not follows_plan(other) and shares(all_parameters(other), params):
+            raise ValueError(
+                f"the model has parameters in {type(owners[0]).__name__} and in {type(other).__name__}: gradients "
+                "that stay local for the one would stay local for the other; give all to the first, with "
+                "non_freeze=True for a group that is to stay in full precision"
+            )
+
+
+def _check_no_hook(hook: Any) -> None:
+    if hook is not None and getattr(hook, "name", str(hook)) != "NO":
+        raise ValueError(
+            "a compressed optimizer needs DDP's communication hook for itself, but the accelerator has one already: "
+            f"remove your own comm_hook (DistributedDataParallelKwargs(comm_hook={hook}))"
+        )
+
+
+def check_somebody_averages(optimizers: Iterable[torch.optim.Optimizer], without_ddp: set[int]) -> None:
+    """Check that every optimizer's gradients are averaged, by DDP or by the optimizer itself.
+
+    Args:
+        optimizers: The optimizers.
+        without_ddp: Parameters (by id) of models that were prepared without DDP.
+
+    Raises:
+        ValueError: If nobody would average an optimizer's gradients.
+    """
+    for optimizer in optimizers:
+        if not owns_gradients(optimizer) and shares(all_parameters(optimizer), without_ddp):
+            raise ValueError(
+                f"the model has parameters in a ZeroOptimizer and in {type(optimizer).__name__}, and nobody would "
+                "average the gradients of the latter: give all to ZeroOptimizer, or a ZeroOptimizer to each"
+            )
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """The model within torch.compile's wrapper."""
+    return getattr(model, "_orig_mod", model)
+
+
+def undo_evaluation_mode(model: nn.Module, prepared: list[nn.Module]) -> None:
+    """Allow a model that was prepared for evaluation only to be prepared again.
+
+    accelerate marks such a model as prepared (from 1.14) and would leave out DDP: every rank would train alone.
+    """
+    if not getattr(model, "_is_accelerate_prepared", False):
+        return
+    if isinstance(without_compile(model), DistributedDataParallel):
+        return
+    del model._is_accelerate_prepared
+    if hasattr(model, "_original_forward"):
+        model.forward = model._original_forward  # type: ignore[assignment]
+    prepared[:] = [other for other in prepared if other is not model]

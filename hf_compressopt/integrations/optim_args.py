@@ -1,0 +1,203 @@
+"""``--optim_args``: one parser, which reads the options of the optimizer, of ZeRO, and of the host from one text."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
+from hf_compressopt.integrations.zero import refuse_zero_stage
+from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.options import check_stage
+
+#: Types that an option may have, and its default.
+Options = dict[str, tuple[tuple[type, ...], Any]]
+
+# Trainer has flags of its own for these.
+_TRAINER_FLAGS = {
+    "lr": "--learning_rate",
+    "betas": "--adam_beta1 and --adam_beta2",
+    "eps": "--adam_epsilon",
+    "weight_decay": "--weight_decay",
+    "max_grad_norm": "--max_grad_norm",
+}
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_ASYNC_SAVE: Options = {"async_save": ((bool,), False)}
+_ZERO_STAGE: Options = {"zero_stage": ((int,), 0)}
+
+
+@dataclass
+class OptimArgs:
+    """The options of one ``--optim_args``, by their owners.
+
+    Attributes:
+        optimizer: Options of an optimizer of this package.
+        zero: Options of ZeroOptimizer, with ``stage``; empty without ZeRO.
+        async_save: True to write checkpoints in the background.
+        others: The rest of the text, for Trainer's own optimizer.
+    """
+
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    async_save: bool = False
+    others: str = ""
+
+
+def read_optim_args(name: str, text: str | None) -> OptimArgs:
+    """Read ``--optim_args`` for the optimizer that ``--optim`` names.
+
+    Args:
+        name: The optimizer, one of this package or of Trainer's own.
+        text: ``"name=value,name=value"``; None is no option.
+
+    Raises:
+        ValueError: For an option that the optimizer does not have, a value of a wrong type, an option that is given
+            twice, or text that is no list of name=value. The message lists what is legal.
+    """
+    ours = name in OPTIMIZERS or name in ZERO_NAMES
+    if not ours and not (text and ("zero_stage" in text or "async_save" in text)):
+        return OptimArgs(others=text or "")
+    pairs = _pairs(text)
+    stage = _take_stage(name, pairs)
+    found = OptimArgs(zero={} if stage is None else {"stage": stage}, async_save=_take_async_save(name, pairs, stage))
+    own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
+    zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
+    for key, value in pairs.items():
+        if key in own:
+            found.optimizer[key] = parse_value(key, value, own[key][0])
+        elif key in zero:
+            found.zero[key] = parse_value(key, value, zero[key][0])
+        elif ours:
+            raise ValueError(_unknown(name, key, {**own, **zero, **_ASYNC_SAVE} if zero or name in ALGORITHMS else own))
+        else:
+            found.others += f"{',' if found.others else ''}{key}={value}"
+    return found
+
+
+def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
+    """The stage of ZeRO, by the optimizer's name or by ``zero_stage``; None is no ZeRO."""
+    text = pairs.pop("zero_stage", None)
+    if text is None:
+        return ZERO_NAMES.get(name)
+    if name in ZERO_NAMES:
+        raise ValueError(f"optim_args: zero_stage is part of the optimizer's name ({name}): leave it out")
+    stage: int = parse_value("zero_stage", text, (int,))
+    if name in ALGORITHMS:
+        refuse_zero_stage(name, stage)
+    check_stage(stage)
+    return stage
+
+
+def _take_async_save(name: str, pairs: dict[str, str], stage: int | None) -> bool:
+    """The value of ``async_save``, which is an option of the host."""
+    wanted: bool = parse_value("async_save", pairs.pop("async_save", "false"), (bool,))
+    if wanted and stage is None and name not in ALGORITHMS:
+        raise ValueError(
+            f"optim_args: async_save=true is not supported with {name}, because Trainer saves its state: use it with "
+            f"one of {[*ALGORITHMS, *ZERO_NAMES]}, or with zero_stage"
+        )
+    return wanted
+
+
+def check_taken(name: str, args: OptimArgs, taken: dict[str, Any]) -> None:
+    """Check that Trainer's own optimizer has taken every option that is left under ZeRO, since Trainer ignores others.
+
+    Args:
+        name: The optimizer.
+        args: The options as they were read.
+        taken: Keyword arguments that Trainer gives to the optimizer.
+
+    Raises:
+        ValueError: For an option that has no effect. The message lists what is legal.
+    """
+    for key in _pairs(args.others) if args.zero else ():
+        if key not in taken:
+            raise ValueError(_unknown(name, key, {**text_options(ZeroOptimizer), **_ASYNC_SAVE, **_ZERO_STAGE}))
+
+
+def _unknown(name: str, key: str, legal: Options) -> str:
+    if key in _TRAINER_FLAGS:
+        return f"optim_args: {key} is set by Trainer's {_TRAINER_FLAGS[key]}"
+    what = OPTIMIZERS[name].__name__ if name in OPTIMIZERS else name
+    return f"optim_args: {what} has no option {key!r}; legal are {_legal(legal)}"
+
+
+def _pairs(text: str | None) -> dict[str, str]:
+    """The options of a text, each once."""
+    pairs: dict[str, str] = {}
+    for part in filter(str.strip, (text or "").split(",")):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name or not value:
+            raise ValueError(
+                f"optim_args must be name=value pairs, separated by commas; got {part.strip()!r} in {text!r}"
+            )
+        if name in pairs:
+            raise ValueError(f"optim_args: {name} is given twice in {text!r}")
+        pairs[name] = value
+    return pairs
+
+
+def text_options(optimizer_class: type[torch.optim.Optimizer]) -> Options:
+    """Options that text can set: name -> (types that it may have, default)."""
+    options: Options = {}
+    for init in reversed(_constructors(optimizer_class)):
+        hints = get_type_hints(init)
+        for name, parameter in inspect.signature(init).parameters.items():
+            kinds = _text_types(hints.get(name))
+            if name == "freeze_step" != getattr(optimizer_class, "freeze_option", name):
+                continue  # this class calls it by another name
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and kinds and name not in _TRAINER_FLAGS:
+                options[name] = (kinds, parameter.default)
+    return options
+
+
+def _constructors(cls: type) -> list[Callable[..., None]]:
+    """The class's own constructor, and those of its bases to which it hands further options."""
+    found: list[Callable[..., None]] = []
+    for base in cls.__mro__:
+        if init := vars(base).get("__init__"):
+            found.append(init)
+            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(init).parameters.values()):
+                break
+    return found
+
+
+def parse_value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
+    """One value from text.
+
+    Raises:
+        ValueError: If the text is of none of these types.
+    """
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    for kind in kinds:
+        try:
+            if kind is bool:
+                return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
+            if kind in (int, float, str):
+                return kind(text)
+        except (ValueError, KeyError):
+            continue
+    raise ValueError(f"{name} must be {_kinds(kinds)}, got {text!r}")
+
+
+def _text_types(hint: Any) -> tuple[type, ...]:
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = tuple(kind for kind in alternatives if kind in (bool, int, float, str, type(None)))
+    return kinds if any(kind is not type(None) for kind in kinds) else ()
+
+
+def _kinds(kinds: tuple[type, ...]) -> str:
+    names = {bool: "true or false", int: "an int", float: "a float", str: "a name", type(None): "none"}
+    return " or ".join(names[kind] for kind in kinds)
+
+
+def _legal(options: Options) -> str:
+    return ", ".join(
+        f"{name} ({_kinds(kinds)}; default {default})" for name, (kinds, default) in sorted(options.items())
+    )

@@ -1,0 +1,53 @@
+"""The length of a run, by its learning-rate scheduler, and the warnings that follow from it."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from hf_compressopt.integrations.capabilities import FollowsPlan
+
+logger = logging.getLogger(__name__)
+
+
+def scheduler_steps(scheduler: Any) -> int | None:
+    """The number of steps that a learning-rate scheduler is made for, or None if it does not tell.
+
+    It tells for those of ``transformers.get_scheduler`` and for torch's OneCycleLR, CosineAnnealingLR, PolynomialLR,
+    and a SequentialLR that ends with one of them.
+    """
+    for function in getattr(scheduler, "lr_lambdas", ()):  # transformers'
+        if isinstance(function, partial) and (steps := _count(function.keywords.get("num_training_steps"))):
+            return steps
+    if milestones := getattr(scheduler, "_milestones", None):
+        last = scheduler_steps(scheduler._schedulers[-1])
+        return None if last is None else milestones[-1] + last
+    name = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
+    return _count(getattr(scheduler, name.get(type(scheduler).__name__, ""), None))
+
+
+def _count(value: Any) -> int | None:
+    return int(value) if isinstance(value, (int, float)) and value >= 1 else None
+
+
+def warn_if_nothing_is_compressed(optimizer: FollowsPlan, steps: int) -> None:
+    """Warn, on rank 0, if a run of ``steps`` steps sends no compressed message.
+
+    Args:
+        optimizer: The optimizer, with its schedule.
+        steps: Optimizer steps of the whole run.
+    """
+    name = type(optimizer).__name__
+    if optimizer.communicator.rank != 0:
+        return
+    if optimizer.communicator.world_size == 1:
+        logger.warning("%s runs on one rank: nothing is sent, so nothing is compressed", name)
+    elif all(optimizer.plan_at(step).reduce_grads for step in (max(1, steps - 1), steps)):
+        logger.warning(
+            "%s compresses nothing in this run: its first stage, in full precision, takes all of the %d steps. Give a "
+            "smaller %s, or 'auto'",
+            name,
+            steps,
+            getattr(optimizer, "freeze_option", "freeze_step"),
+        )

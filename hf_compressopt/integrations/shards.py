@@ -1,0 +1,108 @@
+"""Optimizers' states in shards, as the hosts save and load them beside their own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_compressopt.checkpoint.io import (
+    DEFAULT_PREFIX,
+    async_save_state,
+    has_checkpoint,
+    load_state,
+    save_state,
+    state_is_loaded,
+)
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
+from hf_compressopt.integrations.ddp_models import without_compile
+from hf_compressopt.zero.plain import PlainState
+
+
+def prefix_of(number: int) -> str:
+    """The start of the file names of an accelerator's optimizer with this number."""
+    return DEFAULT_PREFIX if number == 0 else f"{DEFAULT_PREFIX}_{number}"
+
+
+def save_shards(
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], directory: str, *, background: bool
+) -> None:
+    """Save the states of the optimizers that save shards. All ranks call.
+
+    Args:
+        optimizers: All optimizers of the accelerator.
+        models: The models that hold their parameters, for the names.
+        directory: The folder.
+        background: True to write while the training goes on.
+    """
+    save = async_save_state if background else save_state
+    for number, optimizer in enumerate(_in_shards(optimizers)):
+        save(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
+
+
+def load_shards(
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[nn.Module],
+    directory: str,
+    device: torch.device,
+    loading: ExitStack,
+) -> None:
+    """Load the states that :func:`save_shards` saved. All ranks call.
+
+    Args:
+        optimizers: All optimizers of the accelerator.
+        models: The models that hold their parameters, for the names.
+        directory: The folder.
+        device: Device for small tensors.
+        loading: Open until the host has loaded the rest, so that the host's own load of the states does nothing.
+    """
+    # With as many checkpoints as optimizers, the ordinary optimizers load theirs too.
+    last = len(optimizers) - 1
+    everybody = bool(optimizers) and _anyone_has(directory, last, optimizers[last], device)
+    for number, optimizer in enumerate(optimizers if everybody else _in_shards(optimizers)):
+        if not _anyone_has(directory, number, optimizer, device):
+            continue  # the state dict in the folder must be a whole one
+        load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
+        loading.enter_context(state_is_loaded(optimizer))
+        if follows_plan(optimizer):
+            loading.callback(optimizer.own_parameters_restorer())  # the host loads one model into all ranks next
+
+
+def _in_shards(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    found: list[Any] = [optimizer for optimizer in optimizers if saves_shards(optimizer)]
+    return found
+
+
+def _anyone_has(directory: str, number: int, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    return anyone(has_checkpoint(directory, prefix=prefix_of(number)), optimizer, device)
+
+
+def anyone(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """True if the answer of any rank that has this optimizer is True. All ranks call."""
+    if saves_shards(optimizer):
+        return any(optimizer.communicator.all_gather_object(answer))
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return answer
+    return any(TorchCommunicator(device=device).all_gather_object(answer))
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:
+    """Names of the optimizer's trainable parameters, by the models that hold them, else by the optimizer."""
+    names: dict[int, str] = {}
+    for number, model in enumerate(models):
+        inner = without_compile(model)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        for name, param in without_compile(inner).named_parameters():
+            names.setdefault(id(param), name if len(models) == 1 else f"model{number}.{name}")
+    if saves_shards(optimizer):
+        params, own = list(optimizer.trainable_parameters), optimizer.parameter_names()
+    else:
+        state = PlainState(optimizer)
+        params, own = list(chain.from_iterable(state.shared_parameters())), state.parameter_names()
+    return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]

@@ -1,0 +1,39 @@
+"""Set-ups of Accelerate and Trainer in which compressed and partitioned optimizers cannot work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_compressopt.integrations.capabilities import saves_shards
+from hf_compressopt.integrations.plugin import CompressOptPlugin
+
+_INSTEAD = {
+    "DEEPSPEED": "DeepSpeed averages the gradients and takes the steps itself. Launch without DeepSpeed; "
+    "`hf-compressopt from-deepspeed ds_config.json` translates its configuration",
+    "MEGATRON_LM": "Megatron-LM averages the gradients and takes the steps itself. Launch without Megatron-LM, or use "
+    "Megatron-LM's own optimizer",
+    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP, or "
+    "launch without FSDP; --optim zero2_adamw partitions gradients and optimizer state here",
+    "XLA": "XLA averages the gradients itself. Use an ordinary optimizer there",
+}
+
+
+def why_unsupported(accelerator: Any, name: str) -> str:
+    """Why an optimizer of this name cannot work under the accelerator's set-up, or "" if it can."""
+    kind = accelerator.distributed_type.name
+    if kind not in _INSTEAD:
+        return ""
+    return f"{name} works with DistributedDataParallel, not with {kind}: {_INSTEAD[kind]}"
+
+
+def check_distributed_type(accelerator: Any, optimizer: Any, plugin: CompressOptPlugin | None = None) -> None:
+    """Check that an optimizer, or what the plugin would make of it, works under the accelerator's set-up.
+
+    Raises:
+        ValueError: If it does not. The message says what to do instead.
+    """
+    name = type(optimizer).__name__ if saves_shards(optimizer) else ""
+    if plugin is not None and not name:
+        name = "ZeroOptimizer" if plugin.zero_stage else "" if plugin.optimizer == "none" else plugin.optimizer
+    if name and (reason := why_unsupported(accelerator, name)):
+        raise ValueError(reason)
