@@ -16,13 +16,18 @@ _CHUNK = 1 << 20  # elements that are compared, or sent, at a time
 _MOST = 0.01
 
 
-def bits_of(state: GroupState) -> int:
+def parameter_bits(state: GroupState) -> int:
     """A sum of the bits of a group's parameters."""
     return int(sum(bit_sum(param) for param in state.params))
 
 
+def replicated_bits(state: GroupState) -> int:
+    """A sum of the bits of all that the ranks hold alike after the warmup stage: parameters, moments, coefficients."""
+    return int(sum(bit_sum(tensor) for tensor in _replicated(state)))
+
+
 def largest_difference(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
-    """Compare this rank's parameters with rank 0's. All ranks call.
+    """Compare this rank's parameters, moments and coefficients with rank 0's. All ranks call.
 
     Args:
         states: The same groups on all ranks.
@@ -34,10 +39,10 @@ def largest_difference(states: Sequence[GroupState], steps: int, communicator: C
         magnitude times 8 sqrt(steps) units of the last place, at most 1 % of it. Infinity if one is not finite.
     """
     worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
-    for param in (param for state in states for param in state.params if param.numel()):
-        tolerance = min(_MOST, 8 * sqrt(steps) * torch.finfo(param.dtype).eps)
-        difference = largest = torch.zeros((), dtype=torch.float64, device=param.device)
-        for mine in torch.split(param.detach().reshape(-1), _CHUNK):
+    for tensor in (tensor for state in states for tensor in _replicated(state)):
+        tolerance = min(_MOST, 8 * sqrt(steps) * torch.finfo(tensor.dtype).eps)
+        difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        for mine in torch.split(tensor.reshape(-1), _CHUNK):
             first = mine.clone()
             communicator.broadcast(first)
             difference = torch.maximum(difference, (mine.double() - first.double()).abs().max())
@@ -49,7 +54,7 @@ def largest_difference(states: Sequence[GroupState], steps: int, communicator: C
 
 
 def take_first_ranks(states: Sequence[GroupState], communicator: Communicator) -> None:
-    """Replace parameters and moments by rank 0's. All ranks call."""
+    """Replace parameters, moments and coefficients by rank 0's. All ranks call."""
     for state in states:
         for tensor in _replicated(state):
             flat = tensor.reshape(-1)  # a view, or a copy of what has other strides
@@ -60,5 +65,5 @@ def take_first_ranks(states: Sequence[GroupState], communicator: Communicator) -
 
 
 def _replicated(state: GroupState) -> Iterator[Tensor]:
-    yield from (param.detach() for param in state.params if param.numel())
-    yield from (state.exp_avg, state.exp_avg_sq, *state.extra.values())
+    held = (*state.params, state.exp_avg, state.exp_avg_sq, *state.extra.values())
+    yield from (tensor.detach() for tensor in held if tensor.numel())

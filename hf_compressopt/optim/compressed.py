@@ -19,7 +19,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination
-from hf_compressopt.optim.alignment import bits_of, largest_difference, take_first_ranks
+from hf_compressopt.optim.alignment import largest_difference, parameter_bits, replicated_bits, take_first_ranks
 from hf_compressopt.optim.functional import (
     adam_options,
     adam_step_,
@@ -548,7 +548,7 @@ class CompressedOptimizer(ScheduledOptimizer):
         apart: list[tuple[Communicator, list[GroupState]]] = []
         with self.traffic.paused():
             for communicator, states in self._by_communicator(self._states):
-                everyone = communicator.all_gather_object([bits_of(state) for state in states])
+                everyone = communicator.all_gather_object([replicated_bits(state) for state in states])
                 if any(bits != everyone[0] for bits in everyone):
                     apart.append((communicator, states))
                     if largest_difference(states, self._step, communicator) > 1:
@@ -571,7 +571,7 @@ class CompressedOptimizer(ScheduledOptimizer):
             ValueError: If they do not, on all ranks.
         """
         what = "the bits of their parameters (are they alike at the start, and all gradients averaged in warmup?)"
-        self._require_equal(what, bits_of)
+        self._require_equal(what, parameter_bits)
 
     def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
         """Check that a number of every param group is alike on all the ranks that hold it. All ranks call.

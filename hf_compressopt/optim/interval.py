@@ -94,10 +94,14 @@ class LocalInterval:
         self.expect()
 
     @contextmanager
-    def stand_in(self, fill: Callable[[GroupState], None]) -> Iterator[None]:
-        """Inside, other parameters, written by ``fill``, are in the place of this rank's own."""
+    def stand_in(self, fill: Callable[[GroupState], None]) -> Iterator[bool]:
+        """Inside, other parameters, written by ``fill``, are in the place of this rank's own.
+
+        Yields:
+            Whether the ranks are apart; else the parameters stay as they are.
+        """
         if not self.is_apart():
-            yield
+            yield False
             return
         self.look()
         with torch.no_grad():
@@ -106,7 +110,7 @@ class LocalInterval:
                 fill(state)
         self.expect()
         try:
-            yield
+            yield True
         finally:
             self.put_back()
 

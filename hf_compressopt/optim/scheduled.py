@@ -116,9 +116,9 @@ class ScheduledOptimizer(FlatOptimizer):
         return restore
 
     @contextmanager
-    def synced_parameters(self) -> Iterator[None]:
-        """Inside, the parameters are alike on all ranks, as they always are here. No collective call."""
-        yield
+    def synced_parameters(self) -> Iterator[bool]:
+        """Inside, the parameters are alike on all ranks, as they always are here. No collective call. Yields False."""
+        yield False
 
     @property
     def ranks_are_apart(self) -> bool:

@@ -323,13 +323,16 @@ class ZeroOneAdam(FreezingOptimizer):
             yield
 
     @contextmanager
-    def synced_parameters(self) -> Iterator[None]:
+    def synced_parameters(self) -> Iterator[bool]:
         """Inside, the parameters are those of the last sync, alike on all ranks; at the end this rank's own again.
 
         No collective call: a rank may use it alone.
+
+        Yields:
+            Whether the ranks are apart, so that the parameters inside are not those of the last step.
         """
-        with self._interval.stand_in(self._interval.fill_with_anchor):
-            yield
+        with self._interval.stand_in(self._interval.fill_with_anchor) as apart:
+            yield apart
 
     def parameters_replaced(self) -> None:
         """Go on from the parameters as they are, such as those of a model that was loaded. All ranks call; no messages.

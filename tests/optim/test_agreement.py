@@ -239,3 +239,27 @@ def peaks_of_first_steps(rank: int, world_size: int, name: str) -> list[float]:
 def test_the_first_steps_and_the_switch_take_no_copy_of_a_large_tensor(name: str) -> None:
     for peaks in run_ranks(2, peaks_of_first_steps, name, timeout=120):
         assert max(peaks) <= MOST, peaks
+
+
+def different_coefficients(rank: int, world_size: int) -> tuple[list[Tensor], int]:
+    """Ranks whose sums are rounded otherwise have other LAMB coefficients at the switch: all take rank 0's."""
+    lines: list[str] = []
+    handler = listen(lines)
+    params = [nn.Parameter(torch.randn(9, generator=torch.Generator().manual_seed(i))) for i in range(3)]
+    optimizer = optimizer_of("OnebitLamb", params)
+    try:
+        for step in range(6):
+            for param in params:
+                draw(param, optimizer, rank, step)
+            if step == 2 and rank == 1:
+                for param in params:
+                    optimizer.state[param]["scaling_coeff"] *= 1 + 2e-7
+            optimizer.step()
+    finally:
+        logging.getLogger("hf_compressopt").removeHandler(handler)
+    return [param.detach() for param in params], sum("differ by rounding" in line for line in lines)
+
+
+def test_coefficients_that_differ_by_rounding_are_mended_at_the_switch() -> None:
+    (first, told), (second, _) = run_ranks(2, different_coefficients)
+    assert told == 1 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
