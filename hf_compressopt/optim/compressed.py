@@ -347,6 +347,18 @@ class CompressedOptimizer(ScheduledOptimizer):
                 ", ..." if len(names) > 8 else "",
             )
 
+    def join_hook(self, **_: Any) -> Any:
+        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not support uneven inputs (torch's Join, Accelerate's join_uneven_inputs): "
+            "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
+            "even_batches=True in Accelerate"
+        )
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @property

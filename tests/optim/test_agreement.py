@@ -263,3 +263,17 @@ def different_coefficients(rank: int, world_size: int) -> tuple[list[Tensor], in
 def test_coefficients_that_differ_by_rounding_are_mended_at_the_switch() -> None:
     (first, told), (second, _) = run_ranks(2, different_coefficients)
     assert told == 1 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def join(rank: int, world_size: int, name: str) -> None:
+    from torch.distributed.algorithms import Join
+
+    optimizer = optimizer_of(name, [nn.Parameter(torch.ones(9))])
+    with Join([optimizer]):  # type: ignore[list-item]
+        pass
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_uneven_inputs_are_refused(name: str) -> None:
+    for text in run_ranks_expecting_error(2, join, name).values():
+        assert text.startswith(f"ValueError: {name} does not support uneven inputs") and "drop_last=True" in text
