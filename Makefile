@@ -8,8 +8,8 @@ TOOLS  := build/tools
 WHEEL_TESTS := test_cli.py collectives/test_compressed_all_reduce.py optim/test_onebit_adam.py \
                checkpoint/test_checkpoint.py integrations/test_entry.py kernels optim/test_fused_adam.py
 
-# Those that run Trainer and Accelerate, for `make test-compat`.
-HOST_TESTS := integrations
+# Those that run Trainer and Accelerate, and saves in the background, for `make test-compat`.
+HOST_TESTS := integrations checkpoint/test_async_save.py
 COMPAT     := oldest newest
 
 .PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean
@@ -19,7 +19,7 @@ help:
 	@echo "make test      the tests (real process groups, a real Trainer), under 12 minutes on 2 cores"
 	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs"
 	@echo "make test-gpu  the tests that need a CUDA device"
-	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them"
+	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them and of torch"
 	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs cmake and a C++ compiler; nvcc for CUDA)"
 	@echo "make wheel     the manylinux wheel and the sdist, checked, and tested where they are installed"
 	@echo "make style     ruff and mypy --strict"
@@ -61,9 +61,10 @@ test-gpu: install
 	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers" tests/gpu
 
 build/compat-%/.installed: compat/%.txt pyproject.toml
-	@echo "== installing the $* versions into build/compat-$* (once; about two minutes) =="
+	@echo "== installing the $* versions into build/compat-$* (once; some GB of CUDA with torch unless TORCH_INDEX has CPU builds) =="
 	@rm -rf build/compat-$* && $(PYTHON) -m venv build/compat-$*
-	@build/compat-$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@build/compat-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep ^torch== $<)
 	@HATCH_BUILD_NO_HOOKS=true build/compat-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    -c $< -e . pytest pytest-timeout matplotlib tensorboard
 	@touch $@

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -145,3 +146,13 @@ def test_an_editable_install_only_adds_a_path_and_puts_the_library_into_the_tree
         assert files == ["_hf_compressopt.pth"]
         assert archive.read(files[0]).decode().split() == [str(small_source)]
     assert [path.name for path in (small_source / check_wheel.LIBRARIES).iterdir()] == [CPU]
+
+
+def test_the_oldest_versions_that_are_tested_are_the_minimums() -> None:
+    minimums = re.findall(r'^    "([a-z]+)>=([0-9.]+)",$', (REPO_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    pinned = dict(
+        line.split("==") for line in (REPO_ROOT / "compat" / "oldest.txt").read_text().split() if "==" in line
+    )
+    for name in ("torch", "transformers", "accelerate", "safetensors", "xxhash"):
+        minimum = dict(minimums)[name]
+        assert pinned[name] == minimum + ".0" * (2 - minimum.count(".")), name
