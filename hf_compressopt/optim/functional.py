@@ -180,12 +180,12 @@ def bit_sum(tensor: Tensor) -> Tensor:
     flat = in_memory("the tensor", tensor).view(-1)
     narrow = torch.int32 if flat.element_size() == 4 else torch.int16
     whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()  # elements that fill 8 bytes
-    rest = flat[whole:].view(narrow).sum(dtype=torch.int64)
-    if whole == 0:
-        return rest
-    if flat.storage_offset() * flat.element_size() % 8 == 0:
-        return rest + flat[:whole].view(torch.int64).sum()  # torch makes no copy of integers of this size
-    return sum((chunk.clone().view(torch.int64).sum() for chunk in torch.split(flat[:whole], _CHUNK)), start=rest)
+    parts = [flat[whole:].view(narrow).sum(dtype=torch.int64)] if whole < flat.numel() or not whole else []
+    if whole and flat.storage_offset() * flat.element_size() % 8 == 0:
+        parts.append(flat[:whole].view(torch.int64).sum())  # torch makes no copy of integers of this size
+    elif whole:
+        parts += [chunk.clone().view(torch.int64).sum() for chunk in torch.split(flat[:whole], _CHUNK)]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.kernels import sum_of_squares
+from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.group_state import GroupState
 
 
@@ -17,8 +17,8 @@ class LocalInterval:
     """Averages over the ranks' parameters, and a watch for parameters that someone else has written.
 
     At a sync the parameters follow from the anchor, the parameters at the sync before. Values that others write in
-    between (a loaded model, clamped weights) would be lost. So the sums of squares of the parameters are compared
-    before and after each step, and a sync after such a write averages the parameters themselves.
+    between (a loaded model, clamped weights) would be lost. So sums of the parameters' bits are taken after each step
+    and compared before the next one, and a sync after such a write averages the parameters themselves.
 
     Attributes:
         states: The states of all param groups; those that are compressed have an anchor.
@@ -27,7 +27,7 @@ class LocalInterval:
     def __init__(self, states: Sequence[GroupState], traffic: Traffic) -> None:
         """Watch these states, a list that may grow."""
         self.states, self._traffic = states, traffic
-        self._mark: Tensor | None = None  # [groups] float64; None: whatever the parameters are, they are expected
+        self._mark: Tensor | None = None  # [parameters] int64; None: whatever the parameters are, they are expected
         self._written: Tensor | None = None  # [] bool
         self._alike = False  # the mean is in the place of the ranks' own parameters until the next step
         self._settled: dict[Tensor, bool] = {}  # parameters that were averaged after they had been frozen
@@ -55,7 +55,7 @@ class LocalInterval:
             return
         now = self._fingerprint()
         if now.shape == self._mark.shape:
-            written = (now.view(torch.int64) != self._mark.to(now.device).view(torch.int64)).any()
+            written = (now != self._mark.to(now.device)).any()
             self._written = written if self._written is None else self._written.to(now.device) | written
 
     def written(self, device: torch.device) -> Tensor:
@@ -64,10 +64,8 @@ class LocalInterval:
         return torch.as_tensor(found, dtype=torch.float64, device=device)
 
     def _fingerprint(self) -> Tensor:
-        return torch.stack(
-            [sum_of_squares([p.detach() for p in state.params], state.device) for state in self._compressed]
-            or [torch.zeros((), dtype=torch.float64, device="cpu")]
-        )
+        sums = [bit_sum(param) for state in self._compressed for param in state.params]
+        return torch.stack(sums or [torch.zeros((), dtype=torch.int64, device="cpu")])
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
 

@@ -93,6 +93,13 @@ def copy_data(model: nn.Module) -> None:
         param.data.copy_(torch.full_like(param, BEST))
 
 
+@torch.no_grad()
+def flip_signs(model: nn.Module) -> None:
+    """No change that a norm would see."""
+    for param in model.parameters():
+        param.data.neg_()
+
+
 WRITES: dict[str, Callable[[nn.Module], None]] = {"load": load_best, "clamp": clamp_data, "ema": copy_data}
 
 
@@ -129,6 +136,20 @@ def test_values_that_others_write_outlive_the_next_sync(write: str, last: int, w
 def test_values_that_others_write_outlive_the_next_sync_of_one_rank_alone() -> None:
     ((_, distance),) = run_ranks(1, write_inside, "load", INSIDE, "plainly")
     assert distance < 1.0
+
+
+def flip_inside(rank: int, world_size: int) -> tuple[bool, float]:
+    model, optimizer = make()
+    train(model, optimizer, rank, range(INSIDE))
+    before = flat(model)
+    flip_signs(model)
+    train(model, optimizer, rank, range(INSIDE, 12))
+    return are_alike(model, world_size), float((flat(model) + before).abs().max())
+
+
+def test_signs_that_others_flip_stay_flipped() -> None:
+    for alike, distance in run_ranks(2, flip_inside):
+        assert alike and distance < 0.2
 
 
 def evaluate_with_an_average(rank: int, world_size: int, way: str) -> bool:
