@@ -130,7 +130,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from hf_compressopt.checkpoint import inspect
+    from hf_compressopt.format import inspect
 
     try:
         found = inspect.collect(arguments.directory, prefix=arguments.prefix, verify=arguments.verify)

@@ -1,4 +1,4 @@
-"""Imports run down only: integrations -> checkpoint.io, amp -> zero -> optim -> collectives -> kernels."""
+"""Imports run down only: integrations -> checkpoint, amp -> zero -> optim -> collectives -> kernels."""
 
 import ast
 from collections.abc import Iterator
@@ -11,31 +11,19 @@ ROWS = [
     ["cli"],
     ["auto", "run", "environment", "planner"],
     ["integrations"],
-    ["checkpoint.portable"],
-    ["checkpoint.io", "checkpoint.inspect", "amp"],
-    ["checkpoint.loading"],
-    ["checkpoint.saving"],
+    ["checkpoint", "amp"],
     ["zero"],
     ["optim"],
     ["collectives"],
     ["kernels"],
-    ["flat", "stages"],
-    ["checkpoint.torch_file"],
-    ["checkpoint.adam"],
-    ["checkpoint.progress"],
-    ["checkpoint.writer", "checkpoint.background", "checkpoint.lock"],
-    ["checkpoint.reading"],
-    ["checkpoint.files"],
-    ["checkpoint.reshard"],
-    ["checkpoint.index"],
+    ["flat", "stages", "format"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}
 
 
 def room_of(module: str) -> str:
-    parts = module.split(".")
-    return next(name for end in (2, 1) if (name := ".".join(parts[:end])) in LEVEL)
+    return module.split(".")[0]
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -50,7 +38,7 @@ def imports(path: Path) -> Iterator[str]:
 def modules() -> Iterator[tuple[str, Path]]:
     for path in PACKAGE.rglob("*.py"):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        if name not in ("__init__", "checkpoint"):
+        if name != "__init__":
             yield name, path
 
 
@@ -72,9 +60,9 @@ def test_only_the_integrations_know_the_hosts() -> None:
 
 
 def test_stages_and_what_reads_checkpoints_know_no_torch() -> None:
-    torchless = ("index", "reshard", "files", "writer", "background", "progress", "inspect")
-    checkpoint = [f"checkpoint/{name}.py" for name in torchless]
-    for file in ["stages.py", *checkpoint]:
+    torchless = ("index", "reshard", "reader", "writer", "lock", "progress", "inspect")
+    files = [f"format/{name}.py" for name in torchless]
+    for file in ["stages.py", "checkpoint/background.py", *files]:
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
 
 

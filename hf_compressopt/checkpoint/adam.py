@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.files import ShardFiles
-from hf_compressopt.checkpoint.index import CheckpointIndex
-from hf_compressopt.checkpoint.reading import Stored, fill
-from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
+from hf_compressopt.checkpoint.source import Stored, fill
+from hf_compressopt.format.index import CheckpointIndex
+from hf_compressopt.format.reader import ShardFiles
+from hf_compressopt.format.reshard import Plan, Wanted, plan_reads
 
 #: The optimizers whose state is one of Adam's moments: as they are, or inside a ZeroOptimizer.
 PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
-from hf_compressopt.checkpoint.index import INDEX_NAME, check_prefix
 from hf_compressopt.checkpoint.loading import load
 from hf_compressopt.checkpoint.saving import (
     Checkpointable,
@@ -26,6 +25,7 @@ from hf_compressopt.checkpoint.saving import (
     write_snapshot,
 )
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.format.index import INDEX_NAME, check_prefix
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.zero.plain import PlainState
 from hf_compressopt.zero.state import ZeroState

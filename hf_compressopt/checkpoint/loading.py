@@ -12,18 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_compressopt.checkpoint.adam import source_of
-from hf_compressopt.checkpoint.files import ShardFiles, absent_shards
-from hf_compressopt.checkpoint.index import (
-    BY_PLACE,
-    INDEX_NAME,
-    CheckpointError,
-    CheckpointIndex,
-    errors_naming,
-    name_by_place,
-)
-from hf_compressopt.checkpoint.progress import progress
-from hf_compressopt.checkpoint.reading import Stored
-from hf_compressopt.checkpoint.reshard import Wanted
 from hf_compressopt.checkpoint.saving import (
     Checkpointable,
     checked_names,
@@ -31,8 +19,20 @@ from hf_compressopt.checkpoint.saving import (
     dtype_name,
     run_together,
 )
+from hf_compressopt.checkpoint.source import Stored
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import StateTensor
+from hf_compressopt.format.index import (
+    BY_PLACE,
+    INDEX_NAME,
+    CheckpointError,
+    CheckpointIndex,
+    errors_naming,
+    name_by_place,
+)
+from hf_compressopt.format.progress import progress
+from hf_compressopt.format.reader import ShardFiles, absent_shards
+from hf_compressopt.format.reshard import Wanted
 
 
 def load(

@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.adam import MASTER, MOMENTS, STEP, AdamView, Entry
-from hf_compressopt.checkpoint.files import ShardFiles
-from hf_compressopt.checkpoint.index import (
+from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
+from hf_compressopt.checkpoint.source import bytes_of
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.format.index import (
     BY_PLACE,
     DTYPES,
     INDEX_NAME,
@@ -30,12 +32,10 @@ from hf_compressopt.checkpoint.index import (
     check_prefix,
     errors_naming,
 )
-from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
-from hf_compressopt.checkpoint.progress import progress
-from hf_compressopt.checkpoint.reading import bytes_of
-from hf_compressopt.checkpoint.torch_file import PendingTensor, TorchFile
-from hf_compressopt.checkpoint.writer import ShardWriter
-from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.format.progress import progress
+from hf_compressopt.format.reader import ShardFiles
+from hf_compressopt.format.torch_file import PendingTensor, TorchFile
+from hf_compressopt.format.writer import ShardWriter
 from hf_compressopt.optim.flat_optimizer import STATE_KEY
 from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.zero.plain import PlainState

@@ -24,7 +24,10 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.checkpoint.index import (
+from hf_compressopt.checkpoint.source import bytes_of
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.flat import StateTensor
+from hf_compressopt.format.index import (
     BLOCK_BYTES,
     CHECKSUM,
     INDEX_NAME,
@@ -34,12 +37,9 @@ from hf_compressopt.checkpoint.index import (
     Shard,
     TensorEntry,
 )
-from hf_compressopt.checkpoint.lock import locked
-from hf_compressopt.checkpoint.progress import progress
-from hf_compressopt.checkpoint.reading import bytes_of
-from hf_compressopt.checkpoint.writer import ShardWriter, make_folder, publish, write_aside
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.flat import StateTensor
+from hf_compressopt.format.lock import locked
+from hf_compressopt.format.progress import progress
+from hf_compressopt.format.writer import ShardWriter, make_folder, publish, write_aside
 from hf_compressopt.optim.flat_optimizer import SCALAR, FlatOptimizer
 from hf_compressopt.zero.plain import PlainState
 from hf_compressopt.zero.state import NUMBER, ZeroState, not_alike

@@ -149,7 +149,7 @@ def one_life(folder: Path, how: str, version: int, chance: random.Random) -> tup
 def load_version(folder: Path) -> int | None:
     """The version that a folder holds, whole and not mixed; None where it is refused because a file is missing."""
     from hf_compressopt import load_state
-    from hf_compressopt.checkpoint.index import CheckpointError
+    from hf_compressopt.format.index import CheckpointError
 
     _, optimizer = make(1)
     try:

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from hf_compressopt import load_state
-from hf_compressopt.checkpoint import inspect
-from hf_compressopt.checkpoint.index import CheckpointError
 from hf_compressopt.checkpoint.portable import consolidate, import_state
+from hf_compressopt.format import inspect
+from hf_compressopt.format.index import CheckpointError
 from tests.checkpoint.make_fixtures import FIXTURES, KINDS, make, observe, train
 
 CASES, QUICK = 2000, 60

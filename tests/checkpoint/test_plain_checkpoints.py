@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, ZeroOptimizer, load_state, save_state
-from hf_compressopt.checkpoint.index import CheckpointError
+from hf_compressopt.format.index import CheckpointError
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import use_accelerate
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_compressopt.checkpoint.reading import bytes_of
+from hf_compressopt.checkpoint.source import bytes_of
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 RANKS = (1, 2, 3, 4)

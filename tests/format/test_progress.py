@@ -15,7 +15,7 @@ SAVE_AND_LOAD = """
 import sys
 import torch
 from hf_compressopt import load_state, save_state
-from hf_compressopt.checkpoint import progress
+from hf_compressopt.format import progress
 
 progress.BIG = int(sys.argv[2])
 weight = torch.nn.Parameter(torch.ones(100_000))

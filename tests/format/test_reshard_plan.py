@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_compressopt.checkpoint.index import CHECKSUM, DTYPES, CheckpointIndex, Piece, Shard, TensorEntry
-from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
+from hf_compressopt.format.index import CHECKSUM, DTYPES, CheckpointIndex, Piece, Shard, TensorEntry
+from hf_compressopt.format.reshard import Plan, Wanted, plan_reads
 
 Contents = dict[tuple[int, str], bytes]
 

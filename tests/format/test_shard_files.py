@@ -12,8 +12,8 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from hf_compressopt.checkpoint.files import ShardFile
-from hf_compressopt.checkpoint.index import DTYPES, CheckpointError, Piece, TensorEntry
+from hf_compressopt.format.index import DTYPES, CheckpointError, Piece, TensorEntry
+from hf_compressopt.format.reader import ShardFile
 
 
 @pytest.mark.parametrize("checksum", ["xxh3_128", "sha256"])

@@ -14,11 +14,11 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hf_compressopt.checkpoint import writer
-from hf_compressopt.checkpoint.files import ShardFile
-from hf_compressopt.checkpoint.index import BLOCK_BYTES, DTYPES
-from hf_compressopt.checkpoint.torch_file import TorchFile
-from hf_compressopt.checkpoint.writer import ShardWriter
+from hf_compressopt.format import writer
+from hf_compressopt.format.index import BLOCK_BYTES, DTYPES
+from hf_compressopt.format.reader import ShardFile
+from hf_compressopt.format.torch_file import TorchFile
+from hf_compressopt.format.writer import ShardWriter
 
 
 def data_of(tensor: torch.Tensor) -> bytes:

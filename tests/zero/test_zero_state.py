@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from hf_compressopt.checkpoint.index import CheckpointError
+from hf_compressopt.format.index import CheckpointError
 from tests.support.harness import run_ranks
 from tests.support.zero_runs import (
     OPTIMIZERS,

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_compressopt.checkpoint.index import (
+from hf_compressopt.format.index import (
     BLOCK_BYTES,
     CHECKSUM,
     CHECKSUMS,

@@ -8,8 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_compressopt.checkpoint.files import ShardFile, check_size, open_shard
-from hf_compressopt.checkpoint.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
+from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
+from hf_compressopt.format.reader import ShardFile, check_size, open_shard
 
 #: Start of the names of all checkpoints that Trainer, Accelerate and save_state write where no other is given.
 _ANY_PREFIX = "compressopt*"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.files import ShardFiles
-from hf_compressopt.checkpoint.index import CheckpointIndex
-from hf_compressopt.checkpoint.reshard import Plan, Wanted, plan_reads
+from hf_compressopt.format.index import CheckpointIndex
+from hf_compressopt.format.reader import ShardFiles
+from hf_compressopt.format.reshard import Plan, Wanted, plan_reads
 
 
 class Stored:

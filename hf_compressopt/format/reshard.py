@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_compressopt.checkpoint.index import DTYPES, CheckpointIndex, Piece, TensorEntry
+from hf_compressopt.format.index import DTYPES, CheckpointIndex, Piece, TensorEntry
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from hf_compressopt.checkpoint.files import HEADER_CAP
-from hf_compressopt.checkpoint.index import BLOCK_BYTES, CHECKSUM, CHECKSUMS, DTYPES
+from hf_compressopt.format.index import BLOCK_BYTES, CHECKSUM, CHECKSUMS, DTYPES
+from hf_compressopt.format.reader import HEADER_CAP
 
 Bytes = bytes | bytearray | memoryview
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.checkpoint.writer import publish, temporary_name
+from hf_compressopt.format.writer import publish, temporary_name
 
 #: Storages begin at multiples of this, as torch.save has them.
 _ALIGNMENT = 64
