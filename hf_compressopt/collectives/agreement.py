@@ -1,37 +1,95 @@
-"""Small messages by which all ranks come to the same decision."""
+"""Decisions that all ranks take together: all raise or none does, and nobody waits for a rank that has stopped."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from hf_compressopt.collectives.communicator import Communicator
 
 #: Digests are below this bound, so that sums of their squares over thousands of ranks are exact in float64.
 DIGEST_BOUND = 1 << 20
 
 
-def sum_and_compare(
-    values: Sequence[Tensor], digests: Sequence[int], communicator: Communicator
-) -> tuple[Tensor, list[bool]]:
-    """Sum some values over the ranks, and compare some numbers, in one all-reduce. All ranks call; blocking.
+class Waitable(Protocol):
+    """A collective under way."""
 
-    Args:
-        values: [] each, as many on all ranks.
-        digests: Numbers in [0, DIGEST_BOUND), as many on all ranks. They are all alike if and only if their mean square
-            is the square of their mean.
-        communicator: The ranks.
+    def wait(self) -> None:
+        """Block until it is done."""
 
-    Returns:
-        [len(values)] float64, the sums; and for each digest whether all ranks have the same one.
+
+class Agreement(ABC):
+    """The collective decisions of a group of ranks. All ranks call each method; all methods block.
+
+    Attributes:
+        world_size: Ranks in the group.
+        device: Device of small tensors.
     """
-    device = communicator.device
-    squares = [float(number) for digest in digests for number in (digest, digest * digest)]
-    head = torch.stack([value.to(device, torch.float64) for value in values])
-    message = torch.cat([head, torch.tensor(squares, dtype=torch.float64, device=device)])
-    communicator.all_reduce(message).wait()
-    sums = [int(number) for number in message[len(values) :].tolist()]
-    alike = [communicator.world_size * square == sum_ * sum_ for sum_, square in zip(*[iter(sums)] * 2, strict=True)]
-    return message[: len(values)], alike
+
+    world_size: int
+    device: torch.device
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Waitable:
+        """Start reducing ``tensor`` over the ranks, in place. ``op`` is "sum" or "max"."""
+
+    @abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's ``value`` (anything that JSON holds), in rank order."""
+
+    def require_equal(self, what: str, mine: Any) -> None:
+        """Check that every rank has the same value (anything that JSON holds).
+
+        Raises:
+            ValueError: On all ranks, if one differs from rank 0's.
+        """
+        everyone = self.all_gather_object(mine)
+        different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if different:
+            raise ValueError(
+                f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has "
+                f"{everyone[different[0]]}, rank 0 {everyone[0]}"
+            )
+
+    def raise_together(self, error: Exception | None, others: type[Exception] = RuntimeError) -> None:
+        """Raise on every rank if any rank has an error.
+
+        Raises:
+            Exception: This rank's own error if it has one, else one of type ``others`` that quotes the others'.
+        """
+        failed = self.gather_errors(error)
+        if failed:
+            raise error or others(failed)
+
+    def gather_errors(self, error: Exception | None) -> str:
+        """Return every rank's error, in words; "" if none has one."""
+        return self.gather_outcomes(None, error)[1]
+
+    def gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:
+        """Return every rank's outcome (anything that JSON holds), and the errors as :meth:`gather_errors` does."""
+        outcomes = self.all_gather_object((outcome, None if error is None else f"{type(error).__name__}: {error}"))
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+        told = f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
+        return [outcome for outcome, _ in outcomes], told
+
+    def sum_and_compare(self, values: Sequence[Tensor], digests: Sequence[int]) -> tuple[Tensor, list[bool]]:
+        """Sum some values over the ranks, and compare some numbers, in one small all-reduce.
+
+        Numbers are all alike if and only if their mean square is the square of their mean.
+
+        Args:
+            values: [] each, as many on all ranks.
+            digests: Numbers in [0, DIGEST_BOUND), as many on all ranks.
+
+        Returns:
+            [len(values)] float64, the sums; and for each digest whether all ranks have the same one.
+        """
+        squares = [float(number) for digest in digests for number in (digest, digest * digest)]
+        head = torch.stack([value.to(self.device, torch.float64) for value in values])
+        message = torch.cat([head, torch.tensor(squares, dtype=torch.float64, device=self.device)])
+        self.all_reduce(message).wait()
+        sums = [int(number) for number in message[len(values) :].tolist()]
+        pairs = zip(sums[::2], sums[1::2], strict=True)
+        return message[: len(values)], [self.world_size * square == total * total for total, square in pairs]

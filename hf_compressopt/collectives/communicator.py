@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_compressopt.collectives.agreement import Agreement
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.kernels.memory import in_memory
 
@@ -31,8 +32,8 @@ class Handle:
         self._traffic.waited(self._kind, time.perf_counter() - start)
 
 
-class Communicator(ABC):
-    """A group of ranks and the collectives among them.
+class Communicator(Agreement):
+    """A group of ranks, the collectives among them, and the decisions that they take together.
 
     Attributes:
         name: Name of the transport, such as ``"gloo"``.
@@ -111,38 +112,3 @@ class Communicator(ABC):
         self.all_gather(gathered, padded).wait()
         rows = zip(gathered.view(self.world_size, longest).cpu(), sizes.tolist(), strict=True)
         return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
-
-    def require_equal(self, what: str, mine: Any) -> None:
-        """Check that every rank has the same value (anything that JSON holds). All ranks call; blocking.
-
-        Raises:
-            ValueError: On all ranks, if one differs from rank 0's.
-        """
-        everyone = self.all_gather_object(mine)
-        different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
-        if different:
-            raise ValueError(
-                f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has "
-                f"{everyone[different[0]]}, rank 0 {everyone[0]}"
-            )
-
-    def raise_together(self, error: Exception | None, others: type[Exception] = RuntimeError) -> None:
-        """Raise on every rank where any rank has an error. All ranks call; blocking.
-
-        Raises:
-            Exception: This rank's own error where it has one, else one of type ``others`` that quotes the others'.
-        """
-        failed = self.gather_errors(error)
-        if failed:
-            raise error or others(failed)
-
-    def gather_errors(self, error: Exception | None) -> str:
-        """Every rank's error, in words; "" where none has one. All ranks call; blocking."""
-        return self.gather_outcomes(None, error)[1]
-
-    def gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:
-        """As :meth:`gather_errors`, and before it what every rank has beside its error, which must pickle."""
-        outcomes = self.all_gather_object((outcome, None if error is None else f"{type(error).__name__}: {error}"))
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
-        told = f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
-        return [outcome for outcome, _ in outcomes], told

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.agreement import sum_and_compare
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.kernels.memory import holds_values, in_memory
@@ -145,7 +144,7 @@ class StepGradients:
         One small all-reduce, of which all ranks take part; without ``ask`` nothing is sent.
 
         Args:
-            digests: Numbers to compare; see :func:`~hf_compressopt.collectives.agreement.sum_and_compare`.
+            digests: Numbers to compare; see :meth:`~hf_compressopt.collectives.agreement.Agreement.sum_and_compare`.
             overflow: Whether this rank knows already that an element of its gradients is not finite.
             part: Gradients of some parameters, whose squares are summed in the same message.
 
@@ -160,7 +159,7 @@ class StepGradients:
         alike: list[bool] = []
         if self.ask:
             faults = torch.full_like(squares[0], float(self.fault is not None))
-            sums, alike = sum_and_compare([faults, *squares], digests, self._communicator)
+            sums, alike = self._communicator.sum_and_compare([faults, *squares], digests)
             if self.fault is None and float(sums[0]) > 0:
                 raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
             squares = [sums[1], sums[2]]

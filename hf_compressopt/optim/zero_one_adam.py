@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.agreement import DIGEST_BOUND, sum_and_compare
+from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.flat import Bucket, StateTensor
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.freezing import FreezingOptimizer
@@ -269,7 +269,7 @@ class ZeroOneAdam(FreezingOptimizer):
             alike.append(bits)
         written = self._interval.written(self.communicator.device)
         with self.traffic.paused():
-            sums, same = sum_and_compare([written], alike, self.communicator)
+            sums, same = self.communicator.sum_and_compare([written], alike)
             if not same[0]:
                 self._require_same_hyperparameters()
                 self.communicator.require_equal(
