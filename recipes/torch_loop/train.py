@@ -1,7 +1,7 @@
 """A language model of bytes in a plain loop: PyTorch and a compressed optimizer, without Hugging Face libraries.
 
-There is no DistributedDataParallel: the loop averages the gradients if the optimizer's plan asks for it. The README
-beside this file has the commands.
+There is no DistributedDataParallel: `average_gradients` averages the gradients if the optimizer's plan asks for it. The
+README beside this file has the commands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_compressopt import OnebitAdam, load_state, save_state
+from hf_compressopt import OnebitAdam, average_gradients, load_state, save_state
 
 WIDTH, LAYERS, HEADS = 128, 4, 4
 VALIDATION_SHARE, VALIDATION_BLOCKS = 0.1, 64
@@ -112,15 +112,6 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return args.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (args.max_steps - warmup)))
 
 
-def average_gradients(model: nn.Module) -> None:
-    """Average the gradients over the ranks, as DistributedDataParallel does, but after the backward pass."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    torch._foreach_div_(gradients, dist.get_world_size())
-    waits = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
-    for wait in waits:
-        wait.wait()
-
-
 def save(model: nn.Module, optimizer: OnebitAdam, step: int, folder: Path) -> None:
     """Save a checkpoint. The optimizer's index is written last: if it is there, the checkpoint is complete."""
     if dist.get_rank() == 0:
@@ -165,13 +156,12 @@ def main() -> None:
         loss = model.loss(training_blocks(train, step, args))
         optimizer.zero_grad()
         loss.backward()
-        if optimizer.plan.reduce_grads:  # what the coming step expects
-            average_gradients(model)
+        average_gradients(optimizer)  # if the optimizer's plan asks for it
         optimizer.clip_grad_norm_(args.max_grad_norm)
         optimizer.step()
         if dist.get_rank() == 0 and (step + 1) % args.logging_steps == 0:
             sent = optimizer.metrics()["bytes_sent_step"]
-            print(f"step {step + 1}: loss {loss.item():.4f}, compressed bytes sent {sent:,.0f}", flush=True)
+            print(f"step {step + 1}: loss {loss.item():.4f}, bytes sent {sent:,.0f}", flush=True)
         if args.save_steps and (step + 1) % args.save_steps == 0:
             save(model, optimizer, step + 1, args.output_dir / f"step-{step + 1}")
     loss_at_end = evaluate(model, validation, args.block_size)
