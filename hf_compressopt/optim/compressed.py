@@ -415,11 +415,10 @@ class CompressedOptimizer(ScheduledOptimizer):
             Exception: As :meth:`StepGradients.agree`.
         """
         plan = self.plan
-        digests = [crc32(repr(self._hyperparameters()).encode()) % DIGEST_BOUND]
         compares = not (self._gradients_compared or plan.reduce_grads) and gradients.ask
         bits = self._gradient_bits(gradients.groups) % DIGEST_BOUND if compares else 0
-        if compares:
-            digests.append(bits)
+        # as many in every step, so that a resumed run, which compares once more, sends the uninterrupted one's bytes
+        digests = [crc32(repr(self._hyperparameters()).encode()) % DIGEST_BOUND, bits]
         alike = gradients.agree(digests, overflow=overflow or self._overflow, part=part)
         if alike and not alike[0]:
             self._require_same_hyperparameters()
