@@ -16,7 +16,7 @@ ROWS = [
     ["optim"],
     ["collectives"],
     ["kernels"],
-    ["flat", "stages", "format"],
+    ["flat", "stages", "hosts", "format"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}

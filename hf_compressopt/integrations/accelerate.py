@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.checkpoint.background import wait_for_saves
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,
@@ -26,11 +25,13 @@ from hf_compressopt.integrations.capabilities import (
     shares,
     skips_steps,
 )
-from hf_compressopt.integrations.ddp_models import DDPModels, check_somebody_averages, undo_evaluation_mode
+from hf_compressopt.integrations.ddp_models import check_somebody_averages, undo_evaluation_mode
 from hf_compressopt.integrations.log import prefixed_metrics, show_log
+from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
 from hf_compressopt.integrations.run_length import scheduler_steps, warn_if_nothing_is_compressed
-from hf_compressopt.integrations.shards import load_shards, prefix_of, save_shards
+from hf_compressopt.integrations.saving_accelerator import Attachment, SavingAccelerator
+from hf_compressopt.integrations.shards import prefix_of
 from hf_compressopt.integrations.unsupported import check_distributed_type
 
 logger = logging.getLogger(__name__)
@@ -45,21 +46,7 @@ class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[mis
         return bool(self._is_overflow or self.optimizer.step_was_skipped)
 
 
-@dataclass
-class _Attachment:
-    """State of a CompressOptAccelerator beside that of an Accelerator."""
-
-    plugin: CompressOptPlugin | None
-    announce: bool
-    models: DDPModels = field(default_factory=DDPModels)
-    partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
-    without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
-    loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
-    in_checkpoint: bool = False  # all ranks are saving a checkpoint
-    rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
-
-
-class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
+class CompressOptAccelerator(SavingAccelerator):
     """An Accelerator for compressed optimizers; with any other optimizer it is Accelerate's own.
 
     It leaves the gradients of a DDP model local when the optimizer's plan says so, clips them by a norm that all ranks
@@ -166,17 +153,6 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         self._compressopt.without_ddp.clear()
         return super().free_memory(*objects)
 
-    def compressed_optimizers(self) -> list[FollowsPlan]:
-        """The compressed optimizers among those that were prepared."""
-        return [optimizer for optimizer in map(innermost, self._optimizers) if follows_plan(optimizer)]
-
-    def our_optimizers(self) -> list[SavesShards]:
-        """The compressed and the partitioned optimizers among those that were prepared."""
-        return [optimizer for optimizer in map(innermost, self._optimizers) if saves_shards(optimizer)]
-
-    def _partitioned_optimizers(self) -> list[OwnsGradients]:
-        return [optimizer for optimizer in map(innermost, self._optimizers) if owns_gradients(optimizer)]
-
     def _is_partitioned(self, model: nn.Module) -> bool:
         plugin = self._compressopt.plugin
         if plugin is not None and plugin.zero_stage:
@@ -191,7 +167,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Check that no DDP averages the optimizer's gradients, and that no earlier optimizer takes them away."""
         self._compressopt.models.check_not_averaging(optimizer)
         params = {id(p) for p in optimizer.trainable_parameters}
-        for other in self._partitioned_optimizers():
+        for other in self.partitioned_optimizers():
             if other is not optimizer and shares(other.trainable_parameters, params):
                 other.detach()
 
@@ -221,7 +197,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         params = {id(p) for p in model.parameters()}
         with ExitStack() as stack:
             stack.enter_context(super().no_sync(model))
-            for optimizer in self._partitioned_optimizers():
+            for optimizer in self.partitioned_optimizers():
                 if optimizer.stage == 1 and shares(optimizer.trainable_parameters, params):
                     stack.enter_context(optimizer.no_sync())
             yield
@@ -267,7 +243,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again."""
-        scales = {optimizer.loss_scale.value for optimizer in self._partitioned_optimizers()}
+        scales = {optimizer.loss_scale.value for optimizer in self.partitioned_optimizers()}
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
         super().backward(loss * scales.pop() if scales - {1.0} else loss, **kwargs)
@@ -279,64 +255,32 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             metrics.update(prefixed_metrics(optimizer, prefix_of(number)))
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the model's state dict as Accelerate does; inside a local interval of 0/1 Adam, that of the last sync.
+def register() -> None:
+    """Have every Accelerator attach itself when it prepares a model, or an optimizer of this package.
 
-        Between two syncs every rank has parameters of its own. Those of the last sync are the same on all ranks, and
-        reading them needs no communication, so that one rank alone may call this and ``save_model``.
-        """
-        params = {id(p) for p in model.parameters()}
-        with ExitStack() as stack:
-            owners = [o for o in self.compressed_optimizers() if shares(o.trainable_parameters, params)]
-            apart = any(owner.ranks_are_apart for owner in owners)
-            for owner in owners:
-                stack.enter_context(owner.synced_parameters())
-            state = super().get_state_dict(model, unwrap)
-            if not apart:
-                return state
-            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+    Calling it again changes nothing. With other optimizers every Accelerator works as before.
+    """
+    if not is_wrapped(Accelerator, "prepare"):
+        for name in ("prepare", "prepare_model", "prepare_optimizer"):
+            wrap(Accelerator, name, partial(_attach_and_prepare, name))
 
-    def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call.
 
-        Raises:
-            OSError: If a file cannot be written, or an earlier save in the background has failed; on all ranks.
-        """
-        wait_for_saves()  # Accelerate may remove older folders first
-        with ExitStack() as stack:
-            for optimizer in self.our_optimizers():
-                stack.enter_context(optimizer.state_in_shards())
-            return super().save_state(*args, **kwargs)
-
-    def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call.
-
-        Raises:
-            CheckpointError: If they are damaged or do not fit.
-            OSError: If a save in the background has failed; on all ranks.
-        """
-        wait_for_saves()
-        with ExitStack() as self._compressopt.loading:
-            return super().load_state(*args, **kwargs)
-
-    def end_training(self) -> None:
-        """End the training as Accelerate does, after the saves in the background.
-
-        Raises:
-            OSError: If one of them has failed; on all ranks.
-        """
-        wait_for_saves()
-        super().end_training()
-
-    def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
-        background = self._compressopt.plugin is not None and self._compressopt.plugin.async_save
-        save_shards([innermost(o) for o in self._optimizers], models, directory, background=background)
-
-    def _load_shards(self, models: list[nn.Module], directory: str) -> None:
-        optimizers = [innermost(optimizer) for optimizer in self._optimizers]
-        load_shards(optimizers, models, directory, self.device, self._compressopt.loading)
+def _attach_and_prepare(name: str, original: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """Attach the accelerator first, if it is a stock one that may get an optimizer of this package."""
+    ours = any(saves_shards(innermost(arg)) for arg in args)
+    if "_compressopt" in vars(self) or not (ours or name == "prepare_model"):
+        return original(self, *args, **kwargs)
+    if self._models or self._optimizers:
+        if ours:
+            logger.warning(
+                "this Accelerator prepared a model before it knew of a compressed optimizer: gradients are averaged in "
+                "full precision. Give both to one prepare(model, optimizer), or use CompressOptAccelerator"
+            )
+        return original(self, *args, **kwargs)
+    if ours:
+        show_log()
+    return getattr(_make_ours(self, None, announce=True), name)(*args, **kwargs)
 
 
 def attach(
@@ -360,15 +304,23 @@ def attach(
             accelerator._compressopt.plugin = plugin
         return cast("CompressOptAccelerator", accelerator)
     if accelerator._models or accelerator._optimizers:
-        raise ValueError("attach the accelerator before it prepares a model or an optimizer; this one has done so")
+        raise ValueError(
+            "attach the accelerator before it prepares a model or an optimizer; this one has done so: call attach "
+            "right after Accelerator(...), or use CompressOptAccelerator in its place"
+        )
     if announce:
         show_log()
+    return _make_ours(accelerator, plugin, announce)
+
+
+def _make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None, announce: bool) -> CompressOptAccelerator:
+    """Change the accelerator's class, in place."""
     cls = type(accelerator)
     if cls is Accelerator:
         accelerator.__class__ = CompressOptAccelerator
     elif not issubclass(cls, CompressOptAccelerator):
         accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
-    accelerator._compressopt = _Attachment(plugin, announce)
+    accelerator._compressopt = Attachment(plugin, announce)
     accelerator.register_save_state_pre_hook(accelerator._save_shards)
     accelerator.register_load_state_pre_hook(accelerator._load_shards)
     return cast("CompressOptAccelerator", accelerator)

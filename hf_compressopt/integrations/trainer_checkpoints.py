@@ -122,7 +122,10 @@ def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **
 @contextmanager
 def _in_checkpoint(self: Trainer) -> Iterator[None]:
     """Tell :func:`_save_model` inside that all ranks save, so that they can average."""
-    attachment = self.accelerator._compressopt
+    attachment = getattr(self.accelerator, "_compressopt", None)  # a Trainer may be older than register()
+    if attachment is None:
+        yield
+        return
     attachment.in_checkpoint = True
     try:
         yield
@@ -178,7 +181,7 @@ def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwarg
 
     A checkpoint is saved by all ranks. Anything else may be saved by rank 0 alone, which cannot average.
     """
-    if self.accelerator._compressopt.in_checkpoint:
+    if getattr(getattr(self.accelerator, "_compressopt", None), "in_checkpoint", False):
         return _with_averaged_parameters(original, self, *args, **kwargs)
     inner = innermost(self.optimizer)
     with inner.synced_parameters() if follows_plan(inner) else nullcontext():

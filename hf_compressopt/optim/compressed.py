@@ -18,6 +18,7 @@ from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
 from hf_compressopt.flat import Bucket
+from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.alignment import largest_difference, parameter_bits, replicated_bits, take_first_ranks
 from hf_compressopt.optim.functional import (
@@ -98,6 +99,7 @@ class CompressedOptimizer(ScheduledOptimizer):
         amsgrad: bool = False,
     ) -> None:
         """See the class."""
+        attach_to_hosts()
         check_at_least("max_grad_norm", max_grad_norm, 0)
         check_at_least("variance_floor", variance_floor, 0)
         check_scale_block(scale_block)

@@ -1,0 +1,115 @@
+"""An Accelerator that saves and loads optimizers' states in shards: what CompressOptAccelerator adds to checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from hf_compressopt.amp import innermost
+from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.integrations.capabilities import (
+    FollowsPlan,
+    OwnsGradients,
+    SavesShards,
+    follows_plan,
+    owns_gradients,
+    saves_shards,
+    shares,
+)
+from hf_compressopt.integrations.ddp_models import DDPModels
+from hf_compressopt.integrations.plugin import CompressOptPlugin
+from hf_compressopt.integrations.shards import load_shards, save_shards
+
+
+@dataclass
+class Attachment:
+    """State of a CompressOptAccelerator beside that of an Accelerator."""
+
+    plugin: CompressOptPlugin | None
+    announce: bool
+    models: DDPModels = field(default_factory=DDPModels)
+    partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
+    without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
+    loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
+    in_checkpoint: bool = False  # all ranks are saving a checkpoint
+    rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
+
+
+class SavingAccelerator(Accelerator):  # type: ignore[misc]
+    """An Accelerator that knows the optimizers of this package, and saves and loads their states in shards."""
+
+    _compressopt: Attachment
+
+    def compressed_optimizers(self) -> list[FollowsPlan]:
+        """The compressed optimizers among those that were prepared."""
+        return [optimizer for optimizer in map(innermost, self._optimizers) if follows_plan(optimizer)]
+
+    def our_optimizers(self) -> list[SavesShards]:
+        """The compressed and the partitioned optimizers among those that were prepared."""
+        return [optimizer for optimizer in map(innermost, self._optimizers) if saves_shards(optimizer)]
+
+    def partitioned_optimizers(self) -> list[OwnsGradients]:
+        """The partitioned optimizers among those that were prepared."""
+        return [optimizer for optimizer in map(innermost, self._optimizers) if owns_gradients(optimizer)]
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the model's state dict as Accelerate does; inside a local interval of 0/1 Adam, that of the last sync.
+
+        Between two syncs every rank has parameters of its own. Those of the last sync are the same on all ranks, and
+        reading them needs no communication, so that one rank alone may call this and ``save_model``.
+        """
+        params = {id(p) for p in model.parameters()}
+        with ExitStack() as stack:
+            owners = [o for o in self.compressed_optimizers() if shares(o.trainable_parameters, params)]
+            apart = any(owner.ranks_are_apart for owner in owners)
+            for owner in owners:
+                stack.enter_context(owner.synced_parameters())
+            state = super().get_state_dict(model, unwrap)
+            if not apart:
+                return state
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call.
+
+        Raises:
+            OSError: If a file cannot be written, or an earlier save in the background has failed; on all ranks.
+        """
+        wait_for_saves()  # Accelerate may remove older folders first
+        with ExitStack() as stack:
+            for optimizer in self.our_optimizers():
+                stack.enter_context(optimizer.state_in_shards())
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call.
+
+        Raises:
+            CheckpointError: If they are damaged or do not fit.
+            OSError: If a save in the background has failed; on all ranks.
+        """
+        wait_for_saves()
+        with ExitStack() as self._compressopt.loading:
+            return super().load_state(*args, **kwargs)
+
+    def end_training(self) -> None:
+        """End the training as Accelerate does, after the saves in the background.
+
+        Raises:
+            OSError: If one of them has failed; on all ranks.
+        """
+        wait_for_saves()
+        super().end_training()
+
+    def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
+        background = self._compressopt.plugin is not None and self._compressopt.plugin.async_save
+        save_shards([innermost(o) for o in self._optimizers], models, directory, background=background)
+
+    def _load_shards(self, models: list[nn.Module], directory: str) -> None:
+        optimizers = [innermost(optimizer) for optimizer in self._optimizers]
+        load_shards(optimizers, models, directory, self.device, self._compressopt.loading)
