@@ -14,7 +14,6 @@ ranks hold, and its errors). In each round every variant saves and loads it once
 The disk's seconds over a variant's are its share of the disk's speed: 1 is as fast.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -34,14 +33,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, write_measurements
 from torch import nn
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer, async_save_state, load_state, save_state
 from hf_compressopt.checkpoint.saving import take_snapshot
 from hf_compressopt.zero.memory import release_memory, resident_bytes
 
-MB = 2**20
-BLOCK = 4 * MB
+BLOCK = 4 * MIB
 
 
 def make(options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -228,27 +227,27 @@ def measure(variant: Variant, keep_cache: bool, memory: bool) -> dict[str, float
 def work(rank: int, options: dict[str, Any], folder: str) -> None:
     warnings.filterwarnings("ignore")
     os.environ["BENCHMARK_FOLDER"] = folder
-    torch.set_num_threads(options["threads"])
-    store = dist.FileStore(f"{folder}/store", options["ranks"])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options["ranks"])
+    with gloo_ranks(rank, options["ranks"], f"{folder}/store", options["threads"]):
+        found = measure_variants(rank, options, folder)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+
+
+def measure_variants(rank: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Seconds and memory of each variant; in each round the variants take turns."""
     optimizer = make(options)
     tensors = tensors_of(optimizer)
     variants = {n: cls(optimizer, tensors, Path(folder, f"v{i}")) for i, (n, cls) in enumerate(VARIANTS.items())}
     result: dict[str, Any] = {name: [] for name in variants}
     names = list(variants)
     for number in range(options["rounds"]):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in in_turn(names, number):
             found = measure(variants[name], options["keep_cache"], memory=number == 0)
             result[name].append(found)
             gc.collect()
             if rank == 0:
                 print(f"round {number + 1}: {name}: {found['save']:.2f} s, {found['load']:.2f} s", flush=True)
     result["bytes"] = sum(t.numel() * t.element_size() for t in tensors.values())
-    Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-    time.sleep(0.3)  # gloo's threads come to rest
+    return result
 
 
 def table(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
@@ -265,28 +264,26 @@ def table(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
 
     total = sum(r["bytes"] for r in ranks)
     cached = "" if ranks[0]["disk"][0]["from_disk"] else ", reads from the page cache"
-    lines = [
-        f"{options['optimizer']}, {options['ranks']} ranks, {total / MB:.0f} MiB in all, medians of "
-        f"{options['rounds']} rounds{cached}",
-        "",
-        "| | save, s | of the disk's speed | blocked, s | load, s | of the disk's speed | RSS +, save, MiB | "
-        "RSS +, load, MiB |",
-        "|---|" + "---:|" * 7,
-    ]
+    heading = (
+        f"{options['optimizer']}, {options['ranks']} ranks, {total / MIB:.0f} MiB in all, medians of "
+        f"{options['rounds']} rounds{cached}"
+    )
+    speed = "of the disk's speed"
+    rows = [["", "save, s", speed, "blocked, s", "load, s", speed, "RSS +, save, MiB", "RSS +, load, MiB"]]
     for name in VARIANTS:
-        grown = [max(r[name][0][what] for r in ranks) / MB for what in ("rss_save", "rss_load")]
-        lines.append(
-            f"| {name} | {median(name, 'save'):.2f} | {share(name, 'save'):.2f} | {median(name, 'blocked'):.2f} | "
-            f"{median(name, 'load'):.2f} | {share(name, 'load'):.2f} | {grown[0]:.0f} | {grown[1]:.0f} |"
-        )
+        grown = [max(r[name][0][what] for r in ranks) / MIB for what in ("rss_save", "rss_load")]
+        numbers = [median(name, "save"), share(name, "save"), median(name, "blocked")]
+        numbers += [median(name, "load"), share(name, "load")]
+        rows.append([name, *(f"{number:.2f}" for number in numbers), *(f"{number:.0f}" for number in grown)])
     ratio = statistics.median(
         seconds("async_save_state", "blocked", n) / seconds("save_state", "save", n) for n in range(options["rounds"])
     )
+    lines = [heading, "", *markdown(rows, "right")]
     return [*lines, "", f"blocked by async_save_state: {ratio:.1%} of the time of save_state", ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--optimizer", choices=["zero1", "onebit"], default="zero1")
     parser.add_argument("--parameters", type=lambda text: int(float(text)), default=100_000_000)
     parser.add_argument("--width", type=int, default=1024, help="of the square matrices that the parameters are")
@@ -312,10 +309,7 @@ def main() -> None:
             process.join()
         shutil.rmtree(folder, ignore_errors=True)
     print("\n" + "\n".join(table(ranks, options)), flush=True)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        everything = {"options": options, "torch": torch.__version__, "cores": os.cpu_count(), "ranks": ranks}
-        out.write_text(json.dumps(everything, indent=1))
+    write_measurements(out, options, ranks=ranks)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ mathematics needs: every operand read once, every result written once.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from _common import markdown, parser_of
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, kernels
@@ -142,15 +142,15 @@ def table(title: str, cases: Sequence[Case], rounds: int) -> str:
     """The cases as a Markdown table, the first of which is the copy."""
     seconds = measure(cases, rounds)
     rate = cases[0][2] / seconds[0]
-    lines = [f"\n**{title}**\n", "| | microseconds | GB/s | of the copy |", "|---|---|---|---|"]
+    rows = [["", "microseconds", "GB/s", "of the copy"]]
     for (name, _, nbytes), taken in zip(cases, seconds, strict=True):
         reached = nbytes / taken
-        lines.append(f"| {name} | {taken * 1e6:.1f} | {reached / 1e9:.0f} | {reached / rate:.2f} |")
-    return "\n".join(lines)
+        rows.append([name, f"{taken * 1e6:.1f}", f"{reached / 1e9:.0f}", f"{reached / rate:.2f}"])
+    return "\n".join([f"\n**{title}**\n", *markdown(rows)])
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--device", type=int, default=0)

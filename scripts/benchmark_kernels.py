@@ -1,4 +1,4 @@
-"""How fast the native CPU kernels are, beside the memory's own speed, the reference and torch.
+"""Speed of the native CPU kernels, beside the memory's own speed, the reference and torch.
 
     python scripts/benchmark_kernels.py                      # kernels and FusedAdam, torch's number of threads
     python scripts/benchmark_kernels.py --threads 1 --numel 25000000 100000000
@@ -10,11 +10,8 @@ the ratio of the bytes per second that a kernel reads and writes to those of the
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from _common import Variants, gloo_ranks, medians, parser_of, print_table
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
@@ -31,29 +29,6 @@ CPU = torch.device("cpu")
 BLOCK = 4096
 AVERAGED = (2, 4, 8)  # messages
 DESCENT = Descent(1e-3, 1 - 1e-5, 1e-8, False)
-
-Variants = dict[str, Callable[[], object]]
-
-
-def medians(variants: Variants, rounds: int, before: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Seconds of each variant: they take turns, after one round that does not count."""
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds + 1):
-        for name, variant in variants.items():
-            before()
-            start = time.perf_counter()
-            variant()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}
-
-
-def table(title: str, rows: list[list[str]]) -> None:
-    print(f"\n{title}\n")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
 
 
 @contextmanager
@@ -148,7 +123,7 @@ def benchmark_kernels(numel: int, rounds: int, slow_rounds: int) -> None:
         packbits = f"{others['torch + packbits'] / seconds:.1f}" if name == "compress" else ""
         numbers = f"{seconds * 1e3:.2f}", f"{rate / 1e9:.1f}", f"{rate / speed:.2f}", f"{others[name] / seconds:.1f}"
         rows.append([name, *numbers, packbits])
-    table(f"{numel} elements, {torch.get_num_threads()} threads, {kernels.implementation(CPU)}", rows)
+    print_table(f"{numel} elements, {torch.get_num_threads()} threads, {kernels.implementation(CPU)}", rows)
 
 
 # -- FusedAdam --------------------------------------------------------------------------------------------------------
@@ -170,7 +145,7 @@ def benchmark_adam(title: str, numels: list[int], rounds: int) -> None:
     rows = [["optimizer", "us", "times FusedAdam"]]
     for name, key in (("FusedAdam", "ours"), ("torch AdamW, fused", "fused"), ("torch AdamW, foreach", "foreach")):
         rows.append([name, f"{result[key] * 1e6:.0f}", f"{result[key] / result['ours']:.2f}"])
-    table(f"{title}, {torch.get_num_threads()} threads", rows)
+    print_table(f"{title}, {torch.get_num_threads()} threads", rows)
 
 
 def benchmark_whole_step(numels: list[int], rounds: int) -> None:
@@ -225,7 +200,7 @@ def benchmark_whole_step(numels: list[int], rounds: int) -> None:
     for key, name in names.items():
         rows.append([name, f"{result[key] * 1e3:.2f}", f"{result[key] / result['ours']:.2f}"])
     title = f"unscale + clip + Adam + bfloat16 copy, {sum(numels)} elements in {len(numels)} tensors"
-    table(f"{title}, {torch.get_num_threads()} threads", rows)
+    print_table(f"{title}, {torch.get_num_threads()} threads", rows)
 
 
 # -- a step on several ranks ------------------------------------------------------------------------------------------
@@ -233,14 +208,18 @@ def benchmark_whole_step(numels: list[int], rounds: int) -> None:
 
 def benchmark_step(rank: int, world_size: int, numel: int, rounds: int, store: str) -> None:
     """A compressed step of OnebitAdam against all_reduce + torch's fused AdamW."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    numels = [numel // 100] * 100
+    with gloo_ranks(rank, world_size, store):
+        compare_steps(rank, world_size, [numel // 100] * 100, rounds)
+
+
+def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) -> None:
     torch.manual_seed(0)
     params = parameters(numels)
     optimizer = OnebitAdam(params, lr=1e-6, weight_decay=0.01, freeze_step=2)
-    for _ in range(3):
+    for _ in range(2):
         optimizer.step()  # the same gradients on all ranks, as if they were averaged
+    torch._foreach_mul_([p.grad for p in params], 1.0 + rank)
+    optimizer.step()
     torch.manual_seed(0)
     baseline_params = parameters(numels)
     flat = torch.cat([p.grad for p in baseline_params])  # the best case: all gradients in one buffer
@@ -268,13 +247,11 @@ def benchmark_step(rank: int, world_size: int, numel: int, rounds: int, store: s
         }
         for key, name in names.items():
             rows.append([name, f"{result[key] * 1e3:.1f}", f"{result[key] / result['all_reduce']:.2f}"])
-        table(f"{sum(numels)} parameters, {world_size} gloo ranks over loopback, 1 thread each", rows)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_table(f"{sum(numels)} parameters, {world_size} gloo ranks over loopback, 1 thread each", rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=["kernels", "adam", "step"], default=["kernels", "adam"])
     parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])

@@ -12,70 +12,30 @@ interface's own. A report that is there already keeps its rows of other models, 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import math
-import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from slow_network import RATES, Network, Ranks, check_report, check_rights, ranks_on_links, sent_bytes, serve
-
-MODELS = {"10M": (6, 320, 8000), "30M": (8, 512, 8000), "tiny": (1, 32, 256)}  # layers, width, vocabulary
-TOKENS = 128
-SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
-LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to exchange gradients.
-
-    Attributes:
-        title: Its name in tables.
-        optim: Trainer's ``--optim``.
-        optim_args: Trainer's ``--optim_args``.
-        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
-        bytes_per_parameter: What a rank sends in a step, by the formula; of W ranks.
-    """
-
-    title: str
-    optim: str
-    optim_args: str = ""
-    hook: str = ""
-    bytes_per_parameter: Callable[[int], float] | None = None
-
-
-def ring(itemsize: float) -> Callable[[int], float]:
-    """Bytes that a rank sends per parameter in an all-reduce of values of this size."""
-    return lambda world_size: 2 * (world_size - 1) / world_size * itemsize
-
-
-SIGN_BYTES = 1 / 8 + 4 / 4096  # a bit, and its share of a block's scale
-METHODS = {
-    "compute": Method("compute only", "adamw_torch", hook="none"),
-    "ddp": Method("DDP fp32", "adamw_torch", bytes_per_parameter=ring(4)),
-    "fp16": Method("DDP, 16-bit gradients", "adamw_torch", hook="fp16", bytes_per_parameter=ring(2)),
-    "powersgd": Method("DDP, PowerSGD rank 1", "adamw_torch", hook="powersgd"),
-    "zero2": Method("ZeRO-2", "zero2_adamw", bytes_per_parameter=ring(4)),
-    "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
-    "zero_one_adam": Method(
-        "ZeroOneAdam",
-        "zero_one_adam",
-        f"var_freeze_step={SWITCH},local_step_scaler=1,local_step_clipper={LONGEST_INTERVAL}",
-        bytes_per_parameter=lambda world_size: ring(SIGN_BYTES)(world_size) / LONGEST_INTERVAL,
-    ),
-    "onebit_lamb": Method("OnebitLamb", "onebit_lamb", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
-}
-
+from _common import check_least, in_turn, parser_of
+from _network_methods import LONGEST_INTERVAL, METHODS, MODELS, SWITCH, TOKENS, Row
+from _network_report import merged, report, write_report
+from _slow_network import (
+    RATES,
+    Network,
+    Ranks,
+    add_link_arguments,
+    check_report,
+    check_rights,
+    ranks_on_links,
+    sent_bytes,
+    serve,
+)
 
 # --------------------------------------------------------------------------------------------------- one rank
 
@@ -164,39 +124,7 @@ def nothing_hook(_, bucket):  # DDP compares annotations with its own types
     return future
 
 
-# ------------------------------------------------------------------------------------------------------ measuring
-
-
-# ------------------------------------------------------------------------------------------------------ measuring
-
-
-@dataclass
-class Row:
-    """What one method took on one link.
-
-    Attributes:
-        model: Name of the model.
-        ranks: How many trained.
-        link: Name of the link.
-        method: Key of METHODS.
-        numel: Parameters.
-        seconds: Of a step: the mean of each window of steps, one window per round.
-        sent: Bytes that one rank sent per step, the mean over ranks and rounds.
-    """
-
-    model: str
-    ranks: int
-    link: str
-    method: str
-    numel: int
-    seconds: list[float]
-    sent: float
-
-    @property
-    def place(self) -> tuple[int, int, int, int]:
-        """Where it stands among all rows."""
-        columns = (list(MODELS).index(self.model), self.ranks, list(RATES).index(self.link))
-        return *columns, list(METHODS).index(self.method)
+# ----------------------------------------------------------------------------------------------------- measuring
 
 
 def steps_for(link: str, arguments: argparse.Namespace) -> int:
@@ -215,7 +143,7 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
             rows = {name: Row(model, count, link, name, 0, [], 0.0) for name in arguments.methods}
             names = list(arguments.methods)
             for number in range(arguments.rounds):
-                for name in names[number % len(names) :] + names[: number % len(names)]:
+                for name in in_turn(names, number):
                     steps = LONGEST_INTERVAL if name == "zero_one_adam" else steps_for(link, arguments)
                     answers = ranks.order(method=name, model=model, steps=steps)
                     mean = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
@@ -231,162 +159,21 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
             yield list(rows.values())
 
 
-def merged(known: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
-    """What was measured now, and of what was known the other places; in their order."""
-    rows = {row.place: row for row in (*known, *fresh)}
-    return [rows[place] for place in sorted(rows)]
-
-
-# ------------------------------------------------------------------------------------------------------ the report
-
-
-def median(row: Row) -> float:
-    return statistics.median(row.seconds)
-
-
-def crossover(rows: Sequence[Row], mine: str, other: str) -> str:
-    """Bandwidth below which ``mine`` is faster: between links that were measured, by interpolation in 1/rate."""
-    points = []
-    for link, rate in RATES.items():
-        times = {row.method: median(row) for row in rows if row.link == link}
-        if mine in times and other in times:
-            points.append((0.0 if rate is None else 1 / rate, times[mine] - times[other]))
-    points.sort()
-    if not points:
-        return ""
-    if points[0][1] < 0:
-        return "faster on every link"
-    for (a, gain_a), (b, gain_b) in zip(points, points[1:], strict=False):
-        if gain_b < 0:
-            place = a + (b - a) * gain_a / (gain_a - gain_b)
-            return f"faster below {1 / place / 1e9:.2g} Gbit/s" if place > 0 else "faster on every link"
-    return "slower on every link"
-
-
-def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """Tables in Markdown."""
-    lines = [
-        "# Training over links of known speed",
-        "",
-        f"By `scripts/benchmark_network.py`: transformers' Trainer, ranks of {arguments.threads} thread(s) on "
-        f"{os.cpu_count()} CPU cores, 1 example of {TOKENS} tokens per rank and step. Milliseconds per step: the "
-        "median over rounds of the mean over a window of steps, in brackets the least and the most, and how many times "
-        "the step that exchanges nothing. Bytes are those that left a rank's network interface.",
-        "",
-    ]
-    if not arguments.loopback and arguments.report is not None:
-        lines += [f"![ms per step over bandwidth]({arguments.report.stem}.png)", ""]
-    for model, ranks in dict.fromkeys((row.model, row.ranks) for row in rows):
-        lines += [*table([row for row in rows if (row.model, row.ranks) == (model, ranks)]), ""]
-    return "\n".join(lines)
-
-
-def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of one model on one number of ranks."""
-    ranks, numel = rows[0].ranks, rows[0].numel
-    links = list(dict.fromkeys(row.link for row in rows))
-    lines = [f"**{rows[0].model}: {numel:,} parameters, {ranks} ranks**", ""]
-    lines += ["| | " + " | ".join(f"{link}, ms" for link in links) + " | MB sent per step | of the formula |"]
-    lines += ["|---|" + "---:|" * (len(links) + 2)]
-    compute = {row.link: median(row) for row in rows if row.method == "compute"}
-    for name in METHODS:
-        its = {row.link: row for row in rows if row.method == name}
-        if not its:
-            continue
-        sent = statistics.fmean(row.sent for row in its.values())
-        formula = METHODS[name].bytes_per_parameter
-        share = f"{sent / (formula(ranks) * numel):.3f}" if formula else ""
-        cells = [cell(its[link], compute.get(link)) if link in its else "" for link in links]
-        lines.append(f"| {METHODS[name].title} | " + " | ".join(cells) + f" | {sent / 1e6:.3f} | {share} |")
-    if limit := limits(rows):
-        cells = [f"{limit[link] * 1e3:.0f}" if link in limit else "" for link in links]
-        lines.append("| limit of OnebitAdam: compute only + its bytes / rate | " + " | ".join(cells) + " | | |")
-    lines.append("")
-    for name in ("onebit_adam", "zero_one_adam", "onebit_lamb"):
-        for other in ("ddp", "fp16"):
-            if found := crossover(rows, name, other):
-                lines.append(f"- {METHODS[name].title} against {METHODS[other].title}: {found}")
-    return lines
-
-
-def cell(row: Row, compute: float | None) -> str:
-    spread = f"{min(row.seconds) * 1e3:.0f} to {max(row.seconds) * 1e3:.0f}"
-    share = "" if compute is None else f", {median(row) / compute:.2f}x"
-    return f"{median(row) * 1e3:.0f} ({spread}){share}"
-
-
-def limits(rows: Sequence[Row]) -> dict[str, float]:
-    """Seconds that a step of OnebitAdam cannot go below on each link."""
-    found = {}
-    for row in rows:
-        rate = RATES[row.link]
-        if row.method == "compute":
-            wire = 0.0 if rate is None else ring(SIGN_BYTES)(row.ranks) * row.numel * 8 / rate
-            found[row.link] = median(row) + wire
-    return found
-
-
-def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Milliseconds per step over bandwidth, both logarithmic; the limit is dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    models, counts = (list(dict.fromkeys(column)) for column in zip(*((r.model, r.ranks) for r in rows), strict=True))
-    size = (6.5 * len(counts), 5 * len(models))
-    figure, grid = plt.subplots(len(models), len(counts), figsize=size, layout="constrained", squeeze=False)
-    for (row, model), (column, ranks) in itertools.product(enumerate(models), enumerate(counts)):
-        panel = grid[row][column]
-        mine = [row for row in rows if (row.model, row.ranks) == (model, ranks) and RATES[row.link] is not None]
-        panel.set_visible(bool(mine))
-        for name in METHODS:
-            points = sorted((gigabits(row.link), median(row) * 1e3) for row in mine if row.method == name)
-            if points:
-                panel.plot(*zip(*points, strict=True), marker="o", label=METHODS[name].title)
-        if limit := sorted((gigabits(link), seconds * 1e3) for link, seconds in limits(mine).items()):
-            panel.plot(*zip(*limit, strict=True), "k--", label="limit of OnebitAdam")
-        panel.set(xscale="log", yscale="log", xlabel="link of each rank, Gbit/s", ylabel="ms per step")
-        panel.set_title(f"{model} parameters, {ranks} ranks")
-        panel.grid(True, which="both", alpha=0.2)
-        panel.legend()
-    figure.savefig(path, dpi=110)
-
-
-def write_report(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
-    """The Markdown file, and beside it the rows and, of links, the picture."""
-    arguments.report.write_text(report(rows, arguments))
-    entries = ",\n".join(json.dumps(asdict(row)) for row in rows)
-    arguments.report.with_suffix(".json").write_text(f"[\n{entries}\n]\n")
-    if not arguments.loopback:
-        plot(arguments.report.with_suffix(".png"), rows)
-
-
-def gigabits(link: str) -> float:
-    return (RATES[link] or math.inf) / 1e9
-
-
 # ----------------------------------------------------------------------------------------------------------- main
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks (2)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (%(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["10M", "30M"])
-    parser.add_argument("--links", nargs="+", choices=list(RATES), default=list(RATES))
+    add_link_arguments(parser, list(RATES))
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--rounds", type=int, default=3, help="how often the methods take turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=LONGEST_INTERVAL, help="measured in each turn (%(default)s)")
     parser.add_argument("--slow-steps", type=int, default=4, help="the same at 100 Mbit/s (%(default)s)")
-    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
-    parser.add_argument("--report", type=Path, help="Markdown file; a picture and the rows as JSON go beside it")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for name, least in {"ranks": 2, "threads": 1, "rounds": 1, "steps": 2, "slow_steps": 2}.items():
-        given = getattr(arguments, name)
-        if (lowest := min(given) if isinstance(given, list) else given) < least:
-            parser.error(f"--{name.replace('_', '-')} must be >= {least}, got {lowest}")
+    check_least(parser, arguments, {"ranks": 2, "threads": 1, "rounds": 1, "steps": 2, "slow_steps": 2})
     check_report(parser, arguments.report)
     return arguments
 

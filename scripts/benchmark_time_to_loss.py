@@ -11,23 +11,23 @@ counted. Every rank has a network namespace and a shaped link of its own (slow_n
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from slow_network import (
+from _common import REPOSITORY, check_least, markdown, parser_of, pyplot, write_rows
+from _slow_network import (
     RATES,
-    REPOSITORY,
     Network,
     Ranks,
+    add_link_arguments,
     check_report,
     check_rights,
     ranks_on_links,
@@ -225,25 +225,19 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         target = NEAR * baseline.losses[-1]
         reference = seconds_to(baseline, target) or baseline.seconds[-1]
         lines += [f"**{link}**, target {target:.3f}", ""]
-        lines += ["| | whole run, s | final loss | seconds to the target | times as fast as AdamW | MB sent |"]
-        lines += ["|---|---:|---:|---:|---:|---:|"]
+        cells = [["", "whole run, s", "final loss", "seconds to the target", "times as fast as AdamW", "MB sent"]]
         for row in mine:
             reached = seconds_to(row, target)
-            found = "never | " if reached is None else f"{reached:.0f} | {reference / reached:.2f}"
-            final = f"{row.seconds[-1]:.0f} | {row.losses[-1]:.3f}"
-            lines.append(f"| {METHODS[row.method].title} | {final} | {found} | {row.sent / 1e6:.0f} |")
-        lines.append("")
+            found = ["never", ""] if reached is None else [f"{reached:.0f}", f"{reference / reached:.2f}"]
+            final = [f"{row.seconds[-1]:.0f}", f"{row.losses[-1]:.3f}"]
+            cells.append([METHODS[row.method].title, *final, *found, f"{row.sent / 1e6:.0f}"])
+        lines += [*markdown(cells, "right"), ""]
     return "\n".join(lines)
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     links = list(dict.fromkeys(row.link for row in rows))
-    figure, panels = plt.subplots(1, len(links), figsize=(7 * len(links), 5), layout="constrained", squeeze=False)
+    figure, panels = pyplot().subplots(1, len(links), figsize=(7 * len(links), 5), layout="constrained", squeeze=False)
     for link, panel in zip(links, panels[0], strict=True):
         for row in rows:
             if row.link == link:
@@ -258,22 +252,17 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (%(default)s)")
-    parser.add_argument("--links", nargs="+", choices=list(RATES), default=["1 Gbit/s", "100 Mbit/s"])
+    add_link_arguments(parser, ["1 Gbit/s", "100 Mbit/s"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--evaluated", type=int, default=64, help="examples of an evaluation (%(default)s)")
     parser.add_argument("--steps", type=int, default=300, help="of each run (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=4, help="examples per rank and step (%(default)s)")
     parser.add_argument("--seed", type=int, default=42, help="(%(default)s)")
-    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
-    parser.add_argument("--report", type=Path, help="Markdown file; a picture and the rows as JSON go beside it")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for name, least in {"ranks": 2, "threads": 1, "steps": 10, "batch_size": 1, "evaluated": 1}.items():
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be >= {least}, got {getattr(arguments, name)}")
+    check_least(parser, arguments, {"ranks": 2, "threads": 1, "steps": 10, "batch_size": 1, "evaluated": 1})
     if BASELINE not in arguments.methods:
         parser.error(f"--methods must have {BASELINE}, which sets the target, got {' '.join(arguments.methods)}")
     check_report(parser, arguments.report)
@@ -296,8 +285,7 @@ def main() -> None:
     print(f"\n{text}")
     if arguments.report is not None:
         arguments.report.write_text(text)
-        entries = ",\n".join(json.dumps(asdict(row)) for row in rows)
-        arguments.report.with_suffix(".json").write_text(f"[\n{entries}\n]\n")
+        write_rows(arguments.report, rows)
         plot(arguments.report.with_suffix(".png"), rows)
 
 

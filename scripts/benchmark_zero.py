@@ -16,10 +16,8 @@ The formulas beside it, bytes per parameter with N ranks: float32 stage 1 8 + 8/
 float32 masters 4 + 12/N and 2 + 14/N; each plus two buckets. Bytes sent: 2 psi (N-1)/N parameters.
 """
 
-import argparse
 import gc
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -33,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, write_measurements
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,7 +40,6 @@ from torch.utils._pytree import tree_leaves
 from hf_compressopt import ZeroOptimizer, estimate_zero_memory
 from hf_compressopt.zero.memory import release_memory, resident_bytes
 
-MB = 2**20
 BUCKET_MB = 25.0
 
 
@@ -231,16 +229,20 @@ def measure_time(make: Callable[[dict[str, Any]], Training], options: dict[str, 
 
 
 def work(rank: int, world_size: int, options: dict[str, Any], folder: str) -> None:
-    torch.set_num_threads(options["threads"])
-    store = dist.FileStore(f"{folder}/store{world_size}", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    with gloo_ranks(rank, world_size, f"{folder}/store{world_size}", options["threads"]):
+        found = measure_variants(rank, world_size, options)
+    Path(folder, f"{world_size}-{rank}.json").write_text(json.dumps(found))
+
+
+def measure_variants(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Memory of each variant, then its times: in each round the variants take turns."""
     names = [name for name in VARIANTS if options["only"] is None or options["only"] in name]
     result: dict[str, Any] = {name: {"seconds": [], "sent": []} for name in names}
     for name in names:
         result[name]["memory"] = measure_memory(VARIANTS[name], options)
         release_memory()
     for number in range(options["rounds"]):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in in_turn(names, number):
             torch.manual_seed(rank)
             seconds, sent = measure_time(VARIANTS[name], options)
             result[name]["seconds"] += seconds
@@ -248,10 +250,7 @@ def work(rank: int, world_size: int, options: dict[str, Any], folder: str) -> No
             release_memory()
             if rank == 0:
                 print(f"{world_size} ranks, round {number + 1}: {name}: {statistics.median(seconds):.3f} s", flush=True)
-    Path(folder, f"{world_size}-{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
-    time.sleep(0.3)  # gloo's threads come to rest
+    return result
 
 
 def formula(name: str, numel: int, world_size: int, dtype: str) -> int | None:
@@ -263,13 +262,10 @@ def formula(name: str, numel: int, world_size: int, dtype: str) -> int | None:
 
 
 def table(ranks: list[dict[str, Any]], world_size: int, dtype: str) -> list[str]:
-    lines = [
-        f"{world_size} ranks, {dtype}, buckets of {BUCKET_MB:g} MiB (MiB; the largest of all ranks; median step)",
-        "",
-        "| | parameters | gradients | states | other | live after backward | formula (+ 2 buckets) | live after step | "
-        "RSS after backward | sent per step | sent / (2 psi (N-1)/N) | step, s | / DDP |",
-        "|---|" + "---|" * 12,
-    ]
+    heading = f"{world_size} ranks, {dtype}, buckets of {BUCKET_MB:g} MiB (MiB; the largest of all ranks; median step)"
+    columns = ["parameters", "gradients", "states", "other", "live after backward", "formula (+ 2 buckets)"]
+    columns += ["live after step", "RSS after backward", "sent per step", "sent / (2 psi (N-1)/N)", "step, s", "/ DDP"]
+    rows = [["", *columns]]
     base = statistics.median(ranks[0]["DDP + AdamW"]["seconds"]) if "DDP + AdamW" in ranks[0] else float("nan")
     for name in ranks[0]:
         memory = {key: max(r[name]["memory"][key] for r in ranks) for key in ranks[0][name]["memory"]}
@@ -280,23 +276,23 @@ def table(ranks: list[dict[str, Any]], world_size: int, dtype: str) -> list[str]
         sent = statistics.median(ranks[0][name]["sent"])
         seconds = statistics.median(statistics.median(r[name]["seconds"]) for r in ranks)
         cells = [
-            *(f"{memory[key] / MB:.0f}" for key in ("parameters", "gradients", "states")),
-            f"{(memory['after_backward'] - held) / MB:.0f}",
-            f"{memory['after_backward'] / MB:.0f}",
-            "" if expected is None else f"{expected / MB:.0f} (+ {2 * BUCKET_MB:.0f})",
-            f"{memory['after_step'] / MB:.0f}",
-            f"{memory['rss_after_backward'] / MB:.0f}",
-            f"{sent / MB:.1f}",
+            *(f"{memory[key] / MIB:.0f}" for key in ("parameters", "gradients", "states")),
+            f"{(memory['after_backward'] - held) / MIB:.0f}",
+            f"{memory['after_backward'] / MIB:.0f}",
+            "" if expected is None else f"{expected / MIB:.0f} (+ {2 * BUCKET_MB:.0f})",
+            f"{memory['after_step'] / MIB:.0f}",
+            f"{memory['rss_after_backward'] / MIB:.0f}",
+            f"{sent / MIB:.1f}",
             f"{sent / volume:.3f}",
             f"{seconds:.3f}",
             f"{seconds / base:.3f}",
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
+        rows.append([name, *cells])
+    return [heading, "", *markdown(rows), ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
@@ -312,15 +308,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write everything that was measured to this JSON file")
     options = vars(parser.parse_args())
     out = options.pop("out")
-    everything: dict[str, Any] = {"options": options, "torch": torch.__version__, "cores": os.cpu_count()}
+    measured: dict[str, Any] = {}
     for world_size in options["ranks"]:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(work, args=(world_size, options, folder), nprocs=world_size)
             ranks = [json.loads(Path(folder, f"{world_size}-{rank}.json").read_text()) for rank in range(world_size)]
-        everything[str(world_size)] = ranks
+        measured[str(world_size)] = ranks
         print("\n" + "\n".join(table(ranks, world_size, options["dtype"])), flush=True)
-    if out is not None:
-        out.write_text(json.dumps(everything, indent=1))
+    write_measurements(out, options, **measured)
 
 
 if __name__ == "__main__":

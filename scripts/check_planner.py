@@ -10,13 +10,14 @@ PowerSGD is not predicted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+from _common import parser_of
 
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Cluster, Model, Training
 from hf_compressopt.planner.units import bandwidth
@@ -56,7 +57,7 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("rows", type=Path, help="JSON of benchmark_network.py")
     parser.add_argument("--bound", type=float, default=0.2, help="largest relative error (%(default)s)")
     arguments = parser.parse_args()

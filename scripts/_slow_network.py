@@ -1,7 +1,7 @@
 """Ranks that train over links of known speed: each a process in a network namespace of its own, joined by a bridge.
 
-`tc ... tbf` shapes what a rank sends and what it receives. The namespaces are removed at the end, also after an error
-or Ctrl-C. What scripts that measure over slow links share.
+`tc ... tbf` shapes the traffic that a rank sends and receives. The namespaces are removed at the end, also after an
+error or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from _common import REPOSITORY
+
 RATES = {"unshaped": None, "10 Gbit/s": 10e9, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}  # bits per second
 PORT = 29577  # in namespaces, where nobody else is
 RESULT = "RESULT "
@@ -188,6 +189,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def add_link_arguments(parser: argparse.ArgumentParser, links: list[str]) -> None:
+    """Add the arguments of every script that trains over links."""
+    parser.add_argument("--links", nargs="+", choices=list(RATES), default=links)
+    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
+    parser.add_argument("--report", type=Path, help="Markdown file; a picture and the rows as JSON go beside it")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
 
 
 def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

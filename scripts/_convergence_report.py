@@ -1,0 +1,199 @@
+"""The report of compare_convergence.py: tables in Markdown, a picture, and the rows as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _common import pyplot
+from _convergence_runs import (
+    ADAMW,
+    ADAMW_UNTIED,
+    ALL_RUNS,
+    LEARNING_RATE,
+    MB,
+    ONE_WORLD_SIZE,
+    PARTNER,
+    RUNS,
+    UNCLIPPED,
+    UNCOMPRESSED,
+    Run,
+    steps_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = dict(zip((*LEARNING_RATE, *PARTNER), ("#1f6fb4", "#7a7a7a", "#d1495b", "#2a9d5c", "#e09f3e"), strict=True))
+OPEN, CLOSE = "<!-- table {} -->", "<!-- end of table -->"
+Rows = dict[int, dict[str, Any]]  # by seed
+
+
+class Results:
+    """The rows that belong to a report: those with its numbers of steps and its seeds."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+        self.rows = [
+            row
+            for row in rows
+            if row["name"] in ALL_RUNS
+            and row["steps"] == steps_of(ALL_RUNS[row["name"]], arguments)
+            and row["seed"] in arguments.seeds
+        ]
+
+    def __call__(self, run: Run | None, world_size: int) -> Rows:
+        name = run and run.name
+        return {row["seed"]: row for row in self.rows if row["name"] == name and row["world_size"] == world_size}
+
+
+def reference(run: Run) -> Run | None:
+    """The uncompressed run that a compressed one is compared with."""
+    if run.optimizer in UNCOMPRESSED:
+        return None
+    if run.long:
+        return ALL_RUNS[PARTNER[run.optimizer]] if run.clip else UNCLIPPED
+    return ADAMW if run.tied else ADAMW_UNTIED
+
+
+def loss_cell(rows: Rows, _: Rows) -> str:
+    losses = [row["eval_loss"] for row in rows.values()]
+    if None in losses:
+        return f"not finite at {losses.count(None)} of {len(losses)} seeds"
+    return f"{statistics.fmean(losses):.4f} ({min(losses):.3f} to {max(losses):.3f})"
+
+
+def difference_cell(rows: Rows, others: Rows) -> str:
+    """Of the means; and the smallest and the largest difference at one seed."""
+    pairs = [(rows[seed]["eval_loss"], others[seed]["eval_loss"]) for seed in rows.keys() & others.keys()]
+    if not pairs or any(None in pair for pair in pairs):
+        return ""
+    mine, theirs = (statistics.fmean(losses) for losses in zip(*pairs, strict=True))
+    each = [100 * (a / b - 1) for a, b in pairs]
+    return f"{100 * (mine / theirs - 1):+.2f} ({min(each):+.2f} to {max(each):+.2f})"
+
+
+def values(rows: Rows, key: str) -> str:
+    """A number that is mostly the same at every seed."""
+    found = sorted({row[key] for row in rows.values()} - {None})
+    return ", ".join(f"{value:,}" for value in found)
+
+
+def bytes_cell(rows: Rows, others: Rows) -> str:
+    sent = statistics.fmean(row["bytes"] for row in rows.values())
+    if not others:
+        return f"{sent / MB:,.1f}"
+    full = statistics.fmean(row["bytes"] for row in others.values())
+    return f"{sent / MB:,.1f} ({full / sent:.1f}x fewer)"
+
+
+def late_step_cell(rows: Rows, _: Rows) -> str:
+    """Between the last two evaluations, where a compressed run is in its last stage."""
+    before, last = next(iter(rows.values()))["curve"][-2:]
+    return f"{(last['bytes'] - before['bytes']) / (last['step'] - before['step']) / 1e3:,.1f}"
+
+
+def largest_step_cell(rows: Rows, _: Rows) -> str:
+    """Of any element, step and seed."""
+    steps = [row["largest_step"] for row in rows.values()]
+    return "not finite" if None in steps else f"{max(steps):,.1f}"
+
+
+Cell = Callable[[Rows, Rows], str]
+LOSS: dict[str, Cell] = {"evaluation loss": loss_cell}
+DIFFERENCE: dict[str, Cell] = {**LOSS, "against the uncompressed, %": difference_cell}
+MEGABYTES: dict[str, Cell] = {"MB sent per rank": bytes_cell}
+SWITCH: dict[str, Cell] = {"last step of warmup": lambda rows, _: values(rows, "switch")}
+COLUMNS: dict[str, dict[str, Cell]] = {
+    "learning rates": LOSS,
+    "optimizers": {**DIFFERENCE, **MEGABYTES, "rounds": lambda rows, _: values(rows, "rounds"), **SWITCH},
+    "causes": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+    "blocks": {**DIFFERENCE, **MEGABYTES, "kB per compressed step": late_step_cell},
+    "floors": {**DIFFERENCE, "largest step of any element, in lr": largest_step_cell},
+    "controls": {**DIFFERENCE, **MEGABYTES},
+    "warmup": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+}
+
+
+def table(group: str, results: Results, arguments: argparse.Namespace) -> str:
+    """The rows of one group as Markdown."""
+    columns = COLUMNS[group]
+    lines = [["run", "ranks", "seeds", *columns], ["---"] + ["---:"] * (len(columns) + 2)]
+    for world_size in arguments.world_sizes[:1] if group in ONE_WORLD_SIZE else arguments.world_sizes:
+        for run in RUNS[group].values():
+            if rows := results(run, world_size):
+                others = results(reference(run), world_size)
+                cells = (cell(rows, others) for cell in columns.values())
+                lines.append([run.name, str(world_size), str(len(rows)), *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def plot(path: Path, results: Results, arguments: argparse.Namespace) -> None:
+    """Evaluation loss of the group "optimizers" against steps and bytes: means over seeds, and bands of their range."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    plt, world_sizes = pyplot(), arguments.world_sizes
+    figure, grid = plt.subplots(
+        len(world_sizes), 2, figsize=(13, 5 * len(world_sizes)), sharey=True, layout="constrained", squeeze=False
+    )
+    for world_size, (by_step, by_bytes) in zip(world_sizes, grid, strict=True):
+        for run in RUNS["optimizers"].values():
+            if rows := results(run, world_size):
+                draw(by_step, run, rows, "step", 1)
+                draw(by_bytes, run, rows, "bytes", MB)
+        by_step.set(title=f"{world_size} ranks: loss against steps", xlabel="optimizer steps")
+        by_step.set_ylabel("evaluation loss (nats per token)")
+        by_bytes.set(title=f"{world_size} ranks: loss against bytes", xscale="log")
+        by_bytes.set_xlabel("megabytes sent by each rank so far (logarithmic)")
+        by_bytes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        by_bytes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        by_bytes.xaxis.set_minor_formatter(NullFormatter())
+        for panel in (by_step, by_bytes):
+            panel.grid(True, which="both", alpha=0.2)
+        by_step.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw(panel: Axes, run: Run, rows: Rows, key: str, unit: float) -> None:
+    """One curve; the compressed optimizers are dashed, so that the others show where they coincide."""
+    points = list(zip(*(row["curve"] for row in rows.values()), strict=True))
+    losses = [[math.nan if point["eval"] is None else point["eval"] for point in seeds] for seeds in points]
+    where = [statistics.fmean(point[key] for point in seeds) / unit for seeds in points]
+    compressed, colour = run.optimizer in PARTNER, COLOURS[run.optimizer]
+    style = {"linestyle": (0, (4, 1.5)) if compressed else "-", "marker": "s" if compressed else "o", "markersize": 4}
+    panel.plot(where, [statistics.fmean(seeds) for seeds in losses], label=run.name, color=colour, **style)
+    panel.fill_between(where, [min(s) for s in losses], [max(s) for s in losses], color=colour, alpha=0.15, linewidth=0)
+
+
+def write_report(path: Path, results: Results, arguments: argparse.Namespace) -> None:
+    """The Markdown file, and beside it the picture and the rows, one per line."""
+    if path.exists():
+        text = path.read_text()
+    else:
+        text = f"# Convergence\n\n![loss against steps and bytes]({path.stem}.png)\n\n"
+        text += "\n\n".join(f"## {group}\n\n{OPEN.format(group)}\n{CLOSE}" for group in COLUMNS) + "\n"
+    for group in COLUMNS:
+        place = re.compile(f"(?<={re.escape(OPEN.format(group))}\n).*?(?={re.escape(CLOSE)})", re.DOTALL)
+        if not place.search(text):
+            sys.exit(f"{path} has no place for a table: it needs the lines {OPEN.format(group)} and {CLOSE}")
+        lines = table(group, results, arguments)
+        text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)
+    path.write_text(text)
+    plot(path.with_suffix(".png"), results, arguments)
+    rows = ",\n".join(json.dumps(rounded(row), separators=(",", ":")) for row in results.rows)
+    path.with_suffix(".json").write_text(f"[\n{rows}\n]\n")
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [rounded(entry) for entry in value]
+    return round(value, 5) if isinstance(value, float) else value

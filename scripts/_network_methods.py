@@ -1,0 +1,84 @@
+"""The models, the ways to exchange gradients, and the rows of benchmark_network.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from _slow_network import RATES
+
+MODELS = {"10M": (6, 320, 8000), "30M": (8, 512, 8000), "tiny": (1, 32, 256)}  # layers, width, vocabulary
+TOKENS = 128
+SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
+LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients.
+
+    Attributes:
+        title: Its name in tables.
+        optim: Trainer's ``--optim``.
+        optim_args: Trainer's ``--optim_args``.
+        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
+        bytes_per_parameter: What a rank sends in a step, by the formula; of W ranks.
+    """
+
+    title: str
+    optim: str
+    optim_args: str = ""
+    hook: str = ""
+    bytes_per_parameter: Callable[[int], float] | None = None
+
+
+def ring(itemsize: float) -> Callable[[int], float]:
+    """Bytes that a rank sends per parameter in an all-reduce of values of this size."""
+    return lambda world_size: 2 * (world_size - 1) / world_size * itemsize
+
+
+SIGN_BYTES = 1 / 8 + 4 / 4096  # a bit, and its share of a block's scale
+METHODS = {
+    "compute": Method("compute only", "adamw_torch", hook="none"),
+    "ddp": Method("DDP fp32", "adamw_torch", bytes_per_parameter=ring(4)),
+    "fp16": Method("DDP, 16-bit gradients", "adamw_torch", hook="fp16", bytes_per_parameter=ring(2)),
+    "powersgd": Method("DDP, PowerSGD rank 1", "adamw_torch", hook="powersgd"),
+    "zero2": Method("ZeRO-2", "zero2_adamw", bytes_per_parameter=ring(4)),
+    "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
+    "zero_one_adam": Method(
+        "ZeroOneAdam",
+        "zero_one_adam",
+        f"var_freeze_step={SWITCH},local_step_scaler=1,local_step_clipper={LONGEST_INTERVAL}",
+        bytes_per_parameter=lambda world_size: ring(SIGN_BYTES)(world_size) / LONGEST_INTERVAL,
+    ),
+    "onebit_lamb": Method("OnebitLamb", "onebit_lamb", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
+}
+
+
+@dataclass
+class Row:
+    """What one method took on one link.
+
+    Attributes:
+        model: Name of the model.
+        ranks: How many trained.
+        link: Name of the link.
+        method: Key of METHODS.
+        numel: Parameters.
+        seconds: Of a step: the mean of each window of steps, one window per round.
+        sent: Bytes that one rank sent per step, the mean over ranks and rounds.
+    """
+
+    model: str
+    ranks: int
+    link: str
+    method: str
+    numel: int
+    seconds: list[float]
+    sent: float
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Where it stands among all rows."""
+        columns = (list(MODELS).index(self.model), self.ranks, list(RATES).index(self.link))
+        return *columns, list(METHODS).index(self.method)

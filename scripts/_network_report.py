@@ -1,0 +1,140 @@
+"""The report of benchmark_network.py: tables in Markdown, a picture, and the rows as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from _common import markdown, pyplot, write_rows
+from _network_methods import METHODS, SIGN_BYTES, TOKENS, Row, ring
+from _slow_network import RATES
+
+
+def merged(known: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
+    """What was measured now, and of what was known the other places; in their order."""
+    rows = {row.place: row for row in (*known, *fresh)}
+    return [rows[place] for place in sorted(rows)]
+
+
+def median(row: Row) -> float:
+    return statistics.median(row.seconds)
+
+
+def crossover(rows: Sequence[Row], mine: str, other: str) -> str:
+    """Bandwidth below which ``mine`` is faster: between links that were measured, by interpolation in 1/rate."""
+    points = []
+    for link, rate in RATES.items():
+        times = {row.method: median(row) for row in rows if row.link == link}
+        if mine in times and other in times:
+            points.append((0.0 if rate is None else 1 / rate, times[mine] - times[other]))
+    points.sort()
+    if not points:
+        return ""
+    if points[0][1] < 0:
+        return "faster on every link"
+    for (a, gain_a), (b, gain_b) in zip(points, points[1:], strict=False):
+        if gain_b < 0:
+            place = a + (b - a) * gain_a / (gain_a - gain_b)
+            return f"faster below {1 / place / 1e9:.2g} Gbit/s" if place > 0 else "faster on every link"
+    return "slower on every link"
+
+
+def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """Tables in Markdown."""
+    lines = [
+        "# Training over links of known speed",
+        "",
+        f"By `scripts/benchmark_network.py`: transformers' Trainer, ranks of {arguments.threads} thread(s) on "
+        f"{os.cpu_count()} CPU cores, 1 example of {TOKENS} tokens per rank and step. Milliseconds per step: the "
+        "median over rounds of the mean over a window of steps, in brackets the least and the most, and how many times "
+        "the step that exchanges nothing. Bytes are those that left a rank's network interface.",
+        "",
+    ]
+    if not arguments.loopback and arguments.report is not None:
+        lines += [f"![ms per step over bandwidth]({arguments.report.stem}.png)", ""]
+    for model, ranks in dict.fromkeys((row.model, row.ranks) for row in rows):
+        lines += [*table([row for row in rows if (row.model, row.ranks) == (model, ranks)]), ""]
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Lines of one model on one number of ranks."""
+    ranks, numel = rows[0].ranks, rows[0].numel
+    links = list(dict.fromkeys(row.link for row in rows))
+    lines = [f"**{rows[0].model}: {numel:,} parameters, {ranks} ranks**", ""]
+    cells = [["", *(f"{link}, ms" for link in links), "MB sent per step", "of the formula"]]
+    compute = {row.link: median(row) for row in rows if row.method == "compute"}
+    for name in METHODS:
+        its = {row.link: row for row in rows if row.method == name}
+        if not its:
+            continue
+        sent = statistics.fmean(row.sent for row in its.values())
+        formula = METHODS[name].bytes_per_parameter
+        share = f"{sent / (formula(ranks) * numel):.3f}" if formula else ""
+        times = [cell(its[link], compute.get(link)) if link in its else "" for link in links]
+        cells.append([METHODS[name].title, *times, f"{sent / 1e6:.3f}", share])
+    if limit := limits(rows):
+        times = [f"{limit[link] * 1e3:.0f}" if link in limit else "" for link in links]
+        cells.append(["limit of OnebitAdam: compute only + its bytes / rate", *times, "", ""])
+    lines += [*markdown(cells, "right"), ""]
+    for name in ("onebit_adam", "zero_one_adam", "onebit_lamb"):
+        for other in ("ddp", "fp16"):
+            if found := crossover(rows, name, other):
+                lines.append(f"- {METHODS[name].title} against {METHODS[other].title}: {found}")
+    return lines
+
+
+def cell(row: Row, compute: float | None) -> str:
+    spread = f"{min(row.seconds) * 1e3:.0f} to {max(row.seconds) * 1e3:.0f}"
+    share = "" if compute is None else f", {median(row) / compute:.2f}x"
+    return f"{median(row) * 1e3:.0f} ({spread}){share}"
+
+
+def limits(rows: Sequence[Row]) -> dict[str, float]:
+    """Seconds that a step of OnebitAdam cannot go below on each link."""
+    found = {}
+    for row in rows:
+        rate = RATES[row.link]
+        if row.method == "compute":
+            wire = 0.0 if rate is None else ring(SIGN_BYTES)(row.ranks) * row.numel * 8 / rate
+            found[row.link] = median(row) + wire
+    return found
+
+
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    """Milliseconds per step over bandwidth, both logarithmic; the limit is dashed."""
+    models, counts = (list(dict.fromkeys(column)) for column in zip(*((r.model, r.ranks) for r in rows), strict=True))
+    size = (6.5 * len(counts), 5 * len(models))
+    figure, grid = pyplot().subplots(len(models), len(counts), figsize=size, layout="constrained", squeeze=False)
+    for (row, model), (column, ranks) in itertools.product(enumerate(models), enumerate(counts)):
+        panel = grid[row][column]
+        mine = [row for row in rows if (row.model, row.ranks) == (model, ranks) and RATES[row.link] is not None]
+        panel.set_visible(bool(mine))
+        for name in METHODS:
+            points = sorted((gigabits(row.link), median(row) * 1e3) for row in mine if row.method == name)
+            if points:
+                panel.plot(*zip(*points, strict=True), marker="o", label=METHODS[name].title)
+        if limit := sorted((gigabits(link), seconds * 1e3) for link, seconds in limits(mine).items()):
+            panel.plot(*zip(*limit, strict=True), "k--", label="limit of OnebitAdam")
+        panel.set(xscale="log", yscale="log", xlabel="link of each rank, Gbit/s", ylabel="ms per step")
+        panel.set_title(f"{model} parameters, {ranks} ranks")
+        panel.grid(True, which="both", alpha=0.2)
+        panel.legend()
+    figure.savefig(path, dpi=110)
+
+
+def write_report(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
+    """The Markdown file, and beside it the rows and, of links, the picture."""
+    arguments.report.write_text(report(rows, arguments))
+    write_rows(arguments.report, rows)
+    if not arguments.loopback:
+        plot(arguments.report.with_suffix(".png"), rows)
+
+
+def gigabits(link: str) -> float:
+    return (RATES[link] or math.inf) / 1e9
