@@ -16,7 +16,7 @@ ROWS = [
     ["optim"],
     ["collectives"],
     ["kernels"],
-    ["flat", "stages", "hosts", "format"],
+    ["flat", "schedules", "hosts", "format"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}
@@ -59,10 +59,10 @@ def test_only_the_integrations_know_the_hosts() -> None:
     assert knowing == {"integrations"}
 
 
-def test_stages_and_what_reads_checkpoints_know_no_torch() -> None:
+def test_schedules_and_what_reads_checkpoints_know_no_torch() -> None:
     torchless = ("index", "reshard", "reader", "writer", "lock", "progress", "inspect")
     files = [f"format/{name}.py" for name in torchless]
-    for file in ["stages.py", "checkpoint/background.py", *files]:
+    for file in ["schedules.py", "checkpoint/background.py", *files]:
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.stages import StepPlan
+from hf_compressopt.schedules import StepPlan
 
 
 class HasPlan(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.stages import StepPlan
+from hf_compressopt.schedules import StepPlan
 
 
 class SavesShards(Protocol):

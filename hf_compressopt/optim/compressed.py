@@ -33,7 +33,7 @@ from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
 from hf_compressopt.optim.scheduled import BYTES_PER_MB, FLOAT_BYTES, ScheduledOptimizer
-from hf_compressopt.stages import StepPlan
+from hf_compressopt.schedules import Schedule, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,11 @@ logger = logging.getLogger(__name__)
 class CompressedOptimizer(ScheduledOptimizer):
     """What the compressed optimizers share: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
 
-    An algorithm subclasses it with a schedule (:meth:`plan_at`), the local mathematics that makes a bucket's message
+    An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message
     (:meth:`_prepare`), and what is done with the message that comes back (:meth:`_apply`).
+
+    With ``freeze_step="auto"`` the variance decides when the first stage ends (1-bit Adam, arXiv 2102.02888, section
+    4.3; :class:`~hf_compressopt.schedules.FreezeDetector`), at the latest at ``max_freeze_step``. Ranks decide alike.
 
     In the stages in which ``plan.reduce_grads`` is True the caller averages the gradients over the ranks before
     :meth:`step` (Trainer and Accelerate do, through DDP); otherwise gradients must stay local.
@@ -55,6 +58,9 @@ class CompressedOptimizer(ScheduledOptimizer):
             a group stay local in every stage, step() averages them over it. All ranks have the same param groups;
             only those with a process group of their own may differ in their parameters).
         lr: Learning rate, >= 0.
+        freeze_step: Last step of the warmup stage, >= 1, or "auto".
+        freeze_threshold: How stable the variance must be for "auto", in (0, 1].
+        max_freeze_step: Bound on what "auto" finds, >= 1.
         bias_correction: Whether Adam's bias corrections apply.
         betas: Coefficients of the running averages, each in [0, 1).
         eps: Added to the denominator, >= 0.
@@ -83,6 +89,9 @@ class CompressedOptimizer(ScheduledOptimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
+        freeze_step: int | str = 100_000,
+        freeze_threshold: float = 0.96,
+        max_freeze_step: int = 100_000,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -100,6 +109,7 @@ class CompressedOptimizer(ScheduledOptimizer):
     ) -> None:
         """See the class."""
         attach_to_hosts()
+        schedule = self._make_schedule(**{self.freeze_option: freeze_step, "max_freeze_step": max_freeze_step})
         check_at_least("max_grad_norm", max_grad_norm, 0)
         check_at_least("variance_floor", variance_floor, 0)
         check_scale_block(scale_block)
@@ -127,12 +137,18 @@ class CompressedOptimizer(ScheduledOptimizer):
         super().__init__(
             params,
             defaults,
+            schedule=schedule,
+            freeze_threshold=freeze_threshold,
             bucket_numel=bucket_numel,
             scale_block=scale_block,
             communicator=communicator,
             process_group=process_group,
             cuda_aware=cuda_aware,
         )
+
+    def _make_schedule(self, **options: Any) -> Schedule:
+        """Make the schedule of these options."""
+        return self.schedule_class(**options)
 
     _fused_warmup = False
     #: What is sent after the switch, and what clipping reports then, for the log.
@@ -153,10 +169,6 @@ class CompressedOptimizer(ScheduledOptimizer):
     def _alike(self) -> list[Any]:
         """What else must be alike on all ranks, for them to keep the same parameters."""
         return []
-
-    def _stage_ends(self, plan: StepPlan) -> bool:
-        """Whether the step that was taken by this plan is the last one of its stage."""
-        return plan.ends_stage
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its state is allocated at once.
@@ -324,10 +336,6 @@ class CompressedOptimizer(ScheduledOptimizer):
                 state.find_still()
             else:
                 state.still = [False] * len(state.params)
-
-    def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
-        """For each parameter, how often its first and its second moment have been updated."""
-        return state.steps.tolist(), state.steps.tolist()
 
     def _report_switch(self, plan: StepPlan) -> None:
         message, sent, norm = "step %d: %s ends, the variance is frozen; ", *self._after_the_switch
@@ -529,7 +537,7 @@ class CompressedOptimizer(ScheduledOptimizer):
                 self._compared_at = plan.step
             return
         own = [state.own_rank is not None for state in self._states]
-        options = [self.bucket_numel, self.scale_block, self.variance_floor, self._schedule_options(), *self._alike()]
+        options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike()]
         self.communicator.require_equal(
             "optimizer, step, options, or param groups with a process_group of their own",
             [type(self).__name__, self._step, repr(options), own],

@@ -25,7 +25,7 @@ from hf_compressopt.optim.options import (
     loadable_group,
     plain_group,
 )
-from hf_compressopt.stages import Stage
+from hf_compressopt.schedules import Stage
 
 #: Key under which a state dict carries what torch's own have no place for.
 STATE_KEY = "compressopt"

@@ -22,12 +22,12 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination
-from hf_compressopt.optim.freezing import FreezingOptimizer
+from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.group_state import GroupState
 
 
-class OnebitAdam(FreezingOptimizer):
+class OnebitAdam(CompressedOptimizer):
     """Adam whose momentum crosses the network as signs, after a warmup stage in full precision.
 
     Args:
@@ -35,8 +35,8 @@ class OnebitAdam(FreezingOptimizer):
         lr: Learning rate.
         fused_warmup: Take the steps in full precision in one pass of a native kernel: faster, and torch's AdamW but for
             rounding, where False has its bits. (The compressed stage is native anyway.)
-        **options: See :class:`~hf_compressopt.optim.freezing.FreezingOptimizer` (``freeze_step``, which papers put at
-            15-25 % of all steps) and :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`. Papers put ``freeze_step`` at
+            15-25 % of all steps.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.

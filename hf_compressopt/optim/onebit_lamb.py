@@ -23,15 +23,15 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket, Piece
 from hf_compressopt.kernels import Average, Combination, LambOptions
-from hf_compressopt.optim.freezing import FreezingOptimizer
+from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import adam_options
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.lamb import check_coefficients, lamb_step_
 from hf_compressopt.optim.options import check_at_least
-from hf_compressopt.stages import StepPlan
+from hf_compressopt.schedules import StepPlan
 
 
-class OnebitLamb(FreezingOptimizer):
+class OnebitLamb(CompressedOptimizer):
     """LAMB whose momentum crosses the network as signs, after a warmup stage in full precision.
 
     Norms, coefficients and factors stay on the device: a step synchronises with the host no more often for many
@@ -46,8 +46,7 @@ class OnebitLamb(FreezingOptimizer):
         factor_max: Upper bound of the factor on that average in the compressed stage.
         factor_min: Lower bound of it, >= 0.
         factor_threshold: Largest relative change of the factor in one step, >= 0.
-        **options: See :class:`~hf_compressopt.optim.freezing.FreezingOptimizer` (``freeze_step``) and
-            :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.

@@ -8,16 +8,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.optim.functional import sum_of
+from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count
-from hf_compressopt.stages import Stage, StepPlan
+from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, Stage, StepPlan
 
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MB = 2**20
 FLOAT_BYTES = 4
+_HISTORY = "freeze_history"
 
 
 class ScheduledOptimizer(FlatOptimizer):
@@ -29,45 +34,94 @@ class ScheduledOptimizer(FlatOptimizer):
         rounds: Steps so far in which the schedule had gradients averaged or a message sent.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As the base class."""
+    #: The class of the schedule, whose fields are options.
+    schedule_class: type[Schedule] = OnebitSchedule
+    #: The schedule's; see :class:`~hf_compressopt.schedules.Schedule`.
+    freeze_option: str = OnebitSchedule.freeze_option
+
+    def __init__(self, *args: Any, schedule: Schedule, freeze_threshold: float, **kwargs: Any) -> None:
+        """Start the schedule; the other arguments are the base class's."""
+        if not 0 < freeze_threshold <= 1:
+            raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
+        self.schedule, self.freeze_threshold = schedule, freeze_threshold
         self.step_was_skipped = False
         self.skipped_steps = 0
         self.rounds = 0
         self._deferred: list[str] | None = None
         self._fitted_to: int | None = None
         super().__init__(*args, **kwargs)
+        self._make_history()
+
+    def _make_history(self) -> None:
+        """Make room for the norms that "auto" compares."""
+        if self.schedule.freezes_at == AUTO:
+            size = FreezeDetector.size(self.param_groups[0]["betas"][1], self.schedule.max_freeze_step)
+            self._tensors[_HISTORY] = torch.zeros(size, dtype=torch.float64, device="cpu")
+
+    def _stage_ends(self, plan: StepPlan) -> bool:
+        """Return whether the step that was taken by this plan is the last one of its stage; "auto" decides here."""
+        if self.schedule.freezes_at != AUTO:
+            return plan.ends_stage
+        detector = FreezeDetector(self._tensors[_HISTORY], self.freeze_threshold, self.schedule.max_freeze_step)
+        norm = self._variance_norm() if detector.needs_norm(plan.step) else 0.0
+        stability = detector.stability(plan.step, norm, float(self.param_groups[0]["lr"]))
+        if stability < self.freeze_threshold and not plan.ends_stage:
+            return False
+        self.schedule = self.schedule.frozen_at(plan.step)
+        if self.communicator.rank == 0:
+            why = f"stability {stability:.3f}" if stability >= self.freeze_threshold else "its bound, max_freeze_step"
+            write_log(logger, logging.INFO, "%s=auto: found %d (%s)", self.freeze_option, plan.step, why)
+        return True
+
+    def _variance_norm(self) -> float:
+        """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it."""
+        norm = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
+        for group, state in zip(self.param_groups, self._states, strict=True):
+            count = max(self._bias_counts(state)[1], default=0.0) if state.compressed else 0.0
+            if count > 0:
+                correction = 1 - group["betas"][1] ** count if group["bias_correction"] else 1.0
+                norm += sum_of(state.exp_avg_sq) / correction
+        norm /= self.communicator.world_size
+        self.communicator.all_reduce(norm).wait()
+        return float(norm)
+
+    def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
+        """Return for each parameter how often its first and its second moment have been updated."""
+        return state.steps.tolist(), state.steps.tolist()
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
     def plan_at(self, step: int) -> StepPlan:
-        """The schedule: what step ``step`` does. A pure function of the step and the options."""
-        raise NotImplementedError("abstract")
+        """Return the plan of step ``step``: a pure function of the step and the schedule."""
+        return self.schedule.plan(step)
 
     @property
     def plan(self) -> StepPlan:
-        """What the coming step does."""
+        """Plan of the coming step."""
         return self.plan_at(self._step + 1)
 
     @property
     def _stage(self) -> Stage:
-        """The stage of the last step; before the first one its own."""
+        """Stage of the last step; before the first one its own."""
         return self.plan_at(max(self._step, 1)).stage
 
-    def _schedule_options(self) -> dict[str, Any]:
-        """The options that :meth:`plan_at` depends on: they must be alike on all ranks and outlive a resume."""
-        raise NotImplementedError("abstract")
+    @property
+    def freeze_step(self) -> int | str:
+        """Last step of the first stage, or "auto"."""
+        return self.schedule.freezes_at
 
-    def _check_schedule(self, options: dict[str, Any]) -> None:
-        """Raise ValueError or TypeError for options that no schedule can have; the keys are right."""
-        raise NotImplementedError("abstract")
+    @property
+    def max_freeze_step(self) -> int:
+        """Bound on the step that "auto" finds."""
+        return self.schedule.max_freeze_step
 
-    def _set_schedule_options(self, options: dict[str, Any]) -> None:
-        """Take over the schedule of a checkpoint."""
-        raise NotImplementedError("abstract")
+    @property
+    def last_warmup_step(self) -> int:
+        """Last step of the first stage if it is known, else its bound."""
+        return self.schedule.last_warmup_step
 
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
-        """Fit the schedule to a run of ``max_steps`` steps, leaving alone the options named in ``given``.
+        """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
         Returns:
             What was chosen, in words, for the log.
@@ -75,7 +129,12 @@ class ScheduledOptimizer(FlatOptimizer):
         Raises:
             RuntimeError: After the first step.
         """
-        raise NotImplementedError("abstract")
+        given = set(given)
+        if self._step > 0 and not self.schedule.is_given(given):
+            raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
+        self.schedule = self.schedule.fitted(max_steps, given)
+        self._make_history()
+        return self.schedule.describe(max_steps, given)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
         """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
@@ -164,7 +223,7 @@ class ScheduledOptimizer(FlatOptimizer):
 
     def describe(self) -> str:
         """One line on what this optimizer is and how it talks."""
-        schedule = ", ".join(f"{key}={value}" for key, value in self._schedule_options().items())
+        schedule = ", ".join(f"{key}={value}" for key, value in self.schedule.options().items())
         numel = sum(state.layout.numel for state in self._states)
         implementation = kernels.implementation(self.communicator.device)
         return (
@@ -180,7 +239,7 @@ class ScheduledOptimizer(FlatOptimizer):
             "step": self._step,
             "stage": self._stage.value,
             "world_size": self.communicator.world_size,
-            "schedule": self._schedule_options(),
+            "schedule": self.schedule.options(),
             "bucket_numel": self.bucket_numel,
             "scale_block": self.scale_block,
             "skipped_steps": self.skipped_steps,
@@ -195,10 +254,10 @@ class ScheduledOptimizer(FlatOptimizer):
             check_count(name, header.get(name), low=0)
         if header.get("stage") not in {stage.value for stage in Stage}:
             raise ValueError(f"stage must be one of {[stage.value for stage in Stage]}, got {header.get('stage')!r}")
-        schedule, mine = header.get("schedule"), self._schedule_options()
+        schedule, mine = header.get("schedule"), self.schedule.options()
         if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
             raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")
-        self._check_schedule(schedule)
+        type(self.schedule)(**schedule)
         if self.communicator.world_size > 1 and header["bucket_numel"] != self.bucket_numel:
             cap = (header["bucket_numel"] + 0.5) * FLOAT_BYTES / BYTES_PER_MB
             raise ValueError(
@@ -207,12 +266,12 @@ class ScheduledOptimizer(FlatOptimizer):
             )
 
     def _load_header(self, header: dict[str, Any]) -> None:
-        mine = self._schedule_options()
+        mine = self.schedule.options()
         if header["schedule"] != mine and "auto" not in mine.values() and self.communicator.rank == 0:
             logger.warning(
                 "the schedule of the state that is loaded, %s, takes the place of %s", header["schedule"], mine
             )
-        self._set_schedule_options(header["schedule"])
+        self.schedule = type(self.schedule)(**header["schedule"])
         self._step = header["step"]
         self.skipped_steps = header["skipped_steps"]
         self.rounds = header["rounds"]
@@ -220,4 +279,17 @@ class ScheduledOptimizer(FlatOptimizer):
         self.step_was_skipped = False
 
     def _plain_header(self, step: int) -> dict[str, Any]:
-        return {**self._header(), "step": step, "skipped_steps": 0, "rounds": step, "bytes_sent": 0}
+        """As the base class's; if the first stage should have ended by then, it ends with the coming step."""
+        ended = step >= self.schedule.last_warmup_step
+        schedule = (self.schedule.frozen_at(step + 1) if ended else self.schedule).options()
+        fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
+        return {**self._header(), "schedule": schedule, "step": step, **fresh}
+
+    def _check_tensors(self, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+        rest = dict(tensors)
+        history = rest.pop(_HISTORY, None)
+        super()._check_tensors(rest, header)
+        if history is None and header["schedule"][self.freeze_option] == AUTO:
+            raise ValueError(f"{self.freeze_option} is 'auto', and there is no {_HISTORY!r}")
+        if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
+            raise ValueError(f"{_HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")

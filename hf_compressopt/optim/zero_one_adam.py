@@ -16,7 +16,7 @@ and in a sync, all together,
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,21 +29,18 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.flat import Bucket, StateTensor
 from hf_compressopt.kernels import Average, Combination
-from hf_compressopt.optim.freezing import FreezingOptimizer
+from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.interval import LocalInterval
 from hf_compressopt.optim.logs import write_log
-from hf_compressopt.optim.options import check_count
-from hf_compressopt.stages import Stage, StepPlan, zero_one_plan
+from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
 logger = logging.getLogger(__name__)
 
-_VAR_UPDATE_SCALER = 16
 
-
-class ZeroOneAdam(FreezingOptimizer):
+class ZeroOneAdam(CompressedOptimizer):
     """Adam that learns its variance ever more seldom, and then lets the ranks step alone between 1-bit syncs.
 
     Inside a local interval the ranks' parameters differ. :meth:`averaged_parameters` puts their mean in place, for an
@@ -59,8 +56,7 @@ class ZeroOneAdam(FreezingOptimizer):
         var_update_scaler: Variance steps after which the interval between them doubles (kappa), >= 1.
         local_step_scaler: Steps after which the interval between syncs doubles, >= 1.
         local_step_clipper: Longest interval between syncs (H), >= 1.
-        **options: See :class:`~hf_compressopt.optim.freezing.FreezingOptimizer` (``max_freeze_step``,
-            ``freeze_threshold``) and :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -74,7 +70,8 @@ class ZeroOneAdam(FreezingOptimizer):
         ExtraState("lr_sum", "group"),
         ExtraState("decay", "group", 1.0),
     )
-    freeze_option, freeze_share = "var_freeze_step", 0.1
+    schedule_class = ZeroOneSchedule
+    freeze_option = ZeroOneSchedule.freeze_option
     _after_the_switch = ("the sum of each rank's updates", "each rank's own")
 
     def __init__(
@@ -83,7 +80,7 @@ class ZeroOneAdam(FreezingOptimizer):
         lr: float | Tensor = 1e-3,
         *,
         var_freeze_step: int | str = 100_000,
-        var_update_scaler: int = _VAR_UPDATE_SCALER,
+        var_update_scaler: int = 16,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
         **options: Any,
@@ -94,44 +91,11 @@ class ZeroOneAdam(FreezingOptimizer):
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
         }
-        for name, value in self._intervals.items():
-            check_count(name, value)
         super().__init__(params, lr, freeze_step=var_freeze_step, **options)
         self._interval = LocalInterval(self._states, self.traffic)
 
-    # -- schedule -----------------------------------------------------------------------------------------------------
-
-    def plan_at(self, step: int) -> StepPlan:
-        """A variance stage up to and including ``var_freeze_step``, and a local-step stage after it."""
-        return zero_one_plan(step, var_freeze_step=self.last_warmup_step, **self._intervals)
-
-    def _schedule_options(self) -> dict[str, Any]:
-        return {**super()._schedule_options(), **self._intervals}
-
-    def _check_schedule(self, options: dict[str, Any]) -> None:
-        super()._check_schedule(options)
-        for name in self._intervals:
-            check_count(name, options.get(name, self._intervals[name]))
-
-    def _set_schedule_options(self, options: dict[str, Any]) -> None:
-        super()._set_schedule_options(options)
-        self._intervals = {name: options[name] for name in self._intervals}
-
-    def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
-        """Freeze the variance within 10 % of the run, double both intervals every 10 %, unless given.
-
-        The variance stage of a run of some thousand steps is then all in full precision: 1-bit gradients under a
-        variance that is still learning cost such runs several per cent of their loss, by docs/convergence.md.
-
-        Raises:
-            RuntimeError: After the first step.
-        """
-        given = set(given)
-        chosen = super().scale_schedule(max_steps, given)
-        tenth = max_steps // 10
-        scaled = {"var_update_scaler": max(_VAR_UPDATE_SCALER, tenth), "local_step_scaler": tenth}
-        self._intervals |= {name: max(1, value) for name, value in scaled.items() if name not in given}
-        return ", ".join([chosen, *(f"{name}={self._intervals[name]}" for name in scaled)])
+    def _make_schedule(self, **options: Any) -> ZeroOneSchedule:
+        return ZeroOneSchedule(**options, **self._intervals)
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 

@@ -12,9 +12,7 @@ import torch
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.freezing import FreezingOptimizer
 from hf_compressopt.optim.scheduled import FLOAT_BYTES
-from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
 from hf_compressopt.planner.cost import (
     ONEBIT_ADAM,
     ONEBIT_LAMB,
@@ -23,14 +21,13 @@ from hf_compressopt.planner.cost import (
     Step,
     average,
 )
-from hf_compressopt.stages import Stage, local_interval, zero_one_plan
+from hf_compressopt.schedules import OnebitSchedule, Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
 _MEMORY = ("parameters", "gradients", "states", "buckets", "total")
 _HALF_BYTES = 2
 _MOMENTS = 2
 _ENOUGH_STEPS = 100_000  # of a longer run the shares of the stages are the same
-_LONGEST_INTERVAL = 16  # ZeroOneAdam's local_step_clipper
 _SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # bytes per second between which a crossover is sought, in steps of 10 %
 _WHOLE_RUN = "whole run"
 
@@ -83,19 +80,13 @@ def zero_one_shares(steps: int) -> Counter[tuple[Stage, int]]:
         Counts by stage, and in the variance stage by 1 for a step in full precision and 0 for one with a 1-bit
         gradient, in the local-step stage by the interval in force.
     """
-    last, tenth = max(1, int(steps * ZeroOneAdam.freeze_share)), max(1, steps // 10)
+    fitted = ZeroOneSchedule().fitted(steps, ())
+    schedule = fitted.frozen_at(fitted.max_freeze_step)
     shares: Counter[tuple[Stage, int]] = Counter()
     for step in range(1, steps + 1):
-        plan = zero_one_plan(
-            step,
-            var_freeze_step=last,
-            var_update_scaler=max(16, tenth),
-            local_step_scaler=tenth,
-            local_step_clipper=_LONGEST_INTERVAL,
-        )
+        plan = schedule.plan(step)
         learning = plan.stage is Stage.VARIANCE
-        interval = 0 if learning else local_interval(step, last, tenth, _LONGEST_INTERVAL)
-        shares[plan.stage, int(plan.reduce_grads) if learning else interval] += 1
+        shares[plan.stage, int(plan.reduce_grads) if learning else schedule.local_interval(step)] += 1
     return shares
 
 
@@ -120,7 +111,7 @@ def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
 
 
 def _onebit(ddp: Step, compressed: Step) -> dict[str, Step]:
-    share = FreezingOptimizer.freeze_share
+    share = OnebitSchedule.freeze_share
     return {"warmup": ddp, "compressed": compressed, _WHOLE_RUN: average([(share, ddp), (1 - share, compressed)])}
 
 

@@ -220,7 +220,7 @@ class CountedFromTwo(ZeroOneAdam):
 
     def plan_at(self, step):
         plan = dataclasses.replace(super().plan_at(step + 1), step=step)
-        schedule = self._schedule_options()
+        schedule = self.schedule.options()
         if step + 1 > schedule["var_freeze_step"]:
             return plan
         learns = step + 1 in variance_steps(step + 1, schedule["var_update_scaler"], first=2)

@@ -14,7 +14,7 @@ import torch
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, cli
 from hf_compressopt.planner import cost, report, units
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Cluster, Model, Training
-from hf_compressopt.stages import Stage, local_interval
+from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, run
 
@@ -169,8 +169,8 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
         if plan.stage is Stage.VARIANCE:
             shares[plan.stage, int(plan.reduce_grads)] += 1
         else:
-            scaler = max(1, steps // 10)
-            shares[plan.stage, local_interval(plan.step, optimizer.last_warmup_step, scaler, 16)] += 1
+            schedule = ZeroOneSchedule(optimizer.last_warmup_step, local_step_scaler=max(1, steps // 10))
+            shares[plan.stage, schedule.local_interval(plan.step)] += 1
     assert report.zero_one_shares(steps) == shares
 
 

@@ -1,0 +1,268 @@
+"""Stages and schedules: values that map the number of a step to a plan of the step. No torch.
+
+A step has a number t = 1, 2, ...; a schedule maps t to a :class:`StepPlan`. A plan depends on t and the schedule alone,
+so that there is no stage to save, to lose at a resume, or to disagree about between ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any, ClassVar, Protocol, TypeVar
+
+#: The value of a freeze step that the variance finds; see :class:`FreezeDetector`.
+AUTO = "auto"
+_Schedule = TypeVar("_Schedule", bound="Schedule")
+
+
+class Stage(Enum):
+    """What the ranks exchange in a step."""
+
+    WARMUP = "warmup"  # full-precision gradients; the variance is learnt
+    COMPRESSED = "compressed"  # 1-bit momentum with error feedback; the variance is frozen
+    VARIANCE = "variance"  # full-precision gradients if the variance learns in the step, else 1-bit gradients
+    LOCAL_STEP = "local-step"  # each rank steps alone; 1-bit updates at syncs; the variance is frozen
+
+    @property
+    def number(self) -> float:
+        """The stage as a number, for logs that take no words: 0.0 for an algorithm's first stage, 1.0 for its last."""
+        return 0.0 if self in (Stage.WARMUP, Stage.VARIANCE) else 1.0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Description of one step.
+
+    Attributes:
+        step: The number t >= 1 of the step.
+        stage: Its stage.
+        reduce_grads: True if ``step()`` expects gradients that are averaged over the ranks (by DDP, by its hook, or
+            by the caller); False if they must stay local.
+        update_variance: True if the second moment learns from the step.
+        synchronize: True if the schedule has a compressed message in the step.
+        ends_stage: True in the last step of its stage.
+        agree: True if the ranks must agree that all gradients are finite; False if each rank decides for itself.
+    """
+
+    step: int
+    stage: Stage
+    reduce_grads: bool
+    update_variance: bool
+    synchronize: bool
+    ends_stage: bool
+    agree: bool = True
+
+
+class Schedule(ABC):
+    """A schedule whose first stage ends for good when the variance is frozen.
+
+    Subclasses are frozen dataclasses whose fields are options of an optimizer.
+
+    Attributes:
+        freeze_option: Name of the field that holds the last step of the first stage, or "auto".
+        freeze_share: Share of a run that the first stage takes at most, unless it is given.
+        max_freeze_step: Bound on the step that "auto" finds.
+    """
+
+    freeze_option: ClassVar[str] = "freeze_step"
+    freeze_share: ClassVar[float] = 0.2
+    max_freeze_step: int
+
+    @abstractmethod
+    def plan(self, step: int) -> StepPlan:
+        """Return the plan of a step."""
+
+    def __post_init__(self) -> None:
+        """Check the options.
+
+        Raises:
+            ValueError: For an option outside its range.
+            TypeError: For an option that is no int.
+        """
+        for name, value in self.options().items():
+            if name == self.freeze_option and isinstance(value, str):
+                if value != AUTO:
+                    raise ValueError(f"{name} must be an int >= 1, or 'auto', got {value!r}")
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int >= 1, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+
+    def options(self) -> dict[str, Any]:
+        """Return the options by name, for headers."""
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+    @property
+    def freezes_at(self) -> int | str:
+        """Last step of the first stage, or "auto"."""
+        step: int | str = getattr(self, self.freeze_option)
+        return step
+
+    @property
+    def last_warmup_step(self) -> int:
+        """Last step of the first stage, or the bound on it."""
+        return self.freezes_at if isinstance(self.freezes_at, int) else self.max_freeze_step
+
+    def frozen_at(self: _Schedule, step: int | str) -> _Schedule:
+        """Return the schedule whose first stage ends with this step."""
+        return replace(self, **{self.freeze_option: step})  # type: ignore[type-var]
+
+    def is_given(self, given: Collection[str]) -> bool:
+        """Return whether the end of the first stage is among the options that a user gave, and known."""
+        return self.freeze_option in given and self.freezes_at != AUTO
+
+    def fitted(self: _Schedule, max_steps: int, given: Collection[str]) -> _Schedule:
+        """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
+
+        The variance finds the end of the first stage within a share of the run.
+        """
+        if self.is_given(given):
+            return self
+        found = self.frozen_at(AUTO)
+        if "max_freeze_step" in given:
+            return found
+        return replace(found, max_freeze_step=max(1, int(max_steps * self.freeze_share)))  # type: ignore[type-var]
+
+    def describe(self, max_steps: int, given: Collection[str]) -> str:
+        """Return in words what :meth:`fitted` chose, for the log."""
+        if self.is_given(given):
+            return f"of {max_steps} steps, as given"
+        return f"{self.freeze_option} is found by the variance, at most {self.max_freeze_step} of {max_steps} steps"
+
+
+@dataclass(frozen=True)
+class OnebitSchedule(Schedule):
+    """The schedule of 1-bit Adam and 1-bit LAMB: warmup up to and including ``freeze_step``, compressed after it.
+
+    Source: 1-bit Adam, arXiv 2102.02888, Algorithm 1.
+    """
+
+    freeze_step: int | str = 100_000
+    max_freeze_step: int = 100_000
+
+    def plan(self, step: int) -> StepPlan:
+        """Return the plan of a step."""
+        warmup = step <= self.last_warmup_step
+        return StepPlan(
+            step=step,
+            stage=Stage.WARMUP if warmup else Stage.COMPRESSED,
+            reduce_grads=warmup,
+            update_variance=warmup,
+            synchronize=not warmup,
+            ends_stage=step == self.last_warmup_step,
+        )
+
+
+@dataclass(frozen=True)
+class ZeroOneSchedule(Schedule):
+    """The schedule of 0/1 Adam: a variance stage, then a local-step stage.
+
+    Source: 0/1 Adam, arXiv 2202.06009, Algorithm 1 and section 6.
+
+    Attributes:
+        var_freeze_step: Last step of the variance stage, or "auto".
+        max_freeze_step: Bound on the step that "auto" finds.
+        var_update_scaler: Variance steps after which the interval between them doubles (kappa).
+        local_step_scaler: Steps after which the interval between syncs doubles.
+        local_step_clipper: Longest interval between syncs (H).
+    """
+
+    freeze_option: ClassVar[str] = "var_freeze_step"
+    freeze_share: ClassVar[float] = 0.1
+
+    var_freeze_step: int | str = 100_000
+    max_freeze_step: int = 100_000
+    var_update_scaler: int = 16
+    local_step_scaler: int = 32_678
+    local_step_clipper: int = 16
+
+    def plan(self, step: int) -> StepPlan:
+        """Return the plan of a step."""
+        if step <= self.last_warmup_step:
+            learns = step % self.variance_interval(step) == 0
+            return StepPlan(step, Stage.VARIANCE, learns, learns, not learns, step == self.last_warmup_step)
+        synchronizes = step % self.local_interval(step) == 0
+        return StepPlan(step, Stage.LOCAL_STEP, False, False, synchronizes, False, agree=False)
+
+    def variance_interval(self, step: int) -> int:
+        """Return the interval between variance steps that is in force at a step of the variance stage.
+
+        It starts at 1 and doubles after every ``var_update_scaler`` variance steps (the learning-rate-free policy T_v
+        of the paper). A step is a variance step if the interval divides its number.
+        """
+        end, interval = 0, 1
+        while True:
+            end = (end // interval + self.var_update_scaler) * interval  # the last one before the interval doubles
+            if step <= end:
+                return interval
+            interval *= 2
+
+    def local_interval(self, step: int) -> int:
+        """Return the interval between syncs in force at a step of the local-step stage: it doubles, up to a bound."""
+        doublings = (step - self.last_warmup_step - 1) // self.local_step_scaler
+        return min(self.local_step_clipper, 1 << min(doublings, self.local_step_clipper.bit_length()))
+
+    def fitted(self, max_steps: int, given: Collection[str]) -> ZeroOneSchedule:
+        """Freeze the variance within 10 % of the run, and double both intervals every 10 %, unless given.
+
+        The variance stage of a run of some thousand steps is then all in full precision: 1-bit gradients under a
+        variance that is still learning cost such runs several per cent of their loss, by docs/convergence.md.
+        """
+        tenth = max(1, max_steps // 10)
+        least = type(self)().var_update_scaler
+        scaled = {"var_update_scaler": max(least, tenth), "local_step_scaler": tenth}
+        chosen = {name: value for name, value in scaled.items() if name not in given}
+        return replace(super().fitted(max_steps, given), **chosen)
+
+    def describe(self, max_steps: int, given: Collection[str]) -> str:
+        """Return in words what :meth:`fitted` chose, for the log."""
+        scaled = (f"{name}={getattr(self, name)}" for name in ("var_update_scaler", "local_step_scaler"))
+        return ", ".join([super().describe(max_steps, given), *scaled])
+
+
+class History(Protocol):
+    """Numbers in a row, such as a 1-D float64 tensor on the CPU."""
+
+    def __len__(self) -> int: ...  # noqa: D105
+    def __getitem__(self, index: int, /) -> Any: ...  # noqa: D105
+    def __setitem__(self, index: int, value: float, /) -> None: ...  # noqa: D105
+
+
+@dataclass(frozen=True)
+class FreezeDetector:
+    """The search for the step at which the variance is stable (1-bit Adam, arXiv 2102.02888, section 4.3).
+
+    With a the 1-norm of the bias-corrected second moment now and b the same D = 1/(1 - beta2) steps ago, the variance
+    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) >= ``threshold``.
+
+    Attributes:
+        history: One 1-norm for each of the last D steps, in a ring, and the last learning rate behind them.
+        threshold: Least stability, in (0, 1].
+        last_step: The step at which the search ends in any case.
+    """
+
+    history: History
+    threshold: float
+    last_step: int
+
+    @staticmethod
+    def size(beta2: float, last_step: int) -> int:
+        """Return the length of a history."""
+        return min(round(1 / (1 - beta2)), last_step) + 1
+
+    def needs_norm(self, step: int) -> bool:
+        """Return whether the norm of a step is ever compared with another one."""
+        window = len(self.history) - 1
+        return step > window or step + window <= self.last_step
+
+    def stability(self, step: int, norm: float, lr: float) -> float:
+        """Record a step, and return min(a/b, b/a); 0 if that is not known yet, or the learning rate rises."""
+        window = len(self.history) - 1
+        before, last_lr = float(self.history[step % window]), float(self.history[window])
+        self.history[step % window], self.history[window] = norm, lr
+        known = step > window and min(before, norm) > 0 and math.isfinite(norm)
+        return min(norm / before, before / norm) if known and lr <= last_lr else 0.0
