@@ -73,6 +73,7 @@ def test_millions_of_elements_and_the_same_bits_every_time(device: torch.device,
             assert torch.equal(got, expected)
 
 
+@pytest.mark.invariant(16)
 def test_more_than_two_to_the_31_elements(device: torch.device) -> None:
     numel = 2**31 + 4196
     if torch.cuda.mem_get_info(device)[0] < 30e9:
@@ -116,6 +117,7 @@ def test_fused_adam_has_the_numbers_of_torch(dtype: torch.dtype, adam_w_mode: bo
         torch.testing.assert_close(p.float(), q, rtol=tolerance[0], atol=tolerance[1])
 
 
+@pytest.mark.invariant(18)
 def test_a_graph_of_fused_adam_replays_as_the_steps_themselves() -> None:
     def start() -> tuple[list[Tensor], FusedAdam, Tensor]:
         torch.manual_seed(0)
