@@ -14,33 +14,8 @@ from hf_compressopt import FusedAdam, kernels
 from hf_compressopt.kernels import Average, Combination, Segment, library, native, signs
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from tests.support import kernel_cases as cases
-from tests.support.kernel_suite import (
-    test_adam,
-    test_adam_of_all_dtypes,
-    test_apply_adam,
-    test_average_compress,
-    test_combine,
-    test_compress,
-    test_decompress,
-    test_lamb,
-    test_local_step,
-    test_square_sums,
-    test_sync_parameters,
-)
+from tests.support.kernel_suite import KernelSuite
 
-__all__ = [
-    "test_adam",
-    "test_adam_of_all_dtypes",
-    "test_apply_adam",
-    "test_average_compress",
-    "test_combine",
-    "test_compress",
-    "test_decompress",
-    "test_lamb",
-    "test_local_step",
-    "test_square_sums",
-    "test_sync_parameters",
-]
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
 
@@ -49,6 +24,10 @@ CUDA = torch.device("cuda", 0)
 def device() -> torch.device:
     assert not library.why_not(CUDA), f"no native kernels: {library.why_not(CUDA)}"
     return CUDA
+
+
+class TestKernels(KernelSuite):
+    """The suite, on the GPU."""
 
 
 def test_the_wrappers_use_the_kernels(device: torch.device) -> None:

@@ -15,33 +15,8 @@ import torch
 from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.operands import Combination, LambOptions, Segment
 from tests.support import kernel_cases as cases
-from tests.support.kernel_suite import (
-    test_adam,
-    test_adam_of_all_dtypes,
-    test_apply_adam,
-    test_average_compress,
-    test_combine,
-    test_compress,
-    test_decompress,
-    test_lamb,
-    test_local_step,
-    test_square_sums,
-    test_sync_parameters,
-)
+from tests.support.kernel_suite import KernelSuite
 
-__all__ = [
-    "test_adam",
-    "test_adam_of_all_dtypes",
-    "test_apply_adam",
-    "test_average_compress",
-    "test_combine",
-    "test_compress",
-    "test_decompress",
-    "test_lamb",
-    "test_local_step",
-    "test_square_sums",
-    "test_sync_parameters",
-]
 CPU = torch.device("cpu")
 EMULATION = Path(__file__).parents[1] / "support" / "emulation"
 SOURCES = Path(library.__file__).parent / "csrc" / "cuda"
@@ -93,6 +68,10 @@ def emulation(
     library._library.cache_clear()
     reported = capfd.readouterr().err
     assert "runtime error" not in reported, reported
+
+
+class TestKernels(KernelSuite):
+    """The suite, on the emulated GPU."""
 
 
 def test_the_library_says_what_it_has() -> None:

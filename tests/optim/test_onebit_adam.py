@@ -10,18 +10,26 @@ import torch.distributed as dist
 
 from hf_compressopt import OnebitAdam
 from tests.optim.test_oracle_simulation import RECORDED, TENSORS, recorded_kwargs
-from tests.oracles.cases import Case, Problem, make_optimizer, run_on_rank, safe_problem, set_gradients
+from tests.oracles.cases import (
+    MASK,
+    ODD,
+    ONE_SCALE,
+    ONE_SCALE_GROUPS,
+    Case,
+    Problem,
+    bucket_cap,
+    cosine,
+    make_optimizer,
+    missing_gradients,
+    mixed_groups,
+    run_on_rank,
+    safe_problem,
+    set_gradients,
+)
 from tests.oracles.simulation import chunk_bounds
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
-ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
-COSINE = tuple(0.01 * (0.55 + 0.45 * math.cos(math.pi * t / 12)) for t in range(12))
-MASK = [1.0, 0, 1, 0, 0]
-
-
-def bucket_cap(numel):
-    """bucket_cap_mb of buckets of this many elements, and a little: the fraction of an element is cut off."""
-    return (numel + 0.5) * 4 / 2**20
+COSINE = cosine(0.01, 12)
 
 
 CASES = [
@@ -37,27 +45,13 @@ CASES = [
     Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"scale_block": 8, "lr": 0.01}),
     Case(
         "groups",
-        [
-            {"shapes": ODD, "lr": 0.02, "weight_decay": 0.2},
-            {"shapes": []},
-            {"shapes": [(4, 4), (0,), (9,)], "non_freeze": True, "eps": 1e-3},
-            {"shapes": [(0, 3), (21,), (0,)], "betas": (0.5, 0.9)},
-        ],
+        mixed_groups(0.02),
         {"scale_block": 64},
         lrs=COSINE,
     ),
-    Case(
-        "missing_gradients",
-        [{"shapes": ODD}, {"shapes": [(6,), (2, 2)], "non_freeze": True}],
-        {"lr": 0.01, "scale_block": 8},
-        missing=((2, None, 0, 1), (3, 0, 0, 2), (6, None, 0, 1), (7, 0, 0, 0), (8, 0, None, None), (9, None, 1, 1)),
-    ),
+    missing_gradients({"lr": 0.01, "scale_block": 8}),
     Case("small_buckets", [{"shapes": ODD}, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11), "lr": 0.01}),
-    Case(
-        "small_buckets_one_scale",
-        [{"shapes": [*ODD, (40,)]}],
-        {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05},
-    ),
+    Case("small_buckets_one_scale", ONE_SCALE_GROUPS, ONE_SCALE),
     Case("clipping", [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}], {"max_grad_norm": 0.5, "lr": 0.01}),
     Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
     Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),

@@ -14,20 +14,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_compressopt import OnebitLamb, load_state, save_state
 from hf_compressopt.kernels import library
 from tests.optim.test_oracle_simulation_family import LAMB_RECORDED, TENSORS, load_recorded
-from tests.oracles.cases import BYTES_PER_MB, SAFE_DISTANCE, Case, Problem, flat_params, flat_state, set_gradients
+from tests.oracles.cases import (
+    MASK,
+    ODD,
+    ONE_SCALE,
+    ONE_SCALE_GROUPS,
+    Case,
+    Problem,
+    bucket_cap,
+    cosine,
+    first_safe,
+    flat_params,
+    flat_state,
+    make_params,
+    missing_gradients,
+    mixed_groups,
+    run_simulation,
+    set_gradients,
+    simulated_params,
+)
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_lamb import OnebitLambSimulation
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
-ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
-COSINE = tuple(0.01 * (0.55 + 0.45 * math.cos(math.pi * t / 12)) for t in range(12))
-MASK = [1.0, 0, 1, 0, 0]
+COSINE = cosine(0.01, 12)
 CANCEL = "momentum cancels"  # a case of this name: tensor 1 of every group has a momentum of exactly zero at the freeze
-
-
-def bucket_cap(numel):
-    """bucket_cap_mb of buckets of this many elements, and a little: the fraction of an element is cut off."""
-    return (numel + 0.5) * 4 / BYTES_PER_MB
 
 
 CASES = [
@@ -50,27 +61,13 @@ CASES = [
     Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"scale_block": 8, "lr": 0.01}),
     Case(
         "groups",
-        [
-            {"shapes": ODD, "lr": 0.02, "weight_decay": 0.2},
-            {"shapes": []},
-            {"shapes": [(4, 4), (0,), (9,)], "non_freeze": True, "eps": 1e-3},
-            {"shapes": [(0, 3), (21,), (0,)], "betas": (0.5, 0.9)},
-        ],
+        mixed_groups(0.02),
         {"scale_block": 64},
         lrs=COSINE,
     ),
-    Case(
-        "missing_gradients",
-        [{"shapes": ODD}, {"shapes": [(6,), (2, 2)], "non_freeze": True}],
-        {"lr": 0.01, "scale_block": 8},
-        missing=((2, None, 0, 1), (3, 0, 0, 2), (6, None, 0, 1), (7, 0, 0, 0), (8, 0, None, None), (9, None, 1, 1)),
-    ),
+    missing_gradients({"lr": 0.01, "scale_block": 8}),
     Case("small_buckets", [{"shapes": ODD}, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11), "lr": 0.01}),
-    Case(
-        "small_buckets_one_scale",
-        [{"shapes": [*ODD, (40,)]}],
-        {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05},
-    ),
+    Case("small_buckets_one_scale", ONE_SCALE_GROUPS, ONE_SCALE),
     Case("clipping", [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}], {"max_grad_norm": 0.5, "lr": 0.01}),
     Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
     Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),
@@ -98,37 +95,23 @@ class LambProblem(Problem):
 
 def simulate(problem):
     """The finished simulation, and the parameters and coefficients after every step."""
-    case = problem.case
-    kwargs = {key: value for key, value in case.kwargs.items() if key != "bucket_cap_mb"}
-    groups = [{"params": params, **problem.options(g, lambda mask: mask)} for g, params in enumerate(problem.params)]
-    simulation = OnebitLambSimulation(
-        groups, problem.world_size, freeze_step=case.freeze_step, bucket_numel=case.bucket_numel, **kwargs
-    )
-    history, coeffs = [], []
-    for t in range(1, case.steps + 1):
-        for group, spec in zip(simulation.groups, case.groups, strict=True):
-            if case.lrs and "lr" not in spec:
-                group.lr = case.lrs[t - 1]
-        assert simulation.step(problem.grads[t - 1])
-        history.append(np.concatenate([group.flatten(group.params) for group in simulation.groups]))
-        coeffs.append(simulation.lamb_coeffs)
-    return simulation, np.stack(history), np.array(coeffs)
+
+    def observe(simulation):
+        return simulated_params(simulation), simulation.lamb_coeffs
+
+    options = {"freeze_step": problem.case.freeze_step}
+    simulation, history = run_simulation(problem, OnebitLambSimulation, observe, **options)
+    params, coeffs = zip(*history, strict=True)
+    return simulation, np.stack(params), np.array(coeffs)
 
 
 def safe_problem(case, world_size):
-    """The first problem whose messages keep away from a change of sign, with its solution."""
-    for seed in range(200):
-        problem = LambProblem(case, world_size, seed)
-        simulation, history, coeffs = simulate(problem)
-        if simulation.min_distance >= SAFE_DISTANCE:
-            return problem, simulation, history, coeffs
-    raise AssertionError(f"{case.name}: no seed keeps every message away from a change of sign")
+    return first_safe(case, world_size, LambProblem, simulate)
 
 
 def make_optimizer(problem, **kwargs):
     case = problem.case
-    params = [[torch.nn.Parameter(torch.from_numpy(p.copy())) for p in group] for group in problem.params]
-    groups = [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
+    params, groups = make_params(problem)
     return OnebitLamb(groups, **{"freeze_step": case.freeze_step, **case.kwargs, **kwargs}), params
 
 

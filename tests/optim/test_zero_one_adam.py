@@ -15,23 +15,32 @@ import torch.distributed as dist
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
 from tests.optim.test_oracle_simulation_family import TENSORS, ZERO_ONE_RECORDED, load_recorded
-from tests.oracles.cases import BYTES_PER_MB, SAFE_DISTANCE, Case, Problem, flat_params, flat_state, set_gradients
+from tests.oracles.cases import (
+    MASK,
+    ODD,
+    ONE_SCALE,
+    ONE_SCALE_GROUPS,
+    Case,
+    Problem,
+    bucket_cap,
+    cosine,
+    first_safe,
+    flat_params,
+    flat_state,
+    make_params,
+    mixed_groups,
+    run_simulation,
+    set_gradients,
+)
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation, variance_steps
 from tests.support.harness import run_ranks
 
-ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
-MASK = [1.0, 0, 1, 0, 0]
 FREEZE, STEPS = 8, 24
 SCHEDULE = {"var_freeze_step": FREEZE, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
 VARIANCE_STEPS = (1, 2, 4, 6, 8)
 SYNCS = (9, 10, 11, 12, 14, 16, 20, 24)  # intervals of 1, 2 and 4
-COSINE = tuple(0.02 * (0.55 + 0.45 * math.cos(math.pi * t / STEPS)) for t in range(STEPS))
-
-
-def bucket_cap(numel):
-    """bucket_cap_mb of buckets of this many elements, and a little: the fraction of an element is cut off."""
-    return (numel + 0.5) * 4 / BYTES_PER_MB
+COSINE = cosine(0.02, STEPS)
 
 
 def zero_lr(*ranges):
@@ -52,12 +61,7 @@ CASES = [
     case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, *ONE], {"scale_block": 8, "weight_decay": 0.05}),
     case(
         "groups",
-        [
-            {"shapes": ODD, "lr": 0.03, "weight_decay": 0.2},
-            {"shapes": []},
-            {"shapes": [(4, 4), (0,), (9,)], "non_freeze": True, "eps": 1e-3},
-            {"shapes": [(0, 3), (21,), (0,)], "betas": (0.5, 0.9)},
-        ],
+        mixed_groups(0.03),
         {"scale_block": 64},
         lrs=COSINE,
     ),
@@ -68,11 +72,7 @@ CASES = [
         missing=((2, None, 0, 1), (3, 0, 0, 2), (4, 0, 0, 2), (5, None, 0, 1), (8, 0, None, None), (17, None, 0, 0)),
     ),
     case("small_buckets", [*ONE, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11)}),
-    case(
-        "small_buckets_one_scale",
-        [{"shapes": [*ODD, (40,)]}],
-        {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05},
-    ),
+    case("small_buckets_one_scale", ONE_SCALE_GROUPS, ONE_SCALE),
     case("clipping", ONE, {"max_grad_norm": 0.5}),
     case("clipping_together", [*ONE, {"shapes": [(5,)], "non_freeze": True}], {"max_grad_norm": 0.5}),
     case("high_floor", ONE, {"variance_floor": 0.9}),
@@ -104,33 +104,20 @@ class ZeroOneProblem(Problem):
 
 def simulate(problem):
     """The finished simulation, and every rank's parameters after every step, [steps, world_size, numel]."""
-    case = problem.case
-    kwargs = {key: value for key, value in case.kwargs.items() if key != "bucket_cap_mb"}
-    groups = [{"params": params, **problem.options(g, lambda mask: mask)} for g, params in enumerate(problem.params)]
-    simulation = ZeroOneAdamSimulation(groups, problem.world_size, bucket_numel=case.bucket_numel, **kwargs)
-    history = []
-    for t in range(1, case.steps + 1):
-        for group, spec in zip(simulation.groups, case.groups, strict=True):
-            if case.lrs and "lr" not in spec:
-                group.lr = case.lrs[t - 1]
-        assert simulation.step(problem.grads[t - 1])
-        history.append(np.stack([simulation.params_of(rank) for rank in range(problem.world_size)]))
+
+    def observe(simulation):
+        return np.stack([simulation.params_of(rank) for rank in range(problem.world_size)])
+
+    simulation, history = run_simulation(problem, ZeroOneAdamSimulation, observe)
     return simulation, np.stack(history)
 
 
 def safe_problem(case, world_size):
-    """The first problem whose messages keep away from a change of sign, with its solution."""
-    for seed in range(200):
-        problem = ZeroOneProblem(case, world_size, seed)
-        simulation, history = simulate(problem)
-        if simulation.min_distance >= SAFE_DISTANCE:
-            return problem, simulation, history
-    raise AssertionError(f"{case.name}: no seed keeps every message away from a change of sign")
+    return first_safe(case, world_size, ZeroOneProblem, simulate)
 
 
 def make_optimizer(problem, **kwargs):
-    params = [[torch.nn.Parameter(torch.from_numpy(p.copy())) for p in group] for group in problem.params]
-    groups = [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
+    params, groups = make_params(problem)
     return ZeroOneAdam(groups, **{**problem.case.kwargs, **kwargs}), params
 
 

@@ -1,5 +1,7 @@
 """Problems for OnebitAdam as data, and both ways to solve them: on real ranks, and by the simulation."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,28 @@ from tests.oracles.simulation import OnebitAdamSimulation
 
 BYTES_PER_MB = 2**20
 SAFE_DISTANCE = 3e-7
+ODD = [(7,), (3, 5), (2, 3, 4), (1,), (13,)]
+MASK = [1.0, 0, 1, 0, 0]
+
+
+def bucket_cap(numel: int) -> float:
+    """bucket_cap_mb of buckets of this many elements, and a little: the fraction of an element is cut off."""
+    return (numel + 0.5) * 4 / BYTES_PER_MB
+
+
+def cosine(lr: float, steps: int) -> tuple[float, ...]:
+    """A schedule from lr down to a tenth of it."""
+    return tuple(lr * (0.55 + 0.45 * math.cos(math.pi * t / steps)) for t in range(steps))
+
+
+def mixed_groups(lr: float) -> list[dict[str, Any]]:
+    """Groups with options of their own; one is empty, and one is never compressed."""
+    return [
+        {"shapes": ODD, "lr": lr, "weight_decay": 0.2},
+        {"shapes": []},
+        {"shapes": [(4, 4), (0,), (9,)], "non_freeze": True, "eps": 1e-3},
+        {"shapes": [(0, 3), (21,), (0,)], "betas": (0.5, 0.9)},
+    ]
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,18 @@ class Case:
     @property
     def bucket_numel(self) -> int:
         return int(self.kwargs.get("bucket_cap_mb", 25.0) * BYTES_PER_MB // 4)
+
+
+def missing_gradients(kwargs: dict[str, Any]) -> Case:
+    """Two groups, in which some ranks, or all, have no gradient for some parameters in some steps."""
+    places = ((2, None, 0, 1), (3, 0, 0, 2), (6, None, 0, 1), (7, 0, 0, 0), (8, 0, None, None), (9, None, 1, 1))
+    groups = [{"shapes": ODD}, {"shapes": [(6,), (2, 2)], "non_freeze": True}]
+    return Case("missing_gradients", groups, kwargs, missing=places)
+
+
+#: Options and groups of buckets that cut through tensors, with one scale for each.
+ONE_SCALE = {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05}
+ONE_SCALE_GROUPS = [{"shapes": [*ODD, (40,)]}]
 
 
 class Problem:
@@ -83,39 +119,61 @@ class Problem:
         return averages
 
 
-def simulate(problem: Problem):
-    """The finished simulation and the parameters after every step, [steps, numel]."""
+def run_simulation(
+    problem: Problem, kind: type[Any], observe: Callable[[Any], Any], **options: Any
+) -> tuple[Any, list[Any]]:
+    """The finished simulation of a problem, and what `observe` made of it after every step."""
     case = problem.case
     kwargs = {key: value for key, value in case.kwargs.items() if key != "bucket_cap_mb"}
     groups = [{"params": params, **problem.options(g, lambda mask: mask)} for g, params in enumerate(problem.params)]
-    simulation = OnebitAdamSimulation(
-        groups, problem.world_size, freeze_step=case.freeze_step, bucket_numel=case.bucket_numel, **kwargs
-    )
+    simulation = kind(groups, problem.world_size, bucket_numel=case.bucket_numel, **options, **kwargs)
     history = []
     for t in range(1, case.steps + 1):
         for group, spec in zip(simulation.groups, case.groups, strict=True):
             if case.lrs and "lr" not in spec:
                 group.lr = case.lrs[t - 1]
         assert simulation.step(problem.grads[t - 1])
-        history.append(np.concatenate([group.flatten(group.params) for group in simulation.groups]))
+        history.append(observe(simulation))
+    return simulation, history
+
+
+def simulated_params(simulation: Any) -> np.ndarray:
+    """The parameters of all groups, flat."""
+    return np.concatenate([group.flatten(group.params) for group in simulation.groups])
+
+
+def simulate(problem: Problem):
+    """The finished simulation and the parameters after every step, [steps, numel]."""
+    options = {"freeze_step": problem.case.freeze_step}
+    simulation, history = run_simulation(problem, OnebitAdamSimulation, simulated_params, **options)
     return simulation, np.stack(history)
 
 
-def safe_problem(case: Case, world_size: int):
-    """The first problem whose messages keep away from a change of sign, with its solution."""
+def first_safe(case: Case, world_size: int, kind: type[Problem], solve: Callable[[Any], tuple[Any, ...]]):
+    """The first problem whose messages keep away from a change of sign, with its solution: a simulation, and more."""
     for seed in range(200):
-        problem = Problem(case, world_size, seed)
-        simulation, history = simulate(problem)
-        if simulation.min_distance >= SAFE_DISTANCE:
-            return problem, simulation, history
+        problem = kind(case, world_size, seed)
+        solution = solve(problem)
+        if solution[0].min_distance >= SAFE_DISTANCE:
+            return problem, *solution
     raise AssertionError(f"{case.name}: no seed keeps every message away from a change of sign")
+
+
+def safe_problem(case: Case, world_size: int):
+    """A safe problem of OnebitAdam, its simulation, and the parameters after every step."""
+    return first_safe(case, world_size, Problem, simulate)
+
+
+def make_params(problem: Problem):
+    """The parameters, [group][parameter], and the param groups that hold them."""
+    params = [[torch.nn.Parameter(torch.from_numpy(p.copy())) for p in group] for group in problem.params]
+    return params, [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
 
 
 def make_optimizer(problem: Problem, **kwargs):
     """The optimizer and its parameters, [group][parameter]."""
     case = problem.case
-    params = [[torch.nn.Parameter(torch.from_numpy(p.copy())) for p in group] for group in problem.params]
-    groups = [{"params": group, **problem.options(g, torch.from_numpy)} for g, group in enumerate(params)]
+    params, groups = make_params(problem)
     return OnebitAdam(groups, freeze_step=case.freeze_step, **{**case.kwargs, **kwargs}), params
 
 
