@@ -22,10 +22,10 @@ from tests.oracles.cases import (
     make_optimizer,
     missing_gradients,
     mixed_groups,
-    run_on_rank,
     safe_problem,
     set_gradients,
 )
+from tests.oracles.comparing import assert_errors_close, assert_follows, assert_moments_close, run_on_rank
 from tests.oracles.simulation import chunk_bounds
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
@@ -81,16 +81,9 @@ def test_equals_simulation(world_size):
 
 
 def compare_state(got, simulation, rank, context):
-    for g, group in enumerate(simulation.groups):
-        where = f"{context}, group {g}"
-        assert got["steps"][g] == group.steps, where
-        np.testing.assert_allclose(got["exp_avg"][g], group.flatten(group.exp_avg), rtol=4e-6, atol=2e-6, err_msg=where)
-        expected = group.flatten(group.exp_avg_sq)
-        np.testing.assert_allclose(got["exp_avg_sq"][g], expected, rtol=1e-5, atol=1e-7, err_msg=where)
-        if simulation.world_size > 1:
-            for name in ("worker_error", "server_error"):
-                expected = np.concatenate([np.zeros(0), *(errors[rank] for errors in getattr(group, name + "s"))])
-                np.testing.assert_allclose(got[name][g], expected, rtol=0, atol=5e-6, err_msg=f"{where}: {name}")
+    assert got["steps"] == [group.steps for group in simulation.groups], context
+    assert_moments_close(got, simulation, context, atol=2e-6)
+    assert_errors_close(got, simulation, rank, context, rtol=0)
 
 
 @pytest.mark.invariant(29)
@@ -98,10 +91,7 @@ def compare_state(got, simulation, rank, context):
 def test_equals_recorded_trajectory(name):
     for history, states in run_ranks(2, follow_recording, name):
         recorded = np.load(Path(__file__).parents[1] / "oracles" / f"{name}.npz")
-        for i in TENSORS:
-            np.testing.assert_allclose(history[i], recorded[f"param{i}"][0, 1:], rtol=0, atol=2e-6)
-            np.testing.assert_allclose(states[i][0], recorded[f"exp_avg{i}"][0], rtol=0, atol=2e-6)
-            np.testing.assert_allclose(states[i][1], recorded[f"exp_avg_sq{i}"][0], rtol=0, atol=2e-6)
+        assert_follows(recorded, 0, history, states)
 
 
 def follow_recording(rank, world_size, name):

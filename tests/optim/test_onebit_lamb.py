@@ -25,7 +25,6 @@ from tests.oracles.cases import (
     cosine,
     first_safe,
     flat_params,
-    flat_state,
     make_params,
     missing_gradients,
     mixed_groups,
@@ -33,6 +32,7 @@ from tests.oracles.cases import (
     set_gradients,
     simulated_params,
 )
+from tests.oracles.comparing import assert_errors_close, assert_follows, assert_moments_close, final_state
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_lamb import OnebitLambSimulation
 from tests.support.harness import run_ranks, run_ranks_expecting_error
@@ -128,14 +128,10 @@ def solve(rank, problem):
         optimizer.step()
         history.append(flat_params(params))
         coeffs.append(optimizer.get_lamb_coeffs())
-    saved = optimizer.state_dict()["compressopt"]
     return {
         "history": np.stack(history),
         "coeffs": np.array(coeffs),
-        "exp_avg": flat_state(optimizer, params, "exp_avg"),
-        "exp_avg_sq": flat_state(optimizer, params, "exp_avg_sq"),
-        "worker_error": [error.numpy() for error in saved["worker_error"]],
-        "server_error": [error.numpy() for error in saved["server_error"]],
+        **final_state(optimizer, params),
     }
 
 
@@ -156,15 +152,8 @@ def test_equals_simulation(world_size):
 
 
 def compare_state(got, simulation, rank, context):
-    for g, group in enumerate(simulation.groups):
-        where = f"{context}, group {g}"
-        np.testing.assert_allclose(got["exp_avg"][g], group.flatten(group.exp_avg), rtol=4e-6, atol=4e-6, err_msg=where)
-        expected = group.flatten(group.exp_avg_sq)
-        np.testing.assert_allclose(got["exp_avg_sq"][g], expected, rtol=1e-5, atol=1e-7, err_msg=where)
-        if simulation.world_size > 1:
-            for name in ("worker_error", "server_error"):
-                expected = np.concatenate([np.zeros(0), *(errors[rank] for errors in getattr(group, name + "s"))])
-                np.testing.assert_allclose(got[name][g], expected, rtol=1e-5, atol=5e-6, err_msg=f"{where}: {name}")
+    assert_moments_close(got, simulation, context, atol=4e-6)
+    assert_errors_close(got, simulation, rank, context)
 
 
 def test_the_cases_reach_what_they_are_named_after():
@@ -187,10 +176,7 @@ def test_equals_recorded_trajectory(name):
     recorded, _ = load_recorded(name)
     for history, coeffs, states in run_ranks(2, follow_recording, name):
         np.testing.assert_allclose(coeffs, recorded["lamb_coeffs"][1:], rtol=0, atol=2e-6)
-        for i in TENSORS:
-            np.testing.assert_allclose(history[i], recorded[f"param{i}"][0, 1:], rtol=0, atol=2e-6)
-            np.testing.assert_allclose(states[i][0], recorded[f"exp_avg{i}"][0], rtol=0, atol=2e-6)
-            np.testing.assert_allclose(states[i][1], recorded[f"exp_avg_sq{i}"][0], rtol=0, atol=2e-6)
+        assert_follows(recorded, 0, history, states)
 
 
 def follow_recording(rank, world_size, name):

@@ -26,12 +26,12 @@ from tests.oracles.cases import (
     cosine,
     first_safe,
     flat_params,
-    flat_state,
     make_params,
     mixed_groups,
     run_simulation,
     set_gradients,
 )
+from tests.oracles.comparing import assert_errors_close, assert_follows, final_state
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation, variance_steps
 from tests.support.harness import run_ranks
@@ -134,15 +134,11 @@ def solve(rank, problem):
         assert not optimizer.step_was_skipped
         history.append(flat_params(params))
         bytes_sent.append(optimizer.metrics()["bytes_sent_step"])
-    saved = optimizer.state_dict()["compressopt"]
     return {
         "history": np.stack(history),
         "bytes": bytes_sent,
         "rounds": optimizer.metrics()["rounds"],
-        "exp_avg": flat_state(optimizer, params, "exp_avg"),
-        "exp_avg_sq": flat_state(optimizer, params, "exp_avg_sq"),
-        "worker_error": [error.numpy() for error in saved["worker_error"]],
-        "server_error": [error.numpy() for error in saved["server_error"]],
+        **final_state(optimizer, params),
     }
 
 
@@ -170,10 +166,7 @@ def compare_state(got, simulation, rank, context):
         where = f"{context}, group {g}"
         np.testing.assert_allclose(got["exp_avg"][g], group.m[rank], rtol=1e-5, atol=4e-6, err_msg=where)
         np.testing.assert_allclose(got["exp_avg_sq"][g], group.v, rtol=1e-5, atol=1e-7, err_msg=where)
-        if simulation.world_size > 1:
-            for name in ("worker_error", "server_error"):
-                expected = np.concatenate([np.zeros(0), *(errors[rank] for errors in getattr(group, name + "s"))])
-                np.testing.assert_allclose(got[name][g], expected, rtol=1e-5, atol=5e-6, err_msg=f"{where}: {name}")
+    assert_errors_close(got, simulation, rank, context)
 
 
 @pytest.mark.parametrize("name", ["lr_zero_in_the_middle", "lr_zero_at_end", "lr_zero_always"])
@@ -196,10 +189,7 @@ def test_nothing_is_sent_where_nothing_has_moved(name):
 def test_equals_recorded_trajectory(name):
     recorded, _ = load_recorded(name)
     for rank, (history, states) in enumerate(run_ranks(2, follow_recording, name)):
-        for i in TENSORS:
-            np.testing.assert_allclose(history[i], recorded[f"param{i}"][rank, 1:], rtol=0, atol=2e-6)
-            np.testing.assert_allclose(states[i][0], recorded[f"exp_avg{i}"][rank], rtol=0, atol=2e-6)
-            np.testing.assert_allclose(states[i][1], recorded[f"exp_avg_sq{i}"][rank], rtol=0, atol=2e-6)
+        assert_follows(recorded, rank, history, states)
 
 
 class CountedFromTwo(ZeroOneAdam):

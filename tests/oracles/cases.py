@@ -196,22 +196,3 @@ def flat_params(params) -> np.ndarray:
 def flat_state(optimizer, params, key: str) -> list[np.ndarray]:
     """exp_avg or exp_avg_sq of every group, flat."""
     return [torch.cat([torch.zeros(0), *(optimizer.state[p][key].reshape(-1) for p in g)]).numpy() for g in params]
-
-
-def run_on_rank(rank: int, problem: Problem) -> dict[str, Any]:
-    """Solve a problem with the real optimizer on this rank."""
-    optimizer, params = make_optimizer(problem)
-    history = []
-    for t in range(1, problem.case.steps + 1):
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
-        history.append(flat_params(params))
-    saved = optimizer.state_dict()["compressopt"]
-    return {
-        "history": np.stack(history),
-        "exp_avg": flat_state(optimizer, params, "exp_avg"),
-        "exp_avg_sq": flat_state(optimizer, params, "exp_avg_sq"),
-        "steps": [[int(optimizer.state[p]["step"]) for p in group] for group in params],
-        "worker_error": [error.numpy() for error in saved["worker_error"]],
-        "server_error": [error.numpy() for error in saved["server_error"]],
-    }
