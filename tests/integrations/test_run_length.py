@@ -1,0 +1,201 @@
+"""The length of the run reaches the schedule, and a run that compresses nothing says so once."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.harness import run_ranks
+from tests.support.trainer_runs import Run, make_trainer, use_accelerate
+
+
+class Lines(logging.Handler):
+    """Keeps the package's log lines."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        package = logging.getLogger("hf_compressopt")
+        package.setLevel(logging.INFO)
+        package.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def close(self) -> None:
+        logging.getLogger("hf_compressopt").removeHandler(self)
+        super().close()
+
+    def said(self, words: str) -> int:
+        return sum(words in line for line in self.lines)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(10, 3)
+
+
+def plug_in(
+    rank: int, world_size: int, options: dict[str, Any], steps: int, scheduler: str, cls: str
+) -> dict[str, Any]:
+    use_accelerate(rank, world_size)
+    from transformers import get_linear_schedule_with_warmup
+
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+
+    log = Lines()
+    accelerator = CompressOptAccelerator(
+        cpu=True, compressopt_plugin=CompressOptPlugin(**options), step_scheduler_with_optimizer=scheduler != "manual"
+    )
+    model = network()
+    optimizer: Any = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD, "Own": OwnStep}[cls](
+        model.parameters(), lr=0.1
+    )
+    prepared = [model, optimizer]
+    if scheduler == "onecycle":
+        total = steps * world_size
+        prepared.append(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total, cycle_momentum=False))
+    elif scheduler != "none":  # Accelerate takes num_processes steps of a scheduler in each
+        count = steps if scheduler == "manual" else steps * world_size
+        prepared.append(get_linear_schedule_with_warmup(optimizer, 0, count))
+    inner = accelerator.prepare(*prepared)[1].optimizer
+    log.close()
+    fitted = [getattr(inner, name, None) for name in ("freeze_step", "max_freeze_step")]
+    return {"class": type(inner).__name__, "fitted": fitted, "lines": log.lines}
+
+
+class OwnStep(torch.optim.AdamW):
+    """A subclass of AdamW that steps in a way of its own."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("scheduler", ["auto", "manual", "onecycle", "total_steps"])
+def test_the_plugin_fits_the_schedule_to_the_run(scheduler: str, world_size: int) -> None:
+    options, kind = ({"total_steps": 50}, "none") if scheduler == "total_steps" else ({}, scheduler)
+    for found in run_ranks(world_size, plug_in, options, 50, kind, "AdamW"):
+        assert found["fitted"] == ["auto", 10]  # 20 % of the run
+
+
+def test_the_plugins_default_is_auto_and_says_when_it_knows_no_length() -> None:
+    found = run_ranks(2, plug_in, {}, 50, "none", "AdamW")
+    assert found[0]["fitted"][0] == "auto" and any("knows no length" in line for line in found[0]["lines"])
+    assert not any("knows no length" in line for line in run_ranks(2, plug_in, {}, 50, "auto", "AdamW")[0]["lines"])
+
+
+def test_the_plugins_fields_take_auto_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    assert CompressOptPlugin().freeze_step == "auto" and CompressOptPlugin().total_steps is None
+    monkeypatch.setenv("COMPRESSOPT_FREEZE_STEP", "auto")
+    monkeypatch.setenv("COMPRESSOPT_TOTAL_STEPS", "70")
+    assert (CompressOptPlugin().freeze_step, CompressOptPlugin().total_steps) == ("auto", 70)
+    for options in ({"freeze_step": "soon"}, {"freeze_step": 0}, {"total_steps": 0}, {"total_steps": 1.5}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be an int >= 1"):
+            CompressOptPlugin(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
+def test_a_freeze_step_beyond_the_run_is_said_once(name: str) -> None:
+    beyond = run_ranks(2, plug_in, {"freeze_step": 50, "optimizer": name}, 50, "auto", "AdamW")
+    within = run_ranks(2, plug_in, {"freeze_step": 49, "optimizer": name}, 50, "auto", "AdamW")
+    lines = [[line for line in found["lines"] if "compresses nothing" in line] for found in (*beyond, *within)]
+    expected = 0 if name == "zero_one_adam" else 1  # whose variance stage has 1-bit gradients
+    assert [len(found) for found in lines] == [expected, 0, 0, 0]
+    if expected:
+        assert "all of the 50 steps" in lines[0][0] and "'auto'" in lines[0][0]
+
+
+@pytest.mark.parametrize("cls", ["SGD", "Own"])
+def test_what_the_plugin_leaves_alone_is_said_once(cls: str) -> None:
+    found = run_ranks(2, plug_in, {"freeze_step": 3}, 50, "none", cls)
+    assert [rank["class"] for rank in found] == [{"Own": "OwnStep"}.get(cls, cls)] * 2
+    assert [sum("stays as it is" in line for line in rank["lines"]) for rank in found] == [1, 0]
+
+
+def test_subclasses_without_a_step_of_their_own_are_converted() -> None:
+    from hf_compressopt import CompressOptPlugin, OnebitAdam
+
+    class Named(torch.optim.AdamW):
+        """Has defaults of its own, and AdamW's step."""
+
+    assert isinstance(CompressOptPlugin(freeze_step=2).convert(Named(network().parameters())), OnebitAdam)
+
+
+def trainer_run(
+    rank: int, world_size: int, directory: str, arguments: dict[str, Any], out_of_memory: bool
+) -> dict[str, Any]:
+    log = Lines()
+    trainer = make_trainer(rank, world_size, Run({**arguments, "output_dir": directory}))
+    step, failed = trainer.training_step, []
+
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        if out_of_memory and trainer._train_batch_size > 2:
+            failed.append(trainer._train_batch_size)
+            raise RuntimeError("CUDA out of memory.")
+        return step(*args, **kwargs)
+
+    trainer.training_step = training_step
+    trainer.train()
+    log.close()
+    schedule = trainer.optimizer.optimizer.checkpoint_header()["schedule"]
+    return {"steps": trainer.state.max_steps, "schedule": schedule, "lines": log.lines, "failed": failed}
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam"])
+def test_auto_find_batch_size_fits_the_schedule_to_the_run_that_is_taken(name: str, tmp_path: Path) -> None:
+    arguments = {
+        "auto_find_batch_size": True,
+        "per_device_train_batch_size": 16,
+        "max_steps": -1,
+        "num_train_epochs": 2,
+    }
+    found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "optim": name}, True, timeout=120)[0]
+    fresh = {**arguments, "per_device_train_batch_size": 2, "auto_find_batch_size": False, "optim": name}
+    plain = run_ranks(2, trainer_run, str(tmp_path), fresh, False, timeout=120)[0]
+    assert found["failed"] and found["steps"] == plain["steps"] > 40 and found["schedule"] == plain["schedule"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "freeze_step", "said"), [(2, 8, "compresses nothing"), (2, 7, ""), (1, 2, "runs on one rank")]
+)
+def test_trainer_says_once_that_nothing_is_compressed(
+    world_size: int, freeze_step: int, said: str, tmp_path: Path
+) -> None:
+    arguments = {"optim": "onebit_adam", "optim_args": f"freeze_step={freeze_step}", "max_steps": 8}
+    found = run_ranks(world_size, trainer_run, str(tmp_path), arguments, False, timeout=120)
+    for words in ("compresses nothing", "runs on one rank"):
+        counts = [sum(words in line for line in rank["lines"]) for rank in found]
+        assert counts == [int(words == said)] + [0] * (world_size - 1)
+
+
+def two_optimizers(rank: int, world_size: int) -> list[float]:
+    """A generator and a discriminator under the plugin; the step of one is skipped."""
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=CompressOptPlugin(freeze_step=2))
+    models = [network(), network()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1.0) for model in models]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in optimizers]
+    *models, a, b, first, second = accelerator.prepare(*models, *optimizers, *schedulers)
+    for step in range(3):
+        for index, (model, optimizer) in enumerate(zip(models, (a, b), strict=True)):
+            loss = model(torch.ones(2, 10)).sum()
+            accelerator.backward(loss * float("inf") if step == 1 and index == 0 else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        first.step()
+        second.step()
+    return [first.get_last_lr()[0], second.get_last_lr()[0], a.optimizer.skipped_steps, b.optimizer.skipped_steps]
+
+
+def test_a_skipped_step_holds_the_scheduler_of_its_own_optimizer_only() -> None:
+    for first, second, skipped, other in run_ranks(2, two_optimizers):
+        assert (skipped, other) == (1, 0)
+        assert first == pytest.approx(1 / 5) and second == pytest.approx(1 / 7)  # two steps of each scheduler a step
