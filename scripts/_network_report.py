@@ -49,10 +49,11 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     lines = [
         "# Training over links of known speed",
         "",
-        f"By `scripts/benchmark_network.py`: transformers' Trainer, ranks of {arguments.threads} thread(s) on "
-        f"{os.cpu_count()} CPU cores, 1 example of {TOKENS} tokens per rank and step. Milliseconds per step: the "
-        "median over rounds of the mean over a window of steps, in brackets the least and the most, and how many times "
-        "the step that exchanges nothing. Bytes are those that left a rank's network interface.",
+        f"`scripts/benchmark_network.py` made this report with transformers' Trainer: ranks of {arguments.threads} "
+        f"thread(s) on {os.cpu_count()} CPU cores, 1 example of {TOKENS} tokens per rank and step. Cells show "
+        "milliseconds per step: the median over rounds of the mean over a window of steps, the smallest and the "
+        "largest in brackets, and the multiple of the step that exchanges nothing. Bytes are those that left a rank's "
+        "network interface.",
         "",
     ]
     if not arguments.loopback and arguments.report is not None:

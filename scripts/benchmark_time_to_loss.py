@@ -210,11 +210,11 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     lines = [
         "# Loss against wall-clock time",
         "",
-        f"By `scripts/benchmark_time_to_loss.py`: the model of `recipes/causal_lm --tiny` (4.2 million parameters), "
+        "`scripts/benchmark_time_to_loss.py` trained the model of `recipes/causal_lm --tiny` (4.2 million parameters): "
         f"{arguments.ranks} ranks of {arguments.threads} thread(s) on {os.cpu_count()} CPU cores, "
         f"{arguments.batch_size} examples of {TOKENS} tokens per rank and step, {arguments.steps} steps, cosine "
-        f"schedule, peak learning rate 1e-3 (OnebitLamb 1e-2), seed {arguments.seed}. Warmup stages are Trainer's "
-        "defaults, and part of the time; evaluations are not. The target is the loss that AdamW ends with, and 1 %.",
+        f"schedule, peak learning rate 1e-3 (OnebitLamb 1e-2), seed {arguments.seed}. The times include the "
+        "warmup stages, with Trainer's defaults, but no evaluations. The target is AdamW's last loss plus 1 %.",
         "",
     ]
     if arguments.report is not None:
