@@ -173,6 +173,7 @@ class CompressOptAccelerator(SavingAccelerator):
 
     def _fit(self, optimizer: FollowsPlan, steps: int) -> None:
         """Fit the optimizer's schedule to the run, if its schedule is open; say it if nothing would be compressed."""
+        self._compressopt.fitted.add(id(optimizer))
         chosen = optimizer.fit_schedule(steps)
         if chosen and self.is_main_process:
             logger.info("%s: %s", type(optimizer).__name__, chosen)
@@ -180,15 +181,16 @@ class CompressOptAccelerator(SavingAccelerator):
             warn_if_nothing_is_compressed(optimizer, steps)
 
     def _advise_on_auto(self, args: Sequence[Any]) -> None:
-        """Say that the length of the run is unknown, if an optimizer of the plugin was prepared without it."""
+        """Say that the length of the run is unknown, if the plugin made an optimizer and nothing has told it."""
         plugin = self._compressopt.plugin
-        if plugin is None or plugin.freeze_step != AUTO or plugin.total_steps is not None or not self.is_main_process:
+        if plugin is None or plugin.freeze_step != AUTO or plugin.optimizer == "none" or not self.is_main_process:
             return
-        alone = not any(hasattr(arg, "get_last_lr") for arg in args)
-        if alone and plugin.optimizer != "none" and any(isinstance(arg, torch.optim.Optimizer) for arg in args):
+        prepared = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        if prepared and any(id(o) not in self._compressopt.fitted for o in self.compressed_optimizers()):
             logger.info(
-                "freeze_step='auto' knows no length of the run yet: prepare a learning-rate scheduler of transformers "
-                "too, or give CompressOptPlugin(total_steps=...); else the variance alone decides"
+                "freeze_step='auto' knows no length of the run: give CompressOptPlugin(total_steps=...), or prepare a "
+                "learning-rate scheduler of transformers or OneCycleLR too; else the variance alone decides, and a "
+                "short run may compress nothing"
             )
 
     @contextmanager

@@ -52,6 +52,11 @@ def is_dtensor(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_shard(param: Tensor) -> bool:
+    """Tell whether a parameter is this rank's shard of a whole one, as FSDP and tensor parallelism make it."""
+    return is_dtensor(param) or any(getattr(param, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
+
+
 def _local_square(grads: Sequence[Tensor]) -> Tensor:
     by_device: dict[torch.device, list[Tensor]] = {}
     for grad in grads:

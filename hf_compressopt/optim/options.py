@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import SIGNS_PER_BYTE
 from hf_compressopt.kernels.memory import why_not_dense
+from hf_compressopt.optim.grad_norm import is_shard
 
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
@@ -111,6 +112,11 @@ def check_group(group: dict[str, Any], number: int) -> None:
 
 def _check_params(params: list[Tensor], number: int) -> None:
     for param in params:
+        if is_shard(param):
+            raise TypeError(
+                f"parameters must be whole tensors, got shards of FSDP or tensor parallelism in param group {number}: "
+                "compressed optimizers need DistributedDataParallel; use an ordinary optimizer with FSDP"
+            )
         check_parameter(param, DTYPES, number)
         if param.device != params[0].device:
             raise ValueError(

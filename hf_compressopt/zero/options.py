@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.grad_norm import is_dtensor
+from hf_compressopt.optim.grad_norm import is_shard
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.options import check_at_least, check_count, check_parameter
 from hf_compressopt.zero.messages import FLOAT_BYTES, Precision
@@ -234,7 +234,7 @@ def check_parameters(params: list[Tensor], number: int) -> None:
     for param in params:
         if not param.requires_grad:
             continue  # it is not partitioned
-        if is_dtensor(param) or getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        if is_shard(param):
             raise TypeError(
                 f"parameters must be whole tensors, got shards of FSDP or tensor parallelism in param group {number}: "
                 "use the optimizer without ZeRO, its state is sharded as the parameters are"

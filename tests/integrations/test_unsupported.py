@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.harness import run_ranks
+from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.trainer_runs import Run, make_trainer, use_accelerate
 
 INSTEAD = {
@@ -86,3 +86,24 @@ def test_trainer_refuses_by_name(optim: str, kind: str, tmp_path: Path) -> None:
     arguments = {"optim": "adamw_torch" if optim == "instance" else optim}
     for text in run_ranks(2, make, str(tmp_path), arguments, kind, "instance" if optim == "instance" else "optimizer"):
         assert text == "no error" if optim == "adamw_torch" else kind in text and INSTEAD[kind] in text, text
+
+
+def fully_sharded(rank: int, world_size: int, version: int) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    from hf_compressopt import OnebitAdam
+
+    model: nn.Module = network()
+    if version == 2:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    else:
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    OnebitAdam(model.parameters(), freeze_step=2)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_plain_fsdp_is_refused_at_construction(version: int) -> None:
+    errors = run_ranks_expecting_error(2, fully_sharded, version)
+    assert all("shards of FSDP" in text and "ordinary optimizer with FSDP" in text for text in errors.values()), errors
