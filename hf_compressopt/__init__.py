@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hf_compressopt.optim.onebit_adam import OnebitAdam
     from hf_compressopt.optim.onebit_lamb import OnebitLamb
     from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
+    from hf_compressopt.zero.config import ZeroConfig
     from hf_compressopt.zero.memory import estimate_zero_memory
     from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -37,6 +38,7 @@ _HOME = {
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
     "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
     "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
+    "ZeroConfig": "hf_compressopt.zero.config",
     "ZeroOptimizer": "hf_compressopt.zero.optimizer",
     "async_save_state": "hf_compressopt.checkpoint.io",
     "attach_ddp": "hf_compressopt.collectives.ddp_hook",
@@ -60,6 +62,7 @@ __all__ = [
     "OnebitAdam",
     "OnebitLamb",
     "ZeroOneAdam",
+    "ZeroConfig",
     "ZeroOptimizer",
     "async_save_state",
     "attach",

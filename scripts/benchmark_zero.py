@@ -84,7 +84,7 @@ class Training:
         grads = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
         states = [local(v) for row in self.optimizer.state.values() for v in row.values() if isinstance(v, Tensor)]
         if isinstance(self.optimizer, ZeroOptimizer):
-            grads += [g.average for g in self.optimizer._reducer.slices if g.average is not None]
+            grads += [g.average for g in self.optimizer.partition.reducer.slices if g.average is not None]
             for bucket, piece in self.optimizer.pieces():
                 states += [v for v in bucket.state_of(piece).values() if isinstance(v, Tensor)]
                 states += [] if piece.direct else [piece.tensor]

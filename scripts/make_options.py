@@ -103,12 +103,13 @@ def options(cls: type) -> dict[str, Option]:
     described: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         described.update(descriptions(base))
+        described.update(descriptions(vars(base).get("config_class", object)))
     found: dict[str, Option] = {}
     for parameter in _parameters(cls):
         name = parameter.name
         if name == "freeze_step" != getattr(cls, "freeze_option", name):
             continue  # this class calls it by another name
-        if name not in ("self", "params", "optimizer_class") and name not in found:
+        if name not in ("self", "params", "optimizer_class", "config") and name not in found:
             found[name] = Option(_kind(parameter.annotation), _code(parameter.default), described[name])
     return found
 
@@ -119,6 +120,8 @@ def _parameters(cls: type) -> Iterator[inspect.Parameter]:
             continue
         own = list(inspect.signature(vars(base)["__init__"]).parameters.values())
         yield from (p for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        if config := vars(base).get("config_class"):  # its fields are further options
+            yield from inspect.signature(config).parameters.values()
         if not any(p.kind is p.VAR_KEYWORD for p in own):
             return
 

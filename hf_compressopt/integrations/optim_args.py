@@ -12,8 +12,8 @@ import torch
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.zero import refuse_zero_stage
+from hf_compressopt.zero.config import check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-from hf_compressopt.zero.options import check_stage
 
 #: Types that an option may have, and its default.
 Options = dict[str, tuple[tuple[type, ...], Any]]
@@ -162,6 +162,8 @@ def _constructors(cls: type) -> list[Callable[..., None]]:
     for base in cls.__mro__:
         if init := vars(base).get("__init__"):
             found.append(init)
+            if config := vars(base).get("config_class"):  # its fields are further options
+                found.append(config.__init__)
             if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(init).parameters.values()):
                 break
     return found

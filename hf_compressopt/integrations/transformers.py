@@ -23,7 +23,7 @@ from hf_compressopt.integrations.run_length import warn_if_nothing_is_compressed
 from hf_compressopt.integrations.trainer_checkpoints import optim_name, teach_checkpoints
 from hf_compressopt.integrations.unsupported import check_distributed_type, why_unsupported
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-from hf_compressopt.zero.options import check_optimizer_class
+from hf_compressopt.zero.supported import check_optimizer_class
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-from hf_compressopt.zero.options import check_optimizer_class
+from hf_compressopt.zero.supported import check_optimizer_class
 
 
 def refuse_zero_stage(name: str, stage: Any) -> NoReturn:

@@ -1,69 +1,55 @@
-"""Full-precision values, state and gradients of single parameters: whole, or this rank's part of them."""
+"""Full-precision values, state and gradients of single parameters: whole, or this rank's elements of them."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.zero.messages import in_host_memory, write_span
-from hf_compressopt.zero.options import require_accelerator
-from hf_compressopt.zero.shards import Piece, UpdateBucket, element_state
-from hf_compressopt.zero.state import ZeroState
+from hf_compressopt.zero.averages import GradientAverages
+from hf_compressopt.zero.config import ZeroConfig, require_accelerator
+from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
+from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
+from hf_compressopt.zero.transport import in_host_memory, write_span
 
-Parts = list[tuple[int, Tensor]]  # where each part begins in the flattened parameter, and the part
+Mine = Sequence[tuple[UpdateBucket, Part]]  # this rank's parts of one parameter
 
 
-class ZeroAccess(ZeroState):
-    """Reading and writing by parameter or name.
+class AccessByParameter:
+    """Methods of a ZeroOptimizer that read and write single parameters, by parameter or name.
 
-    The ``full`` methods are called by all ranks that hold copies of the parameter, with the same values; the ``local``
-    ones concern this rank's elements only, one after another in a tensor [elements], empty where it has none.
+    All ranks that hold copies of the parameter call the ``full`` methods, with the same values. The ``local`` ones
+    concern this rank's elements alone: a tensor [n] of them in their order, empty if there are none.
+
+    Attributes:
+        config: The options.
+        partition: The parameters.
     """
 
-    def _number(self, which: Tensor | str) -> int:
-        for number, (param, name) in enumerate(zip(self._params, self._names, strict=True)):
-            if which is param or (isinstance(which, str) and which == name):
-                return number
-        known = f"legal are {', '.join(self._names[:8])}, ..." if isinstance(which, str) else "it has no state here"
-        what = repr(which) if isinstance(which, str) else f"a tensor of shape {tuple(which.shape)}"
-        raise KeyError(f"{what} is no trainable parameter of this optimizer: {known}")
+    config: ZeroConfig
+    partition: PartitionedParameters
+    _averages: GradientAverages
+    _states_are_away: bool
 
-    def _mine(self, number: int) -> list[tuple[UpdateBucket, Piece]]:
-        mine = [(bucket, piece) for bucket, piece in self.pieces() if piece.param == number]
-        return sorted(mine, key=lambda entry: entry[1].span.start)
-
-    def _whole(self, number: int, parts: Parts) -> Tensor:
-        """Put the ranks' parts together: float32 (float64 where they are), shaped like the parameter."""
-        param = self._params[number]
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
-        for start, part in parts:
-            flat[start : start + part.numel()] = part
-        bits = flat.view(torch.int32 if dtype == torch.float32 else torch.int64)  # a sum with zeros keeps these exactly
-        communicator = self._communicator_of(self._group_of[number])
-        with self.traffic.paused():
-            communicator.all_reduce(bits).wait()
-        whole: Tensor = flat.view(param.shape)
-        return whole
-
-    def _cut_to(self, number: int, value: Any, piece: Piece) -> Tensor:
-        shape = self._params[number].shape
-        value = torch.as_tensor(value)
-        if value.shape != shape:
-            raise ValueError(f"the value must have the parameter's shape {tuple(shape)}, got {tuple(value.shape)}")
-        part: Tensor = value.reshape(-1)[piece.span.start : piece.span.stop]
-        return part
+    @abstractmethod
+    def finish_gradients(self) -> Tensor:
+        """Send the rest of the gradients, and agree on the norm."""
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def get_full_param(self, which: Tensor | str) -> Tensor:
-        """The parameter in full precision (its master copy where there is one), as a new tensor. All ranks call."""
-        self._follow_parameters()
-        number = self._number(which)
-        return self._whole(number, [(piece.span.start, piece.tensor) for _, piece in self._mine(number)])
+        """Return the parameter in full precision (its master copy if it has one), as a new tensor. All ranks call.
+
+        Raises:
+            KeyError: If it is no trainable parameter of this optimizer, as in all methods of this kind.
+        """
+        self.partition.follow()
+        known, mine = self._find(which)
+        return _whole(known, [(part, part.tensor) for _, part in mine])
 
     @torch.no_grad()
     def set_full_param(self, which: Tensor | str, value: Any) -> None:
@@ -72,173 +58,133 @@ class ZeroAccess(ZeroState):
         Raises:
             ValueError: For a value of another shape.
         """
-        number = self._number(which)
-        param = self._params[number]
-        value = torch.as_tensor(value)
-        if value.shape != param.shape:
-            raise ValueError(
-                f"the value must have the parameter's shape {tuple(param.shape)}, got {tuple(value.shape)}"
-            )
-        param.copy_(value)
-        for _, piece in self._mine(number):
-            piece.follow(param)
-            piece.tensor.copy_(self._cut_to(number, value, piece))
+        known, mine = self._find(which)
+        value = _checked(known.tensor, value)
+        known.tensor.copy_(value)
+        for _, part in mine:
+            part.follow(known.tensor)
+            part.tensor.copy_(_cut(value, part))
 
     def get_local_param(self, which: Tensor | str) -> Tensor:
-        """This rank's elements of the parameter in full precision, as a new tensor."""
-        self._follow_parameters()
-        number = self._number(which)
-        return self._joined(number, [piece.tensor for _, piece in self._mine(number)])
+        """Return this rank's elements [n] of the parameter in full precision, as a new tensor."""
+        self.partition.follow()
+        known, mine = self._find(which)
+        return _joined(known, [part.tensor for _, part in mine])
 
     @torch.no_grad()
     def set_local_param(self, which: Tensor | str, value: Tensor) -> None:
-        """Set this rank's elements of the parameter; other ranks see them after the next step."""
-        number = self._number(which)
-        for (_, piece), part in self._dealt_out(number, value):
-            piece.tensor.copy_(part)
-            write_span(self._params[number], piece.span.start, piece.span.stop, part)
+        """Set this rank's elements [n] of the parameter; other ranks get them in the next step."""
+        known, mine = self._find(which)
+        for _, part, values in _split(known, mine, value):
+            part.tensor.copy_(values)
+            write_span(known.tensor, part.span.start, part.span.stop, values)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def get_full_state(self, which: Tensor | str, name: str) -> Tensor:
-        """A state tensor of the parameter, such as "exp_avg", shaped like it; or a count, []. All ranks call.
+        """Return a state tensor, such as "exp_avg", of the parameter's shape; or a count, []. All ranks call.
 
         Raises:
-            KeyError: If there is no such state: the names that there are, none before the first step, are in the error.
+            KeyError: If there is no such state. The error lists the names that exist: none before the first step.
         """
-        number = self._number(which)
-        mine = self._mine(number)
+        known, mine = self._find(which)
         kinds: dict[str, bool] = {}
-        for bucket, piece in mine:
-            state = bucket.state_of(piece)
-            kinds |= {key: key in element_state(state, piece) for key, value in state.items() if value is not None}
-        values = [float(bucket.state_of(piece)[name]) for bucket, piece in mine if kinds.get(name) is False]
-        communicator = self._communicator_of(self._group_of[number])
-        everyone = communicator.all_gather_object([kinds, values[:1]])
+        for bucket, part in mine:
+            state = bucket.state_of(part)
+            kinds |= {key: key in element_state(state, part) for key, value in state.items() if value is not None}
+        counts = [float(bucket.state_of(part)[name]) for bucket, part in mine if kinds.get(name) is False]
+        everyone = known.communicator.all_gather_object([kinds, counts[:1]])
         found = {key: kind for theirs, _ in everyone for key, kind in theirs.items()}
         if name not in found:
-            raise KeyError(f"{self._names[number]} has no state {name!r}; it has {sorted(found)}")
-        if found[name]:
-            rows = ((piece.span.start, bucket.state_of(piece)) for bucket, piece in mine)
-            return self._whole(number, [(start, state[name].to(self._params[number].device)) for start, state in rows])
-        return torch.tensor(next(values[0] for _, values in everyone if values))
+            raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(found)}")
+        if not found[name]:
+            return torch.tensor(next(counts[0] for _, counts in everyone if counts))
+        return _whole(known, [(part, bucket.state_of(part)[name].to(known.tensor.device)) for bucket, part in mine])
 
     @torch.no_grad()
     def set_full_state(self, which: Tensor | str, name: str, value: Any) -> None:
-        """Set a state tensor of the parameter that it has already. All ranks call.
+        """Set a state tensor of the parameter. All ranks call.
 
         Raises:
             KeyError: If this rank's part has no such state, as before the first step.
             ValueError: For a value of another shape.
         """
-        number = self._number(which)
-        for bucket, piece in self._mine(number):
-            state = self._state_with(bucket, piece, name)
-            if name in element_state(state, piece):
-                state[name].copy_(self._cut_to(number, value, piece))
+        known, mine = self._find(which)
+        for bucket, part in mine:
+            state = _state_with(known, bucket, part, name)
+            if name in element_state(state, part):
+                state[name].copy_(_cut(_checked(known.tensor, value), part))
             elif isinstance(state[name], Tensor):
                 state[name].copy_(torch.as_tensor(value))
             else:
                 state[name] = type(state[name])(value)
 
     def get_local_state(self, which: Tensor | str, name: str) -> Tensor:
-        """This rank's elements of a state tensor, as a new tensor.
+        """Return this rank's elements [n] of a state tensor, as a new tensor.
 
         Raises:
             KeyError: If there is no such state.
         """
-        number = self._number(which)
-        return self._joined(
-            number, [self._state_with(bucket, piece, name)[name] for bucket, piece in self._mine(number)]
-        )
+        known, mine = self._find(which)
+        return _joined(known, [_state_with(known, bucket, part, name)[name] for bucket, part in mine])
 
     @torch.no_grad()
     def set_local_state(self, which: Tensor | str, name: str, value: Tensor) -> None:
-        """Set this rank's elements of a state tensor that there is.
+        """Set this rank's elements [n] of a state tensor.
 
         Raises:
             KeyError: If there is no such state.
         """
-        for (bucket, piece), part in self._dealt_out(self._number(which), value):
-            self._state_with(bucket, piece, name)[name].copy_(part)
-
-    def _state_with(self, bucket: UpdateBucket, piece: Piece, name: str) -> dict[str, Any]:
-        state = bucket.state_of(piece)
-        if name not in state:
-            raise KeyError(f"{self._names[piece.param]} has no state {name!r}; it has {sorted(state)}")
-        return state
+        known, mine = self._find(which)
+        for bucket, part, values in _split(known, mine, value):
+            _state_with(known, bucket, part, name)[name].copy_(values)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def get_full_grad(self, which: Tensor | str) -> Tensor | None:
-        """The average gradient of the coming step, unscaled and clipped as far as it has been. All ranks call.
+        """Return the average gradient of the coming step, unscaled, and clipped if it has been. All ranks call.
 
         Returns:
-            A new tensor shaped like the parameter; None where no rank had a gradient.
+            A new tensor of the parameter's shape; None if no rank had a gradient.
         """
         self.finish_gradients()
-        number = self._number(which)
-        if not self._reducer.present[number]:
+        known, mine = self._find(which)
+        if not self.partition.reducer.present[self.partition.number_of(which)]:
             return None
-        return self._whole(
-            number, [(p.span.start, self._average(p).float() * self._factor) for _, p in self._mine(number)]
-        )
+        return _whole(known, [(part, self._grad(part)) for _, part in mine])
 
     @torch.no_grad()
     def set_full_grad(self, which: Tensor | str, value: Any) -> None:
-        """Put another average gradient in the place of the parameter's. All ranks call.
+        """Replace the average gradient of the parameter. All ranks call.
 
         Raises:
             ValueError: For a value of another shape.
         """
         self.finish_gradients()
-        number = self._number(which)
-        for _, piece in self._mine(number):
-            self._average(piece).copy_(self._cut_to(number, value, piece) / self._factor)
-        self._grad_was_set(number)
+        known, mine = self._find(which)
+        value = _checked(known.tensor, value)
+        for _, part in mine:
+            self._average(part).copy_(_cut(value, part) / self._averages.factor)
+        self._averages.was_set(self.partition.number_of(which))
 
     def get_local_grad(self, which: Tensor | str) -> Tensor:
-        """This rank's elements of the average gradient, as a new tensor. All ranks call."""
+        """Return this rank's elements [n] of the average gradient, as a new tensor. All ranks call."""
         self.finish_gradients()
-        number = self._number(which)
-        return self._joined(number, [self._average(p).float() * self._factor for _, p in self._mine(number)])
+        known, mine = self._find(which)
+        return _joined(known, [self._grad(part) for _, part in mine])
 
     @torch.no_grad()
     def set_local_grad(self, which: Tensor | str, value: Tensor) -> None:
-        """Set this rank's elements of the average gradient. All ranks call, each with its own."""
+        """Set this rank's elements [n] of the average gradient. All ranks call, each with its own."""
         self.finish_gradients()
-        number = self._number(which)
-        for (_, piece), part in self._dealt_out(number, value):
-            self._average(piece).copy_(part / self._factor)
-        self._grad_was_set(number)
+        known, mine = self._find(which)
+        for _, part, values in _split(known, mine, value):
+            self._average(part).copy_(values / self._averages.factor)
+        self._averages.was_set(self.partition.number_of(which))
 
-    def _average(self, piece: Piece) -> Tensor:
-        gradients = self._reducer.slices[piece.slice]
-        if gradients.average is None:
-            size = gradients.cut.part_numel
-            gradients.average = torch.zeros(size, dtype=gradients.kept_dtype, device=gradients.device)
-        return gradients.average[piece.span.offset : piece.span.offset + piece.span.numel]
-
-    def _grad_was_set(self, number: int) -> None:
-        self._reducer.present[number] = True
-        self._norm_of_pass = -1  # the norm is another one
-
-    # -- parts --------------------------------------------------------------------------------------------------------
-
-    def _joined(self, number: int, parts: list[Tensor]) -> Tensor:
-        device = self._params[number].device
-        return torch.cat([part.detach().to(device) for part in parts]) if parts else torch.empty(0, device=device)
-
-    def _dealt_out(self, number: int, value: Tensor) -> list[tuple[tuple[UpdateBucket, Piece], Tensor]]:
-        mine = self._mine(number)
-        sizes = [piece.span.numel for _, piece in mine]
-        if value.numel() != sum(sizes):
-            raise ValueError(f"this rank has {sum(sizes)} elements of {self._names[number]}, got {value.numel()}")
-        return list(zip(mine, torch.split(value.reshape(-1), sizes), strict=True)) if mine else []
-
-    # -- states out of the way ----------------------------------------------------------------------------------------
+    # -- moving states ------------------------------------------------------------------------------------------------
 
     def offload_states(self) -> None:
         """Move state and master copies to page-locked host memory, until :meth:`reload_states` or the next step.
@@ -247,21 +193,79 @@ class ZeroAccess(ZeroState):
             ValueError: If there is no accelerator whose memory could be saved.
         """
         require_accelerator("offload_states")
-        self._move_states(away=True)
+        self._move_states(to_host=True)
 
     def reload_states(self) -> None:
-        """Undo :meth:`offload_states`."""
-        if not self._layout.offload:
-            self._move_states(away=False)
+        """Undo :meth:`offload_states`: each state returns to the device of its parameter."""
+        if not self.config.offload:
+            self._move_states(to_host=False)
 
     @torch.no_grad()
-    def _move_states(self, *, away: bool) -> None:
-        """Move state and master copies to host memory, or each to where its parameter is."""
-        for bucket, piece in self.pieces():
-            device = self._params[piece.param].device
-            if not piece.direct:
-                piece.tensor.data = in_host_memory(piece.tensor) if away else piece.tensor.to(device)
-            state = bucket.state_of(piece)
-            for name in element_state(state, piece):
-                state[name] = in_host_memory(state[name]) if away else state[name].to(device)
-        self._states_are_away = away
+    def _move_states(self, *, to_host: bool) -> None:
+        for bucket, part in self.partition.parts():
+            device = self.partition.tensors[part.param].device
+            if not part.direct:
+                part.tensor.data = in_host_memory(part.tensor) if to_host else part.tensor.to(device)
+            state = bucket.state_of(part)
+            for name in element_state(state, part):
+                state[name] = in_host_memory(state[name]) if to_host else state[name].to(device)
+        self._states_are_away = to_host
+
+    # -- elements -----------------------------------------------------------------------------------------------------
+
+    def _find(self, which: Tensor | str) -> tuple[TrainedParameter, Mine]:
+        number = self.partition.number_of(which)
+        return self.partition.known[number], self.partition.parts_of(number)
+
+    def _average(self, part: Part) -> Tensor:
+        return self.partition.reducer.slices[part.slice].settable_average_of(part.span)
+
+    def _grad(self, part: Part) -> Tensor:
+        return self._average(part).float() * self._averages.factor
+
+
+def _whole(known: TrainedParameter, pieces: Sequence[tuple[Part, Tensor]]) -> Tensor:
+    """Join the ranks' parts of a parameter: float32 or float64, of its shape."""
+    param, communicator = known.tensor, known.communicator
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+    for part, values in pieces:
+        flat[part.span.start : part.span.stop] = values
+    bits = flat.view(torch.int32 if dtype == torch.float32 else torch.int64)  # a sum with zeros keeps these exactly
+    with communicator.traffic.paused():
+        communicator.all_reduce(bits).wait()
+    whole: Tensor = flat.view(param.shape)
+    return whole
+
+
+def _checked(param: Tensor, value: Any) -> Tensor:
+    given: Tensor = torch.as_tensor(value)
+    if given.shape != param.shape:
+        raise ValueError(f"the value must have the parameter's shape {tuple(param.shape)}, got {tuple(given.shape)}")
+    return given
+
+
+def _cut(value: Tensor, part: Part) -> Tensor:
+    cut: Tensor = value.reshape(-1)[part.span.start : part.span.stop]
+    return cut
+
+
+def _joined(known: TrainedParameter, pieces: Sequence[Tensor]) -> Tensor:
+    device = known.tensor.device
+    return torch.cat([piece.detach().to(device) for piece in pieces]) if pieces else torch.empty(0, device=device)
+
+
+def _split(known: TrainedParameter, mine: Mine, value: Tensor) -> Iterator[tuple[UpdateBucket, Part, Tensor]]:
+    """Cut a tensor of this rank's elements into its parts."""
+    sizes = [part.span.numel for _, part in mine]
+    if value.numel() != sum(sizes):
+        raise ValueError(f"this rank has {sum(sizes)} elements of {known.name}, got {value.numel()}")
+    values = torch.split(value.reshape(-1), sizes) if mine else ()
+    return ((bucket, part, piece) for (bucket, part), piece in zip(mine, values, strict=True))
+
+
+def _state_with(known: TrainedParameter, bucket: UpdateBucket, part: Part, name: str) -> dict[str, Any]:
+    state = bucket.state_of(part)
+    if name not in state:
+        raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
+    return state

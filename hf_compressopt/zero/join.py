@@ -1,27 +1,34 @@
-"""Ranks that run out of inputs before the others: torch's Join context (``torch.distributed.algorithms.Join``)."""
+"""Ranks that run out of inputs before the others, in torch's Join context."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from hf_compressopt.zero.access import ZeroAccess
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.zero.parameters import PartitionedParameters
 
 
-class JoinableZero(ZeroAccess, Joinable):
-    """A partitioned optimizer that ``with Join([optimizer]):`` takes.
+class JoinsUnevenInputs(Joinable):
+    """Methods of a ZeroOptimizer by which ``with Join([optimizer]):`` takes it.
 
-    A rank without inputs goes on to update its part of the parameters, with gradients of zero of its own; averages are
+    A rank without inputs goes on to update its part of the parameters, with zero gradients of its own; averages are
     still taken over all ranks. Inside, every rank runs one pass that sends (others under ``no_sync``) per step.
+
+    Attributes:
+        communicator: All ranks.
+        partition: The parameters.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """See the base class."""
-        ZeroAccess.__init__(self, *args, **options)
-        Joinable.__init__(self)
-        self._reducer.announce_passes(self._notify_join_context)
+    communicator: Communicator
+    partition: PartitionedParameters
+
+    @abstractmethod
+    def step(self, closure: None = None) -> None:
+        """Take one step."""
 
     def _notify_join_context(self) -> None:
         work = Join.notify_join_context(self)
@@ -29,12 +36,12 @@ class JoinableZero(ZeroAccess, Joinable):
             work.wait()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank without inputs does for each step of the others."""
-        return _Shadow(self)
+        """Return the steps that a rank without inputs takes."""
+        return _ShadowSteps(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the Join context's own small tensors must lie."""
+        """Device of the Join context's own small tensors."""
         return self.communicator.device
 
     @property
@@ -43,11 +50,13 @@ class JoinableZero(ZeroAccess, Joinable):
         return getattr(self.communicator, "process_group", None) or torch.distributed.group.WORLD
 
 
-class _Shadow(JoinHook):
-    def __init__(self, optimizer: JoinableZero) -> None:
+class _ShadowSteps(JoinHook):
+    """The steps of a rank without inputs."""
+
+    def __init__(self, optimizer: JoinsUnevenInputs) -> None:
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        """One pass and one step, without gradients of this rank's own."""
-        self._optimizer._reducer.empty_pass()
+        """Take part in one pass and one step, without gradients of this rank."""
+        self._optimizer.partition.reducer.empty_pass()
         self._optimizer.step()

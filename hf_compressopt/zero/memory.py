@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_compressopt.zero.messages import FLOAT_BYTES
+from hf_compressopt.zero.transport import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -126,11 +126,11 @@ class MemoryReport:
 def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
     """What this rank holds now. Makes no collective call."""
     params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
-    reducer = optimizer._reducer
+    reducer = optimizer.partition.reducer
     states, masters = 0, 0
-    for bucket, piece in optimizer.pieces():
-        states += sum(_nbytes(value) for value in bucket.state_of(piece).values() if isinstance(value, Tensor))
-        masters += 0 if piece.direct else _nbytes(piece.tensor)
+    for bucket, part in optimizer.partition.parts():
+        states += sum(_nbytes(value) for value in bucket.state_of(part).values() if isinstance(value, Tensor))
+        masters += 0 if part.direct else _nbytes(part.tensor)
     return MemoryReport(
         parameters=sum(map(_nbytes, params)),
         whole_gradients=sum(_nbytes(p.grad) for p in params if p.grad is not None),

@@ -7,188 +7,148 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Joinable
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.torch_dist import make_communicator
-from hf_compressopt.optim.functional import trust_ratio
-from hf_compressopt.optim.lamb import Lamb
-from hf_compressopt.optim.options import check_at_least, resolve_communicator
-from hf_compressopt.zero.join import JoinableZero
-from hf_compressopt.zero.loss_scale import LossScale
-from hf_compressopt.zero.messages import FLOAT_BYTES, Window, gather_parameters
-from hf_compressopt.zero.options import (
-    as_dtype,
-    bucket_sizes,
-    check_flags,
-    check_optimizer_class,
-    check_stage,
-    make_precision,
-    take_clipping,
-    wants_offload,
-)
-from hf_compressopt.zero.partitioned import Layout
-from hf_compressopt.zero.shards import UpdateBucket
+from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.zero import state_dict as state_dicts
+from hf_compressopt.zero.access import AccessByParameter
+from hf_compressopt.zero.averages import GradientAverages
+from hf_compressopt.zero.config import ZeroConfig
+from hf_compressopt.zero.groups import ParamGroups, detach_earlier
+from hf_compressopt.zero.join import JoinsUnevenInputs
+from hf_compressopt.zero.parameters import PartitionedParameters
+from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters
+from hf_compressopt.zero.ranks import Ranks
+from hf_compressopt.zero.state import CheckpointView
+from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
+from hf_compressopt.zero.torch_clipping import guard_torch_clipping
+from hf_compressopt.zero.update import update_parameters
 
 logger = logging.getLogger(__name__)
 
-_NOT_OPTIONS = ("self", "params", "optimizer_class", "defaults", "__class__")
 
+class ZeroOptimizer(CheckpointView, AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs):
+    """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
-class ZeroOptimizer(JoinableZero):
-    """An ordinary optimizer whose state, and in stage 2 whose gradients, are shared out among the ranks.
-
-    Gradients leave while backward runs; :meth:`step` updates this rank's part of every parameter and gathers the
+    Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
     parameters. Nothing else averages gradients: do not wrap the model in DistributedDataParallel. The results are
-    those of the wrapped optimizer on averaged gradients, bit for bit, whatever stage, bucket size and overlap are.
+    those of the wrapped optimizer on averaged gradients, bit for bit, for any stage, bucket size and overlap.
 
-    Every backward outside :meth:`no_sync` sends its gradients and frees them; step() uses them up, so that zero_grad()
-    is needed only to throw gradients away. All ranks run the same number of such passes. Stages differ in what
-    accumulation does in Trainer and Accelerate: in stage 1 they hold whole gradients over the micro-batches and send
-    once, in stage 2 they send those of each micro-batch, and whole gradients never exist.
+    Every backward outside :meth:`no_sync` sends its gradients and frees them, and step() uses them up. So zero_grad()
+    is needed only to throw gradients away. All ranks run the same number of such passes. The stages differ in how
+    Trainer and Accelerate accumulate: in stage 1 they hold whole gradients over the micro-batches and send once. In
+    stage 2 they send the gradients of each micro-batch, and whole gradients never exist.
 
     Args:
-        params: Parameters, named parameters or param groups, as for any torch optimizer. A param group may also carry
+        params: Parameters, named parameters or param groups, as for any torch optimizer. A param group may also have
             ``process_group`` (the ranks that hold copies of its parameters, such as an expert's) and
             ``model_parallel`` (True: each rank of the model-parallel group has other elements of its parameters).
         optimizer_class: An element-wise optimizer class, or :class:`hf_compressopt.Lamb`.
-        stage: 1 or 2.
+        config: The options of :class:`ZeroConfig` as one object. Each of them is also a keyword argument.
         process_group: The ranks; None is the default group.
-        communicator: "auto", the name of a torch.distributed backend, "mpi", or a Communicator.
-        bucket_cap_mb: MiB of float32 gradients that are under way together; 25 where nothing is given.
-        reduce_bucket_size: The same, in elements.
-        allgather_bucket_size: Elements of parameters that are gathered together; as many as are reduced where None.
-        overlap_comm: Whether gradients are under way while backward goes on.
-        reduce_scatter: Must be True: an all-reduce would send twice as much.
-        communication_data_type: dtype of gradients on the wire, such as "bf16"; None is the parameter's.
-        gradient_accumulation_dtype: dtype in which averages are kept and summed up; None is the parameter's.
-        postscale_gradients: Divide the sum of the gradients, and not the gradients, by the number of ranks.
-        gradient_predivide_factor: With postscale_gradients: divide by this before the sum, by the rest after it.
-        round_robin_gradients: Deal out the parts of the slices to the ranks in turn.
-        contiguous_gradients: Move each gradient into its slice as soon as it is there (and free it), not when the
-            slice is sent.
-        ignore_unused_parameters: Accept parameters that had no gradient on any rank; False raises an error.
-        clip_grad: Clip gradients to this norm in step(); 0 is off. The wrapped optimizer's ``max_grad_norm``, as
-            FusedAdam has it, is another spelling.
-        loss_scale: Factor of the loss in :meth:`backward` and :meth:`scale_loss`; "dynamic" seeks it.
-        initial_loss_scale: First factor of a dynamic loss scale.
-        loss_scale_window: Steps without an overflow after which it doubles.
-        model_parallel_group: Ranks that share one copy of the model: they agree on norm and overflow.
-        master_dtype: dtype of the master copies of bfloat16 and float16 parameters; the parameters' own dtype means
-            none, updates then are rounded at once.
-        state_dtype: dtype in which element-wise state is kept between steps; None is the master's.
-        offload_optimizer: Keep masters, states and gradients in page-locked host memory and update on the CPU.
-        comm_backend_name: DeepSpeed's spelling of ``communicator``.
-        **defaults: The wrapped optimizer's options, such as lr.
+        model_parallel_group: Ranks that share one copy of the model. They agree on norm and overflow.
+        **options: Options of ZeroConfig, such as stage, and of the wrapped optimizer, such as lr.
+
+    Attributes:
+        config: The options.
+        optimizer_class: The wrapped optimizer's class.
+        communicator: The communicator of all ranks.
+        traffic: Counters of what was sent.
+        partition: The parameters, and this rank's parts of them.
+        loss_scale: Factor of the loss.
+        clip_grad: Norm to which step() clips; 0 is off.
+        steps: Steps taken.
+        skipped_steps: Steps skipped because a gradient was not finite.
+        step_was_skipped: Whether the last step was skipped.
 
     Raises:
         ValueError: For an option outside its range, or an optimizer that cannot be partitioned.
-        TypeError: For what is no optimizer class, or parameters of an unknown kind.
+        TypeError: If ``optimizer_class`` is no optimizer class, or for parameters of a kind that is not supported.
         RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
     """
+
+    config_class = ZeroConfig  # its fields are keyword arguments of the constructor
 
     def __init__(
         self,
         params: Any,
         optimizer_class: type[torch.optim.Optimizer],
+        config: ZeroConfig | None = None,
         *,
-        stage: int = 2,
         process_group: dist.ProcessGroup | None = None,
-        communicator: str | Communicator | None = None,
-        bucket_cap_mb: float | None = None,
-        reduce_bucket_size: int | None = None,
-        allgather_bucket_size: int | None = None,
-        overlap_comm: bool = True,
-        reduce_scatter: bool = True,
-        communication_data_type: torch.dtype | str | None = None,
-        gradient_accumulation_dtype: torch.dtype | str | None = None,
-        postscale_gradients: bool = False,
-        gradient_predivide_factor: float = 1.0,
-        round_robin_gradients: bool = False,
-        contiguous_gradients: bool = True,
-        ignore_unused_parameters: bool = True,
-        clip_grad: float = 0.0,
-        loss_scale: float | str = 1.0,
-        initial_loss_scale: float = 65536.0,
-        loss_scale_window: int = 1000,
         model_parallel_group: dist.ProcessGroup | None = None,
-        master_dtype: torch.dtype | str = torch.float32,
-        state_dtype: torch.dtype | str | None = None,
-        offload_optimizer: bool | str | None = False,
-        comm_backend_name: str | None = None,
-        **defaults: Any,
+        **options: Any,
     ) -> None:
         """See the class."""
-        given = {key: value for key, value in locals().items() if key not in _NOT_OPTIONS}
-        check_optimizer_class(optimizer_class, defaults)
-        check_stage(stage)
-        check_flags(
-            overlap_comm=overlap_comm,
-            reduce_scatter=reduce_scatter,
-            round_robin_gradients=round_robin_gradients,
-            contiguous_gradients=contiguous_gradients,
-            ignore_unused_parameters=ignore_unused_parameters,
-        )
-        if not reduce_scatter:
-            raise ValueError(
-                "reduce_scatter must be True, got False: an all-reduce would send twice as much and change nothing"
-            )
-        check_at_least("clip_grad", clip_grad, 0)
-        inner_options, clip_grad = take_clipping(optimizer_class, defaults, clip_grad)
-        reduce_numel, self.gather_numel = bucket_sizes(bucket_cap_mb, reduce_bucket_size, allgather_bucket_size)
-        precision = make_precision(
-            communication_data_type, gradient_accumulation_dtype, postscale_gradients, gradient_predivide_factor
-        )
-        layout = Layout(
-            bucket_numel=reduce_numel,
-            rotate=round_robin_gradients,
-            precision=precision,
-            overlap=overlap_comm,
-            contiguous=contiguous_gradients,
-            master_dtype=as_dtype("master_dtype", master_dtype) or torch.float32,
-            state_dtype=as_dtype("state_dtype", state_dtype),
-            offload=wants_offload(offload_optimizer),
-        )
-        chosen = resolve_communicator(communicator, comm_backend_name, False)
-        self.stage = stage
-        super().__init__(
-            params,
-            optimizer_class,
-            inner_options,
-            layout,
-            lambda device, traffic: make_communicator(chosen, process_group, device=device, traffic=traffic),
-            loss_scale=LossScale.make(loss_scale, initial_loss_scale, loss_scale_window),
-            ignore_unused_parameters=ignore_unused_parameters,
-            clip_grad=clip_grad,
-            model_parallel_group=model_parallel_group,
-        )
-        self._order_known = False
-        self._made_with = {**given, **defaults}
-        self._first_groups = len(self.param_groups)
+        self.config, self._given = ZeroConfig.split(config, options)
+        check_optimizer_class(optimizer_class, self._given)
+        self._inner_options, self.clip_grad = take_clipping(optimizer_class, self._given, self.config.clip_grad)
+        self.optimizer_class, self.stage = optimizer_class, self.config.stage
+        self._process_groups = {"process_group": process_group, "model_parallel_group": model_parallel_group}
+        template = optimizer_class([torch.zeros(1, requires_grad=True)], **self._inner_options)
+        defaults = hyperparameters(template.param_groups[0])
+        groups = ParamGroups(params, defaults).param_groups
+        for number, group in enumerate(groups):
+            check_parameters(group["params"], number)
+        guard_torch_clipping()
+        detach_earlier(groups)
+        device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
+        self.traffic = Traffic()
+        ranks = Ranks(self.config.transport, process_group, model_parallel_group, device, self.traffic)
+        self.communicator: Communicator = ranks.everyone
+        self.loss_scale = self.config.make_loss_scale()
+        self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
+        self.partition = PartitionedParameters(groups, self.config, ranks, optimizer_class, self._inner_options)
+        self._averages = GradientAverages(self.partition, self.loss_scale)
+        self._in_shards = self._states_are_away = False
+        self._first_groups = len(groups)
+        torch.optim.Optimizer.__init__(self, groups, defaults)
+        Joinable.__init__(self)
+        self.partition.reducer.announce_passes(self._notify_join_context)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroOptimizer:
-        """A copy around copies of the parameters, which shares the process groups."""
+        """Copy the optimizer around copies of its parameters. Copies share the process groups."""
         groups = [
             {key: value if key == "process_group" else deepcopy(value, memo) for key, value in group.items()}
             for group in self.param_groups
         ]
-        options = dict(self._made_with)
-        if isinstance(options["communicator"], Communicator):
-            options["communicator"] = deepcopy(options["communicator"], memo)
-        copied = type(self)(groups[: self._first_groups], self.optimizer_class, **options)
+        config = self.config
+        if isinstance(config.communicator, Communicator):
+            config = replace(config, communicator=deepcopy(config.communicator, memo))
+        first = groups[: self._first_groups]
+        copied = type(self)(first, self.optimizer_class, config, **self._process_groups, **self._given)
         memo[id(self)] = copied
         for group in groups[self._first_groups :]:
             copied.add_param_group(group)
         copied.load_state_dict(deepcopy(self.state_dict()))
-        for mine, theirs in zip(self._reducer.slices, copied._reducer.slices, strict=True):
-            theirs.average = None if mine.average is None else mine.average.clone()
-        copied._reducer.present = list(self._reducer.present)
+        copied.partition.reducer.copy_averages(self.partition.reducer)
         return copied
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group. All ranks add it at the same point of the training.
+
+        Raises:
+            TypeError: For parameters of a kind that is not supported.
+            ValueError: If several elements of a parameter share memory.
+        """
+        super().add_param_group(param_group)
+        number = len(self.param_groups) - 1
+        try:
+            check_parameters(self.param_groups[number]["params"], number)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self.partition.add(self.param_groups, [number])
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -200,18 +160,18 @@ class ZeroOptimizer(JoinableZero):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step, on all ranks together, and use the gradients up.
 
-        Where the average gradient is not finite the step is skipped on all ranks: nothing changes but a dynamic loss
-        scale, and ``step_was_skipped`` is True until the next step.
+        If the average gradient is not finite, all ranks skip the step: nothing changes except a dynamic loss scale,
+        and ``step_was_skipped`` is True until the next step.
 
         Args:
             closure: Evaluates the model again and returns the loss.
 
         Returns:
-            What the closure returned.
+            The closure's return value.
 
         Raises:
             TypeError: As :meth:`finish_gradients`.
-            RuntimeError: Likewise.
+            RuntimeError: As :meth:`finish_gradients`.
         """
         loss = None
         if closure is not None:
@@ -219,23 +179,20 @@ class ZeroOptimizer(JoinableZero):
                 loss = closure()
         if self._states_are_away:
             self.reload_states()
-        self._follow_parameters()
+        self.partition.follow()
         if not math.isfinite(float(self.finish_gradients())):
             self.skip_step()
             return loss
         if self.clip_grad > 0:
             self.clip_grad_norm_(self.clip_grad)
-        if issubclass(self.optimizer_class, Lamb):
-            self._lamb_update()
-        else:
-            self._update(UpdateBucket.step)
+        update_parameters(self.partition, self._averages, self.param_groups)
         self.steps += 1
         self.step_was_skipped = False
         self._end_step()
         return loss
 
     def skip_step(self) -> None:
-        """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
+        """End a step without an update because a gradient is not finite. A gradient scaler may call this, too."""
         self.step_was_skipped = True
         self.skipped_steps += 1
         self._end_step()
@@ -244,83 +201,156 @@ class ZeroOptimizer(JoinableZero):
 
     def _end_step(self) -> None:
         self.loss_scale.update(self.step_was_skipped)
-        self._reducer.clear()
-        self._norm, self._factor = None, 1.0
+        self._averages.clear()
         self.traffic.end_step()
-        if not self._order_known and self.communicator.world_size > 1:
-            # from here on slices leave in the order in which rank 0 completed them
-            self._reducer.use_order(self.communicator.all_gather_object(self._reducer.arrival)[0])
-        self._order_known = True
+        self.partition.reducer.agree_on_order()
 
-    def _update(self, update: Callable[[UpdateBucket], None]) -> None:
-        """Update bucket by bucket; the parameters of one are on their way while the next is updated."""
-        before = [dict(group) for group in self.param_groups]
-        window = Window(FLOAT_BYTES * self.gather_numel)
-        for bucket in self._buckets:
-            bucket.take_hyperparameters(before)
-            self._give_gradients(bucket)
-            update(bucket)
-            self._finish_bucket(bucket, window)
-        window.drain()
+    # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _finish_bucket(self, bucket: UpdateBucket, window: Window) -> None:
-        bucket.give_hyperparameters(self.param_groups)
-        for piece in bucket.pieces:
-            piece.tensor.grad = None
-            piece.write_back(self._params[piece.param])
-        for number in bucket.slices:
-            gradients = self._reducer.slices[number]
-            gradients.average = None
-            if gradients.communicator.world_size > 1:
-                gather_parameters(self._params, gradients.cut, gradients.communicator, window, lambda: None)
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients in p.grad inside the block. The next pass outside, or step(), sends them with its own.
 
-    def _give_gradients(self, bucket: UpdateBucket) -> None:
-        """Hand the averages, unscaled and clipped, to the pieces; None where no rank had a gradient."""
-        for piece in bucket.pieces:
-            average = self._reducer.slices[piece.slice].average
-            if average is None or not self._reducer.present[piece.param]:
-                piece.tensor.grad = None
-                continue
-            part = average[piece.span.offset : piece.span.offset + piece.span.numel]
-            wide = part if part.dtype in (torch.float32, torch.float64) else part.float()
-            if self._factor != 1.0:
-                wide = wide.mul_(self._factor)
-            piece.tensor.grad = wide.to(piece.tensor)
+        Whole gradients exist until then.
+        """
+        with self.partition.reducer.no_sync():
+            yield
 
-    def _lamb_update(self) -> None:
-        """Lamb's step: norms are summed over the ranks between its halves, one small all-reduce for all tensors."""
-        before = [dict(group) for group in self.param_groups]
-        squares = torch.zeros(len(self._params), 2, dtype=torch.float64, device=self.communicator.device)
-        for bucket in self._buckets:
-            bucket.take_hyperparameters(before)
-            self._give_gradients(bucket)
-            for piece, square in bucket.measure():
-                squares[piece.param] += square.to(squares.device)
-        for communicator in self._communicators():
-            rows = [n for n, group in enumerate(self._group_of) if self._is_of(group, communicator)]
-            mine = squares[rows]
-            communicator.all_reduce(mine).wait()
-            squares[rows] = mine
-        options = self._inner_options
-        low, high = options.get("min_coeff", 0.01), options.get("max_coeff", 10.0)
-        ratios = {n: trust_ratio(row[0], row[1], low, high) for n, row in enumerate(squares)}
-        window = Window(FLOAT_BYTES * self.gather_numel)
-        for bucket in self._buckets:
-            bucket.apply(ratios)
-            self._finish_bucket(bucket, window)
-        window.drain()
+    def detach(self) -> None:
+        """Take no more gradients: they stay in p.grad, and :meth:`step` raises an error.
 
-    # -- what a user may ask ------------------------------------------------------------------------------------------
+        For an optimizer that is replaced by another one of the same parameters.
+        """
+        self.partition.reducer.detach()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss times the loss scale."""
+        return loss * self.loss_scale.value
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run backward on the scaled loss; step() takes the scale out again."""
+        torch.autograd.backward(self.scale_loss(loss), **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Throw all gradients away, also averaged ones. All ranks call; p.grad is None afterwards."""
+        self._averages.clear()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+
+    @torch.no_grad()
+    def finish_gradients(self) -> Tensor:
+        """Send the rest of the gradients, and agree on the norm. All ranks call; each method that needs averages does.
+
+        Returns:
+            [] float64, the square of the norm of the average gradient, with the loss scale taken out and clipping
+            applied; not finite if an element of it is not.
+
+        Raises:
+            TypeError: For a gradient that cannot be used; a RuntimeError on the other ranks.
+            RuntimeError: With ``ignore_unused_parameters=False``, if a parameter had no gradient on any rank; or if
+                the optimizer was detached.
+            ValueError: If the ranks differ in their parameters or options, on all ranks.
+        """
+        if self.partition.reducer.detached:
+            raise RuntimeError(
+                "this ZeroOptimizer gets no gradients any more: it was detached, or a newer ZeroOptimizer was made "
+                "with some of its parameters; use the newer one, and give each parameter to one optimizer only"
+            )
+        options = [self.optimizer_class.__name__, self.steps, self.clip_grad, repr(self.loss_scale)]
+        self.partition.check_ranks_agree(options)
+        return self._averages.finish(self.param_groups)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Clip the average gradient of the coming step. All ranks call.
+
+        Args:
+            max_norm: The norm to clip to; ``math.inf`` only measures.
+            parameters: All parameters of this optimizer, or more, for callers that name them.
+
+        Returns:
+            [] float32, the norm before clipping.
+
+        Raises:
+            ValueError: If ``max_norm`` is not positive, or ``parameters`` leaves out some of the optimizer's.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be > 0, got {max_norm}")
+        if parameters is not None:
+            given = {id(param) for param in parameters}
+            if any(id(param) not in given for param in self.partition.tensors):
+                raise ValueError("parameters must hold all trainable parameters of the optimizer, some are missing")
+        norm = self.finish_gradients().sqrt().float()
+        self._averages.clip(norm, max_norm)
+        return norm
+
+    def unscale_(self, inverse_scale: float) -> bool:
+        """Take a gradient scaler's factor out of the averages. All ranks call.
+
+        Returns:
+            True if an element of the averages is not finite; the same on all ranks.
+        """
+        square = self.finish_gradients()
+        self._averages.factor *= inverse_scale
+        return not math.isfinite(float(square))
+
+    # -- for others ---------------------------------------------------------------------------------------------------
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """The parameters that are partitioned, in the order of the param groups."""
+        return [self.partition.tensors[number] for number in self.partition.in_order()]
+
+    def pieces(self) -> Iterator[tuple[UpdateBucket, Part]]:
+        """Iterate over this rank's parts of the parameters and the buckets in which they are updated."""
+        return self.partition.parts()
+
+    # -- state dict ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def state_in_shards(self) -> Iterator[None]:
+        """Make ``state_dict()`` a small stub, which ``load_state_dict()`` ignores: the state is in shards."""
+        before, self._in_shards = self._in_shards, True
+        try:
+            yield
+        finally:
+            self._in_shards = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's local state, in tensors and primitives. Makes no collective call.
+
+        ``state[i]["pieces"]`` lists this rank's parts of parameter i: the range of its elements, its master copy if it
+        has one, and the wrapped optimizer's state of it.
+        """
+        return state_dicts.pack(self, super().state_dict(), in_shards=self._in_shards)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict: one of this class, rank and layout, or a whole one of the wrapped optimizer's.
+
+        Raises:
+            ValueError: If it does not fit; nothing is changed then.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        if not self._in_shards:
+            state_dicts.load(self, state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # -- for a log ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Describe the optimizer in one line for the log."""
         return (
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {self.communicator.world_size} rank(s) "
-            f"over {self.communicator.name}, {len(self._reducer.slices)} slices"
+            f"over {self.communicator.name}, {len(self.partition.reducer.slices)} slices"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a log: stage, step, bytes sent and host seconds in communication (this rank's), skipped steps."""
+        """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips."""
         return {
             "stage": float(self.stage),
             "step": float(self.steps),

@@ -15,7 +15,8 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.flat_optimizer import SCALAR
 from hf_compressopt.optim.options import check_count, check_plain, group_from_plain, plain_group
-from hf_compressopt.zero.state import FUNCTIONAL, MASTER, NUMBER, check_keys, room_for, value_of_parameter
+from hf_compressopt.zero.state import MASTER, NUMBER, check_keys, room_for, value_of_parameter
+from hf_compressopt.zero.state_dict import FUNCTIONAL
 
 
 class PlainState:

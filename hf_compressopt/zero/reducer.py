@@ -1,19 +1,16 @@
-"""Gradients leave while backward runs: hooks fill slices, full slices are sent in one order that all ranks share.
+"""Send gradients while backward runs: hooks fill slices, and full slices are sent in one order that all ranks share.
 
-A pass is one call of backward. In it every slice is sent once, by every rank, in the same order; at its end a flush
-sends what is left, with zeros for parameters that had no gradient, so that ranks whose graphs differ do not wait for
-each other. What comes late (a parameter whose gradient comes in several portions, as under reentrant checkpointing)
-stays in p.grad and is sent when the ranks agree before the step that some rank has such gradients.
+A pass is one call of backward. In a pass every rank sends every slice once, in the same order. A flush at its end sends
+the rest, with zeros for parameters that had no gradient, so that ranks whose graphs differ do not wait for each other.
+Late gradients stay in p.grad: a parameter's gradient may come in several portions, as under reentrant checkpointing.
+They are sent before the step, after the ranks have agreed that some rank has any.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 from zlib import crc32
@@ -22,116 +19,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.function import BackwardCFunction
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.zero.messages import Precision, Window, in_host_memory, pack, reduce_scatter
-from hf_compressopt.zero.partition import Slice
+from hf_compressopt.zero.hooks import GradientHook, inside_another_backward
+from hf_compressopt.zero.slices import SliceGradients
+from hf_compressopt.zero.transport import Precision, Window, in_host_memory, pack, reduce_scatter
 
-logger = logging.getLogger(__name__)
-
-#: All reducers of the process, and their numbers in the order in which they were made, which all ranks share.
+# All reducers of the process, and their numbers in the order of construction, which is the same on all ranks: the order
+# of messages is a matter of the process, not of one optimizer.
 _LIVING: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 _NUMBERS = count()
-_NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd function of the user's calls backward
-
-
-@dataclass
-class SliceGradients:
-    """The gradients of one slice on their way to their owners.
-
-    Attributes:
-        cut: The layout of the slice.
-        communicator: The ranks that share it.
-        sent_dtype: dtype on the wire.
-        kept_dtype: dtype of the average.
-        device: Where the gradients are.
-        offload: Whether averages go to host memory.
-        average: [part_numel] of kept_dtype, this rank's part summed over the passes; None before the first.
-        buffer: [cut.numel] of sent_dtype, what is to be sent.
-        filled: Parameters whose gradients are in the buffer.
-        awaited: Parameters whose gradients have not come in this pass.
-        sent: Whether it has left in this pass.
-    """
-
-    cut: Slice
-    communicator: Communicator
-    sent_dtype: torch.dtype
-    kept_dtype: torch.dtype
-    device: torch.device
-    offload: bool = False
-    average: Tensor | None = None
-    buffer: Tensor | None = None
-    filled: set[int] = field(default_factory=set)
-    awaited: set[int] = field(default_factory=set)
-    sent: bool = False
-
-    def begin(self) -> None:
-        """Be ready for a pass."""
-        self.buffer, self.sent = None, False
-        self.filled, self.awaited = set(), set(self.cut.places)
-
-    def room(self) -> Tensor:
-        """The buffer, allocated when the first gradient comes."""
-        if self.buffer is None:
-            self.buffer = torch.empty(self.cut.numel, dtype=self.sent_dtype, device=self.device)
-        return self.buffer
-
-    def close(self) -> Tensor:
-        """The buffer as it is sent: zero where there is padding, or no gradient has come."""
-        buffer, self.buffer, self.sent = self.room(), None, True
-        for start, stop in self.cut.gaps:
-            buffer[start:stop] = 0
-        for number, rows in self.cut.places.items():
-            for begin, span in rows if number not in self.filled else ():
-                buffer[begin : begin + span.numel] = 0
-        return buffer
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole message."""
-        return self.cut.numel * self.sent_dtype.itemsize
-
-
-class _GradientHook:
-    """Tells a reducer, which it does not keep alive, that the gradient of a parameter is there."""
-
-    def __init__(self, reducer: GradientReducer, number: int) -> None:
-        self._reducer, self._number = weakref.ref(reducer), number
-
-    def __call__(self, _: Tensor) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer._gradient_is_there(self._number)
-
-    @property
-    def reducer(self) -> GradientReducer | None:
-        """The reducer, if it lives."""
-        return self._reducer()
-
-
-def reducers_of(params: Iterable[Tensor]) -> list[GradientReducer]:
-    """The living reducers that take the gradients of any of these parameters."""
-    found: dict[int, GradientReducer] = {}
-    for param in params:
-        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-            if isinstance(hook, _GradientHook) and (reducer := hook.reducer) is not None:
-                found[id(reducer)] = reducer
-    return list(found.values())
 
 
 class GradientReducer:
     """Sends gradients to their owners and keeps this rank's averages.
 
-    Of several reducers in a process the one that was made first sends while backward runs. The others send at its end,
-    one after another: ranks whose graphs complete the parameters of two optimizers in another order send alike.
+    Of several reducers in a process, the one made first sends while backward runs. The others send at the end of
+    backward, one after another. So all ranks send in one order, even if their graphs complete the parameters of two
+    optimizers in different orders.
 
     Attributes:
         slices: All slices.
-        present: For each parameter, whether this rank has met a gradient of it since the last :meth:`clear`.
-        fault: What is wrong with a gradient of this rank's; to be raised on all ranks together.
+        present: For each parameter, whether this rank had a gradient of it since the last :meth:`clear`.
+        fault: The error in a gradient of this rank, to be raised on all ranks together; None if there is none.
         passes: Passes in which gradients were sent.
         arrival: The slices in the order in which they were complete in the first pass, as a hint for the order.
+        enabled: Whether gradients are sent, and not left in p.grad.
+        detached: Whether the hooks were removed.
     """
 
     def __init__(
@@ -143,13 +57,13 @@ class GradientReducer:
         overlap: bool,
         contiguous: bool,
     ) -> None:
-        """See ZeroOptimizer for the options.
+        """Start without parameters.
 
         Args:
             communicator: All ranks.
-            precision: How gradients are scaled and rounded.
+            precision: The scaling and rounding of gradients.
             window_bytes: The most bytes under way.
-            overlap: Whether messages may be under way while backward goes on.
+            overlap: Whether messages may be under way while backward runs.
             contiguous: Whether a gradient moves to its slice at once, or when the slice is sent.
         """
         self.slices: list[SliceGradients] = []
@@ -157,39 +71,39 @@ class GradientReducer:
         self.fault: Exception | None = None
         self.passes = 0
         self.arrival: list[int] = []
-        self.enabled = True
+        self.enabled, self.detached = True, False
         self._communicator, self._checked = communicator, False
         self._precision, self._window = precision, Window(window_bytes)
         self._overlap, self._contiguous = overlap, contiguous
-        self._params: list[Tensor] = []
-        self._names: list[str] = []
+        self._params: list[tuple[Tensor, str]] = []
         self._slices_of: list[list[int]] = []
         self._order: list[int] = []
+        self._order_known = False
         self._next = 0
-        self._open = False
+        self._open = self._begun = False
         self._outer_task: int | None = None
         self._nested_task: int | None = None
         self._announce: weakref.WeakMethod[Callable[[], Any]] | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.detached = False
-        self._begun = False
         self._number = next(_NUMBERS)
         self._world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         _LIVING.add(self)
 
     @property
     def bytes_under_way(self) -> int:
-        """Bytes of the messages under way, both ways."""
+        """Bytes of the messages under way, in both directions."""
         return self._window.nbytes
 
-    def add(self, params: Sequence[Tensor], names: Sequence[str], slices: Sequence[SliceGradients]) -> None:
-        """Take on parameters, whose numbers follow those that there are, and their slices, in the order of backward."""
-        first = len(self._params)
-        for param in params:
-            number = len(self._params)
-            hook = _GradientHook(self, number)
-            self._params.append(param)
-            self._names.append(names[number - first])
+    def add(self, params: Sequence[tuple[Tensor, str]], slices: Sequence[SliceGradients]) -> None:
+        """Add parameters and their slices.
+
+        Args:
+            params: The parameters and their names; their numbers follow those of earlier parameters.
+            slices: The slices, in the order of backward.
+        """
+        for param, name in params:
+            hook = GradientHook(self, len(self._params))
+            self._params.append((param, name))
             self.present.append(False)
             self._slices_of.append([])
             self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -202,10 +116,10 @@ class GradientReducer:
         self._checked = False
 
     def check_layout(self) -> None:
-        """Before anything is sent: all ranks must have the same slices. All ranks call.
+        """Check that all ranks have the same slices, unless they were checked. All ranks call.
 
         Raises:
-            ValueError: If they have not, on all ranks.
+            ValueError: If they differ, on all ranks.
         """
         if not self._checked:
             layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype) for g in self.slices]
@@ -216,7 +130,7 @@ class GradientReducer:
             self._checked = True
 
     def detach(self) -> None:
-        """Take the hooks off the parameters: gradients stay where autograd puts them."""
+        """Remove the hooks from the parameters: gradients stay in p.grad from now on."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.detached = [], True
@@ -224,7 +138,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients accumulate in p.grad; they are sent with those of the next pass outside."""
+        """Accumulate gradients in p.grad inside the block; the next pass outside sends them with its own."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -232,31 +146,34 @@ class GradientReducer:
             self.enabled = before
 
     def announce_passes(self, announce: Callable[[], Any]) -> None:
-        """Have a method called before each pass, without keeping its object alive."""
+        """Call a method before each pass, without keeping its object alive."""
         self._announce = weakref.WeakMethod(announce)
 
     def follow_parameters(self) -> None:
-        """Go where the parameters are, if a model was moved after its optimizer was made."""
+        """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
-            gradients.device = self._params[next(iter(gradients.cut.places))].device
+            gradients.device = self._params[next(iter(gradients.cut.places))][0].device
         if self._params:
-            self._communicator.device = self._params[0].device
+            self._communicator.device = self._params[0][0].device
 
     @torch.no_grad()
     def empty_pass(self) -> None:
-        """Take part in a pass of the others without gradients of this rank's own."""
+        """Take part in a pass of the other ranks without gradients of this rank."""
         self._open = self._begun = True
         self.check_layout()
         self.flush()
 
-    def use_order(self, order: Sequence[int]) -> None:
-        """Send slices in this order from the next pass on; those that it leaves out come last. Alike on all ranks."""
-        rest = [number for number in self._order if number not in set(order)]
-        self._order = [*order, *rest]
+    def agree_on_order(self) -> None:
+        """From the first step on, send slices in the order in which rank 0 completed them. All ranks call."""
+        if not self._order_known and self._communicator.world_size > 1:
+            first = self._communicator.all_gather_object(self.arrival)[0]
+            self._order = [*first, *(number for number in self._order if number not in set(first))]
+        self._order_known = True
 
     # -- during backward ----------------------------------------------------------------------------------------------
 
-    def _gradient_is_there(self, number: int) -> None:
+    def gradient_arrived(self, number: int) -> None:
+        """Take a parameter's gradient, and send the slices that are full now. Its hook calls."""
         if not self.enabled:
             return
         self._enter_pass()
@@ -272,7 +189,7 @@ class GradientReducer:
             self.follow_parameters()
             if not self._elders():
                 self._begin()
-        if _inside_another_backward():
+        if inside_another_backward():
             self._nested_task = task
         else:
             if self._outer_task is not None:
@@ -282,7 +199,7 @@ class GradientReducer:
         self._open = True
 
     def _elders(self) -> list[GradientReducer]:
-        """The reducers that send before this one, in their order; none if this one has nobody to send to."""
+        """List the reducers that send before this one; none if this one has no other rank to send to."""
         if all(gradients.communicator.world_size == 1 for gradients in self.slices):
             return []
         elders = [r for r in _LIVING if r._number < self._number and r._world is self._world]
@@ -296,8 +213,8 @@ class GradientReducer:
         self._begun = True
 
     def _take(self, number: int) -> None:
-        """Note that a parameter's gradient has come; where it comes after its slice was sent, it stays in p.grad."""
-        if self._params[number].grad is None or any(self.slices[index].sent for index in self._slices_of[number]):
+        """Note that a parameter's gradient has arrived; if its slice was sent before, the gradient stays in p.grad."""
+        if self._params[number][0].grad is None or any(self.slices[index].sent for index in self._slices_of[number]):
             return
         if self._contiguous:
             self._fill(number)
@@ -309,13 +226,13 @@ class GradientReducer:
 
     def _fill(self, number: int) -> None:
         """Move a gradient from p.grad to all of its slices."""
-        param = self._params[number]
+        param, name = self._params[number]
         grad, param.grad = param.grad, None
         if grad is None:
             return
         if grad.layout != torch.strided or not grad.is_floating_point():
             self.fault = TypeError(
-                f"the gradient of {self._names[number]} is {grad.dtype}, {grad.layout}; only dense real gradients are "
+                f"the gradient of {name} is {grad.dtype}, {grad.layout}; only dense real gradients are "
                 "supported: make an embedding with sparse=False"
             )
             return
@@ -360,7 +277,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """End a pass: send what was not, zeros where there is no gradient, and wait for all. All ranks call."""
+        """End a pass: send the rest, with zeros for missing gradients, and wait for all messages. All ranks call."""
         if not self._open:
             return
         for elder in self._elders():
@@ -375,9 +292,9 @@ class GradientReducer:
         self.passes += 1
 
     def leftovers(self) -> list[bool]:
-        """For each slice, whether there are gradients for it in p.grad that no pass has sent."""
+        """Tell for each slice whether p.grad holds gradients for it that no pass has sent."""
         left = [False] * len(self.slices)
-        for param, mine in zip(self._params, self._slices_of, strict=True):
+        for (param, _), mine in zip(self._params, self._slices_of, strict=True):
             if param.grad is not None:
                 if not mine:
                     param.grad = None  # no element
@@ -387,7 +304,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def send_leftovers(self, chosen: Sequence[bool]) -> None:
-        """Send the slices that any rank has leftovers for. All ranks call, with the same choice."""
+        """Send the slices for which any rank has leftovers. All ranks call, with the same choice."""
         indices = [index for index in self._order if chosen[index]]
         for index in indices:
             self._send(self.slices[index])
@@ -399,22 +316,18 @@ class GradientReducer:
             self.slices[index].begin()
         self._next = 0
 
+    def copy_averages(self, other: GradientReducer) -> None:
+        """Take copies of the averages of a reducer of the same layout."""
+        for mine, theirs in zip(self.slices, other.slices, strict=True):
+            mine.average = None if theirs.average is None else theirs.average.clone()
+        self.present = list(other.present)
+
     def clear(self) -> None:
-        """Drop all gradients. All ranks call, if a pass is open."""
+        """Drop all gradients. All ranks call if a pass is open."""
         self.flush()
         for gradients in self.slices:
             gradients.average = None
-        for number, param in enumerate(self._params):
+        for number, (param, _) in enumerate(self._params):
             self.present[number] = False
             param.grad = None
         self.fault = None
-
-
-def _inside_another_backward() -> bool:
-    """Whether this backward was called by an autograd function within another one (reentrant checkpointing)."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _NESTED:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -1,4 +1,4 @@
-"""A guard for torch's own clipping, which would see no gradients under ZeRO and clip nothing without a word."""
+"""A guard for torch's own clipping, which sees no gradients under ZeRO and would silently clip nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.zero.reducer import reducers_of
+from hf_compressopt.zero.hooks import reducers_of
 
 _GUARDED = "_compressopt_guards"
 _INSTEAD = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_compressopt import Lamb, OnebitAdam, ZeroOptimizer, estimate_zero_memory
+from hf_compressopt import Lamb, OnebitAdam, ZeroConfig, ZeroOptimizer, estimate_zero_memory
 from hf_compressopt.zero.memory import memory_report, memory_reports, release_memory
 from tests.support.harness import run_ranks
 from tests.support.zero_runs import (
@@ -201,6 +201,18 @@ class Adafactor(torch.optim.SGD):
 def test_what_cannot_be_had_is_refused(cls: Any, options: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         ZeroOptimizer([nn.Parameter(torch.ones(3))], cls, **options)
+
+
+def test_options_as_one_object() -> None:
+    params = [nn.Parameter(torch.ones(3))]
+    config = ZeroConfig(stage=1, bucket_cap_mb=1.0, master_dtype="bf16")
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, config, lr=0.25)
+    assert optimizer.config is config and optimizer.stage == 1 and optimizer.param_groups[0]["lr"] == 0.25
+    assert ZeroOptimizer(params, torch.optim.AdamW, stage=1, bucket_cap_mb=1.0, master_dtype="bf16").config == config
+    with pytest.raises(ValueError, match=r"\['stage'\] must be part of config=ZeroConfig"):
+        ZeroOptimizer(params, torch.optim.AdamW, config, stage=2)
+    with pytest.raises(TypeError, match="config must be a ZeroConfig"):
+        ZeroOptimizer(params, torch.optim.AdamW, 2)  # type: ignore[arg-type]
 
 
 def test_parameters_that_cannot_be_had_are_refused() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
-from hf_compressopt.zero.messages import FLOAT_BYTES
+from hf_compressopt.zero.transport import FLOAT_BYTES
 from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error
 from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps, train_plain, train_zero
 
@@ -82,7 +82,7 @@ def watched(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     optimizer = ZeroOptimizer(
         model.parameters(), torch.optim.AdamW, lr=1e-2, stage=stage, reduce_bucket_size=bucket, overlap_comm=True
     )
-    reducer = optimizer._reducer
+    reducer = optimizer.partition.reducer
     sent_before_gradient: list[int] = []
     alive: list[int] = []
 

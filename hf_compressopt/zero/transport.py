@@ -1,4 +1,4 @@
-"""What travels: slices of gradients to their owners, and slices of parameters back to everybody."""
+"""The messages of ZeRO: slices of gradients to their owners, and slices of parameters back to all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Precision:
-    """How gradients are scaled and rounded on their way; see ZeroOptimizer for the options behind it.
+    """The scaling and rounding of gradients.
 
     Attributes:
         sent: dtype on the wire; None is the parameter's.
         kept: dtype of the averages; None is the parameter's.
-        before: Gradients are multiplied with this before they leave; None is 1 / world size.
-        after: And their sum, multiplied with 1 / world size, with this; None is no scaling at all.
+        before: Factor of gradients before they are sent. None is 1 / world size if ``after`` is None, and else 1.
+        after: Factor of the sum of the gradients, beside 1 / world size; None leaves the sum as it is.
     """
 
     sent: torch.dtype | None = None
@@ -33,25 +33,25 @@ class Precision:
 
 
 class Window:
-    """Messages under way, completed in order, and never more than ``limit`` bytes of them.
+    """A queue of the messages under way, completed in order, of at most ``limit`` bytes in all.
 
     Attributes:
         nbytes: Bytes under way.
     """
 
     def __init__(self, limit: int) -> None:
-        """Start with nothing under way."""
+        """Start with no message."""
         self.limit = limit
         self.nbytes = 0
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
 
     def room_for(self, nbytes: int) -> None:
-        """Complete the oldest messages until ``nbytes`` more fit, or none is left."""
+        """Complete the oldest messages until ``nbytes`` more fit or none is left."""
         while self._queue and self.nbytes + nbytes > self.limit:
             self._complete()
 
     def add(self, nbytes: int, complete: Callable[[], None]) -> None:
-        """Take note of a message under way, and of what there is to do when it has arrived."""
+        """Add a message; ``complete`` waits for it and uses it."""
         self._queue.append((nbytes, complete))
         self.nbytes += nbytes
 
@@ -60,11 +60,6 @@ class Window:
         while self._queue:
             self._complete()
 
-    def forget(self) -> None:
-        """Let go of messages that will never arrive."""
-        self._queue.clear()
-        self.nbytes = 0
-
     def _complete(self) -> None:
         nbytes, complete = self._queue.popleft()
         self.nbytes -= nbytes
@@ -72,15 +67,15 @@ class Window:
 
 
 def pack(buffer: Tensor, cut: Slice, param: int, values: Tensor, scale: float | None, *, add: bool) -> None:
-    """Put a parameter's gradient where it belongs in a slice.
+    """Copy a parameter's gradient to its places in a slice.
 
     Args:
         buffer: [world_size * part_numel], the slice.
         cut: Its layout.
         param: The parameter.
         values: Its gradient, any shape.
-        scale: What the gradient is multiplied with; None is 1.
-        add: Whether to add to what is there.
+        scale: Factor of the gradient; None is 1.
+        add: Whether to add to the values in the slice.
     """
     flat = values.detach().reshape(-1)
     for begin, span in cut.places[param]:
@@ -100,18 +95,19 @@ def reduce_scatter(
 ) -> tuple[Handle | None, Callable[[], Tensor]]:
     """Start sending every rank its part of a slice.
 
-    The sum is taken by the owner, in rank order, in float32: neither the backend nor the number of messages has a say
-    in its bits. An all-to-all moves what a reduce-scatter should; gloo's own moves twice that.
+    The owner sums in rank order, in float32, so that the bits depend neither on the backend nor on the number of
+    messages. An all-to-all moves as much as a reduce-scatter should; gloo's own reduce-scatter moves twice that.
 
     Args:
         buffer: [world_size * part_numel], this rank's gradients, scaled.
         cut: The layout of the slice.
         communicator: The ranks.
-        precision: How the sum is scaled.
+        precision: The scaling of the sum.
         kept: dtype of the average.
 
     Returns:
-        The handle, None where there is one rank only; and what makes the average [part_numel] once it was waited for.
+        The handle, or None if there is only one rank; and a function that returns the average [part_numel] after the
+        handle was waited for.
     """
     world_size = communicator.world_size
     scale = None if precision.after is None else precision.after / world_size
@@ -133,23 +129,22 @@ def reduce_scatter(
     return handle, average
 
 
-def gather_parameters(
-    params: Sequence[Tensor], cut: Slice, communicator: Communicator, window: Window, after: Callable[[], None]
-) -> None:
-    """Start giving everybody the parameters' elements that this rank has updated; done once ``window`` is drained.
+def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator, window: Window) -> None:
+    """Start giving all ranks the elements of the parameters that this rank has updated.
+
+    They have arrived when ``window`` is drained.
 
     Args:
         params: All parameters, by their numbers in the layout; contiguous or not.
         cut: The layout of the slice.
         communicator: The ranks that share it.
-        window: Where the message is completed.
-        after: Called when the slice has arrived.
+        window: The queue that completes the message.
     """
     rank = communicator.rank
     example = params[next(iter(cut.places))]
     nbytes = cut.numel * example.element_size()
     window.room_for(nbytes)
-    part = torch.empty(cut.part_numel, dtype=example.dtype, device=example.device)  # padding is of no use to anybody
+    part = torch.empty(cut.part_numel, dtype=example.dtype, device=example.device)  # padding is sent as it is
     for span in cut.parts[rank]:
         part[span.offset : span.offset + span.numel] = params[span.param].detach().reshape(-1)[span.start : span.stop]
     gathered = part.new_empty(cut.numel)
@@ -161,7 +156,6 @@ def gather_parameters(
             for span in spans if owner != rank else ():
                 begin = owner * cut.part_numel + span.offset
                 write_span(params[span.param], span.start, span.stop, gathered[begin : begin + span.numel])
-        after()
 
     window.add(nbytes, arrived)
 
@@ -178,5 +172,5 @@ def write_span(param: Tensor, start: int, stop: int, values: Tensor) -> None:
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy in page-locked host memory."""
+    """Return a copy in page-locked host memory."""
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

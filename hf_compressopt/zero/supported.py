@@ -1,8 +1,8 @@
-"""Checks of ZeroOptimizer's options: every error names the value, what is legal, and what to do."""
+"""Which optimizers and parameters ZeroOptimizer takes. Each error names the value, what is legal, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +13,9 @@ from torch import Tensor
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.grad_norm import is_shard
 from hf_compressopt.optim.lamb import Lamb
-from hf_compressopt.optim.options import check_at_least, check_count, check_parameter
-from hf_compressopt.zero.messages import FLOAT_BYTES, Precision
+from hf_compressopt.optim.options import check_at_least, check_parameter
+from hf_compressopt.zero.config import DTYPES
 
-_MB = 1 << 20
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
 _MATRICES = "it needs whole matrices: use it without ZeRO, or AdamW here"
 _ROWS_AND_COLUMNS = "it needs whole rows and columns: use it without ZeRO, or AdamW here"
@@ -47,7 +45,7 @@ _WHOLE_TENSORS = {
     "AdamP": _STATISTICS,
     "SGDP": _STATISTICS,
 }
-#: The same, for families of classes: part of the name.
+#: The same for families of classes, by a part of the name.
 _FAMILIES = {
     "Prodigy": _STATISTICS,
     "DAdapt": _STATISTICS,
@@ -112,7 +110,7 @@ def take_clipping(
     """Read the wrapped optimizer's ``max_grad_norm``, which would clip by this rank's part, as ``clip_grad``.
 
     Returns:
-        The wrapped optimizer's options without ``max_grad_norm``, and the norm to clip to; 0 is off.
+        The wrapped optimizer's options with ``max_grad_norm`` off, and the norm to clip to; 0 is off.
 
     Raises:
         ValueError: If ``clip_grad`` is given too, or the optimizer clips unless it is told not to.
@@ -122,7 +120,7 @@ def take_clipping(
         if by_default is not None and by_default.default not in (0, None):
             raise ValueError(
                 f"{optimizer_class.__name__} clips to max_grad_norm={by_default.default} by this rank's part of the "
-                "gradients: give max_grad_norm=..., which then is the norm over all ranks, or 0"
+                "gradients: give max_grad_norm=..., which is then the norm over all ranks, or 0 to turn it off"
             )
         return options, clip_grad
     inner, wanted = {**options, "max_grad_norm": 0.0}, options["max_grad_norm"] or 0.0
@@ -132,99 +130,7 @@ def take_clipping(
     return inner, clip_grad or float(wanted)
 
 
-def check_stage(stage: Any) -> None:
-    """Check the stage.
-
-    Raises:
-        ValueError: If it is not 1 or 2.
-    """
-    if isinstance(stage, bool) or stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, got {stage!r}")
-
-
-def check_flags(**flags: Any) -> None:
-    """Check options that are True or False.
-
-    Raises:
-        TypeError: For one that is neither.
-    """
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def bucket_sizes(
-    bucket_cap_mb: float | None, reduce_bucket_size: int | None, allgather_bucket_size: int | None
-) -> tuple[int, int]:
-    """Elements that are reduced, and gathered, together.
-
-    Raises:
-        ValueError: If one is less than 1, or both spellings of the first are given.
-        TypeError: If one is no number.
-    """
-    if bucket_cap_mb is not None and reduce_bucket_size is not None:
-        raise ValueError(
-            f"bucket_cap_mb={bucket_cap_mb} (MiB of float32 values) and reduce_bucket_size={reduce_bucket_size} "
-            "(values) are two spellings of one option: give one"
-        )
-    if reduce_bucket_size is not None:
-        check_count("reduce_bucket_size", reduce_bucket_size)
-        reduce = reduce_bucket_size
-    else:
-        cap = 25.0 if bucket_cap_mb is None else bucket_cap_mb
-        check_at_least("bucket_cap_mb", cap, 0)
-        reduce = int(cap * _MB / FLOAT_BYTES)
-        if reduce < 1:
-            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {cap}")
-    if allgather_bucket_size is not None:
-        check_count("allgather_bucket_size", allgather_bucket_size)
-    return reduce, allgather_bucket_size or reduce
-
-
-def make_precision(
-    communication_data_type: torch.dtype | str | None,
-    gradient_accumulation_dtype: torch.dtype | str | None,
-    postscale_gradients: bool,
-    gradient_predivide_factor: float,
-) -> Precision:
-    """How gradients are scaled and rounded.
-
-    Raises:
-        ValueError: For a dtype that is none, or a factor that is not positive or has no effect.
-    """
-    check_flags(postscale_gradients=postscale_gradients)
-    check_at_least("gradient_predivide_factor", gradient_predivide_factor, 0)
-    sent = as_dtype("communication_data_type", communication_data_type)
-    kept = as_dtype("gradient_accumulation_dtype", gradient_accumulation_dtype)
-    if not postscale_gradients:
-        if gradient_predivide_factor != 1.0:
-            raise ValueError(
-                f"gradient_predivide_factor={gradient_predivide_factor} needs postscale_gradients=True: without it all "
-                "of the division comes first"
-            )
-        return Precision(sent, kept)
-    if gradient_predivide_factor == 0:
-        raise ValueError("gradient_predivide_factor must be > 0, got 0")
-    before = None if gradient_predivide_factor == 1.0 else 1.0 / gradient_predivide_factor
-    return Precision(sent, kept, before, float(gradient_predivide_factor))
-
-
-def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """A floating-point dtype from itself or a name such as "bf16", "fp32", "bfloat16".
-
-    Raises:
-        ValueError: For anything else.
-    """
-    short = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    found = value
-    if isinstance(value, str):
-        found = short.get(value, getattr(torch, value, None))
-    if value is not None and found not in _DTYPES:
-        raise ValueError(f"{name} must be one of 'fp32', 'bf16', 'fp16', a torch dtype, or None, got {value!r}")
-    return found if isinstance(found, torch.dtype) else None
-
-
-def check_parameters(params: list[Tensor], number: int) -> None:
+def check_parameters(params: Sequence[Tensor], number: int) -> None:
     """Check the trainable parameters of a param group.
 
     Raises:
@@ -233,37 +139,10 @@ def check_parameters(params: list[Tensor], number: int) -> None:
     """
     for param in params:
         if not param.requires_grad:
-            continue  # it is not partitioned
+            continue  # frozen parameters are not partitioned
         if is_shard(param):
             raise TypeError(
                 f"parameters must be whole tensors, got shards of FSDP or tensor parallelism in param group {number}: "
                 "use the optimizer without ZeRO, its state is sharded as the parameters are"
             )
-        check_parameter(param, _DTYPES, number)
-
-
-def wants_offload(option: Any) -> bool:
-    """Read ``offload_optimizer``: False, None, True or "cpu".
-
-    Raises:
-        ValueError: For anything else, or where there is no accelerator whose memory could be saved.
-    """
-    if option not in (False, None, True, "cpu", "none"):
-        raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {option!r}")
-    if option in (True, "cpu"):
-        require_accelerator("offload_optimizer")
-        return True
-    return False
-
-
-def require_accelerator(what: str) -> None:
-    """Check that there is a device with memory of its own.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if not torch.accelerator.is_available():
-        raise ValueError(
-            f"{what} moves optimizer state from an accelerator's memory to the host's, and there is no accelerator "
-            "here: leave it out"
-        )
+        check_parameter(param, DTYPES, number)

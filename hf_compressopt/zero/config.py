@@ -1,0 +1,238 @@
+"""Options of a ZeroOptimizer. Each error names the value, what is legal, and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
+from hf_compressopt.zero.loss_scale import LossScale
+from hf_compressopt.zero.transport import FLOAT_BYTES, Precision
+
+#: dtypes of parameters, of gradients on the wire, of averages and of state.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MIB = 1 << 20
+_SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_FLAGS = (
+    "overlap_comm",
+    "reduce_scatter",
+    "postscale_gradients",
+    "round_robin_gradients",
+    "contiguous_gradients",
+    "ignore_unused_parameters",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """Options of a ZeroOptimizer; each of them is also a keyword argument of it.
+
+    Args:
+        stage: 1 or 2.
+        communicator: "auto", the name of a torch.distributed backend, "mpi", or a Communicator.
+        bucket_cap_mb: MiB of float32 gradients that are sent at the same time; None is 25.
+        reduce_bucket_size: The same, in elements.
+        allgather_bucket_size: Elements of parameters that are gathered at the same time; None is as many as are
+            reduced.
+        overlap_comm: Send gradients while backward runs.
+        reduce_scatter: Must be True. An all-reduce would send twice as much.
+        communication_data_type: dtype of gradients on the wire, such as "bf16"; None is the parameter's.
+        gradient_accumulation_dtype: dtype of the averages; None is the parameter's.
+        postscale_gradients: Divide the sum of the gradients by the number of ranks, instead of each gradient.
+        gradient_predivide_factor: With postscale_gradients: divide by this before the sum, by the rest after it.
+        round_robin_gradients: Assign the parts of the slices to the ranks in turn.
+        contiguous_gradients: Move each gradient into its slice, and free it, as soon as it exists. With False this
+            happens when the slice is sent.
+        ignore_unused_parameters: Accept parameters that had no gradient on any rank; False raises an error.
+        clip_grad: Clip gradients to this norm in step(); 0 is off. ``max_grad_norm`` of a wrapped FusedAdam means the
+            same.
+        loss_scale: Factor of the loss in :meth:`ZeroOptimizer.backward` and ``scale_loss``; "dynamic" adapts it.
+        initial_loss_scale: First factor of a dynamic loss scale.
+        loss_scale_window: Steps without an overflow after which a dynamic loss scale doubles.
+        master_dtype: dtype of the master copies of bfloat16 and float16 parameters. The parameters' own dtype means
+            no master copies: updates are rounded at once.
+        state_dtype: dtype of element-wise state between steps; None is the master's.
+        offload_optimizer: Keep masters, states and gradients in page-locked host memory, and update on the CPU.
+        comm_backend_name: DeepSpeed's spelling of ``communicator``.
+
+    Raises:
+        ValueError: For an option outside its range.
+        TypeError: For an option of another type.
+    """
+
+    stage: int = 2
+    communicator: str | Communicator | None = None
+    bucket_cap_mb: float | None = None
+    reduce_bucket_size: int | None = None
+    allgather_bucket_size: int | None = None
+    overlap_comm: bool = True
+    reduce_scatter: bool = True
+    communication_data_type: torch.dtype | str | None = None
+    gradient_accumulation_dtype: torch.dtype | str | None = None
+    postscale_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+    round_robin_gradients: bool = False
+    contiguous_gradients: bool = True
+    ignore_unused_parameters: bool = True
+    clip_grad: float = 0.0
+    loss_scale: float | str = 1.0
+    initial_loss_scale: float = 65536.0
+    loss_scale_window: int = 1000
+    master_dtype: torch.dtype | str = torch.float32
+    state_dtype: torch.dtype | str | None = None
+    offload_optimizer: bool | str | None = False
+    comm_backend_name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every option."""
+        check_stage(self.stage)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not self.reduce_scatter:
+            raise ValueError(
+                "reduce_scatter must be True, got False: an all-reduce would send twice as much and change nothing"
+            )
+        check_at_least("clip_grad", self.clip_grad, 0)
+        self._check_sizes()
+        self._check_predivision()
+        _ = self.precision, self.master, self.kept_state, self.transport  # each checks the options that it reads
+        self.make_loss_scale()
+        if self.offload_optimizer not in (False, None, True, "cpu", "none"):
+            raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
+        if self.offload:
+            require_accelerator("offload_optimizer")
+
+    def _check_sizes(self) -> None:
+        if self.bucket_cap_mb is not None and self.reduce_bucket_size is not None:
+            raise ValueError(
+                f"bucket_cap_mb={self.bucket_cap_mb} (MiB of float32 values) and reduce_bucket_size="
+                f"{self.reduce_bucket_size} (values) are two spellings of one option: give one"
+            )
+        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.bucket_cap_mb is not None:
+            check_at_least("bucket_cap_mb", self.bucket_cap_mb, 0)
+        if self.reduce_numel < 1:
+            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {self.bucket_cap_mb}")
+
+    def _check_predivision(self) -> None:
+        factor = self.gradient_predivide_factor
+        check_at_least("gradient_predivide_factor", factor, 0)
+        if not self.postscale_gradients and factor != 1.0:
+            raise ValueError(
+                f"gradient_predivide_factor={factor} needs postscale_gradients=True: otherwise gradients are divided "
+                "by the number of ranks before the sum"
+            )
+        if factor == 0:
+            raise ValueError("gradient_predivide_factor must be > 0, got 0")
+
+    @cached_property
+    def reduce_numel(self) -> int:
+        """Elements of the gradients that are sent at the same time."""
+        if self.reduce_bucket_size is not None:
+            return self.reduce_bucket_size
+        return int((25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb) * _MIB / FLOAT_BYTES)
+
+    @cached_property
+    def gather_numel(self) -> int:
+        """Elements of the parameters that are gathered at the same time."""
+        return self.allgather_bucket_size or self.reduce_numel
+
+    @cached_property
+    def precision(self) -> Precision:
+        """How gradients are scaled and rounded."""
+        sent = as_dtype("communication_data_type", self.communication_data_type)
+        kept = as_dtype("gradient_accumulation_dtype", self.gradient_accumulation_dtype)
+        if not self.postscale_gradients:
+            return Precision(sent, kept)
+        factor = float(self.gradient_predivide_factor)
+        return Precision(sent, kept, None if factor == 1.0 else 1.0 / factor, factor)
+
+    @cached_property
+    def master(self) -> torch.dtype:
+        """Dtype of the master copies of 16-bit parameters."""
+        return as_dtype("master_dtype", self.master_dtype) or torch.float32
+
+    @cached_property
+    def kept_state(self) -> torch.dtype | None:
+        """Dtype of element-wise state between steps; None is the master's."""
+        return as_dtype("state_dtype", self.state_dtype)
+
+    @cached_property
+    def offload(self) -> bool:
+        """Whether masters and states live in host memory."""
+        return self.offload_optimizer in (True, "cpu")
+
+    @cached_property
+    def transport(self) -> str | Communicator | None:
+        """The communicator that its two spellings ask for."""
+        return resolve_communicator(self.communicator, self.comm_backend_name, False)
+
+    def make_loss_scale(self) -> LossScale:
+        """Make a loss scale at its start."""
+        return LossScale.make(self.loss_scale, self.initial_loss_scale, self.loss_scale_window)
+
+    @classmethod
+    def split(cls, config: ZeroConfig | None, options: dict[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:
+        """Separate ZeroOptimizer's options from the wrapped optimizer's.
+
+        Args:
+            config: The options as one object, or None.
+            options: Options of both.
+
+        Returns:
+            ZeroOptimizer's options, and those that are not of it.
+
+        Raises:
+            TypeError: If ``config`` is no ZeroConfig.
+            ValueError: If one is given in ``config`` and by itself.
+        """
+        if config is not None and not isinstance(config, cls):
+            raise TypeError(f"config must be a ZeroConfig or None, got {config!r}")
+        names = {field.name for field in fields(cls)}
+        own = {name: value for name, value in options.items() if name in names}
+        if config is not None and own:
+            raise ValueError(f"{sorted(own)} must be part of config=ZeroConfig(...), as the other options of ZeRO are")
+        inner = {name: value for name, value in options.items() if name not in names}
+        return config or cls(**own), inner
+
+
+def check_stage(stage: Any) -> None:
+    """Check the stage.
+
+    Raises:
+        ValueError: If it is not 1 or 2.
+    """
+    if isinstance(stage, bool) or stage not in (1, 2):
+        raise ValueError(f"stage must be 1 or 2, got {stage!r}")
+
+
+def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    """Read a floating-point dtype: itself, or a name such as "bf16", "fp32", "bfloat16".
+
+    Raises:
+        ValueError: For anything else.
+    """
+    found = _SHORT_NAMES.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
+    if value is not None and found not in DTYPES:
+        raise ValueError(f"{name} must be one of 'fp32', 'bf16', 'fp16', a torch dtype, or None, got {value!r}")
+    return found if isinstance(found, torch.dtype) else None
+
+
+def require_accelerator(what: str) -> None:
+    """Check that there is a device with memory of its own.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not torch.accelerator.is_available():
+        raise ValueError(
+            f"{what} moves optimizer state from an accelerator's memory to the host's, and there is no accelerator "
+            "here: leave it out"
+        )

@@ -1,0 +1,248 @@
+"""The trainable parameters of a ZeroOptimizer: cut into slices, with this rank's parts in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.zero.config import ZeroConfig
+from hf_compressopt.zero.partition import partition, slice_numel
+from hf_compressopt.zero.parts import Part, UpdateBucket
+from hf_compressopt.zero.ranks import Ranks
+from hf_compressopt.zero.reducer import GradientReducer
+from hf_compressopt.zero.slices import SliceGradients
+from hf_compressopt.zero.supported import check_parameters
+from hf_compressopt.zero.transport import FLOAT_BYTES
+
+
+@dataclass(frozen=True)
+class TrainedParameter:
+    """A parameter that is partitioned.
+
+    Attributes:
+        tensor: The parameter itself.
+        name: Its name, or its place such as "group0.3".
+        group: Number of its param group.
+        place: Its place in the group, frozen parameters counted.
+        communicator: The ranks that hold copies of it.
+        owner: The first of these ranks if the param group has a process group of its own, or None.
+        model_parallel: Whether each rank of the model-parallel group has other elements of it.
+    """
+
+    tensor: Tensor
+    name: str
+    group: int
+    place: int
+    communicator: Communicator
+    owner: int | None
+    model_parallel: bool
+
+
+class PartitionedParameters:
+    """Parameters by their numbers, with everything that is laid out over them.
+
+    Numbers are those of :class:`Span`, in the order in which parameters were added.
+
+    Attributes:
+        config: The options.
+        ranks: The communicators.
+        optimizer_class: The wrapped optimizer's class.
+        inner_options: Its options.
+        known: The parameters by number.
+        tensors: Their tensors, by number.
+        reducer: Sends their gradients, and keeps this rank's averages.
+        buckets: This rank's parts, in the order of the slices.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        config: ZeroConfig,
+        ranks: Ranks,
+        optimizer_class: type[torch.optim.Optimizer],
+        inner_options: dict[str, Any],
+    ) -> None:
+        """Lay out the trainable parameters of param groups.
+
+        Args:
+            groups: The param groups.
+            config: The options.
+            ranks: The communicators.
+            optimizer_class: The wrapped optimizer's class.
+            inner_options: Its options.
+        """
+        self.config, self.ranks = config, ranks
+        self.optimizer_class, self.inner_options = optimizer_class, inner_options
+        self.known: list[TrainedParameter] = []
+        self.tensors: list[Tensor] = []
+        self.buckets: list[UpdateBucket] = []
+        self.reducer = GradientReducer(
+            ranks.everyone,
+            config.precision,
+            2 * FLOAT_BYTES * config.reduce_numel,
+            overlap=config.overlap_comm,
+            contiguous=config.contiguous_gradients,
+        )
+        self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
+        self._ranks_checked = False
+        self.add(groups, range(len(groups)))
+
+    def add(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None:
+        """Lay out the trainable parameters of some param groups that are not known yet.
+
+        Args:
+            groups: All param groups.
+            numbers: Numbers of the groups to look through.
+        """
+        first = len(self.known)
+        known = {id(tensor) for tensor in self.tensors}
+        for number in numbers:
+            for found in self._in_group(groups[number], number):
+                if not found.tensor.requires_grad:
+                    self._frozen[id(found.tensor)] = (number, found.tensor)
+                elif id(found.tensor) not in known:
+                    known.add(id(found.tensor))
+                    self._frozen.pop(id(found.tensor), None)
+                    self.known.append(found)
+                    self.tensors.append(found.tensor)
+        added = range(first, len(self.known))
+        slices = self._cut(added)
+        before = len(self.reducer.slices)
+        self.reducer.add([(self.tensors[n], self.known[n].name) for n in added], slices)
+        for together in _in_buckets(slices, self.config.reduce_numel):
+            self.buckets.append(self._update_bucket([before + index for index in together], groups))
+        self._ranks_checked = False
+
+    def _in_group(self, group: dict[str, Any], number: int) -> Iterator[TrainedParameter]:
+        process_group = group.get("process_group")
+        communicator = self.ranks.of(process_group)
+        owner = None if process_group is None else torch.distributed.get_process_group_ranks(process_group)[0]
+        names = group.get("param_names", [f"group{number}.{place}" for place in range(len(group["params"]))])
+        split = bool(group.get("model_parallel"))
+        for place, (tensor, name) in enumerate(zip(group["params"], names, strict=True)):
+            yield TrainedParameter(tensor, name, number, place, communicator, owner, split)
+
+    def _cut(self, numbers: Iterable[int]) -> list[SliceGradients]:
+        """Cut parameters of the same ranks, dtype and device into slices; returned in the order of backward."""
+        streams: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+        for number in sorted(numbers, reverse=True):
+            tensor, ranks = self.tensors[number], id(self.known[number].communicator)
+            streams.setdefault((ranks, tensor.dtype, tensor.device), []).append(number)
+        config, found = self.config, []
+        for (_, dtype, device), members in streams.items():
+            communicator = self.known[members[0]].communicator
+            sizes = [(number, self.tensors[number].numel()) for number in members]
+            length = slice_numel(config.reduce_numel, communicator.world_size)
+            for cut in partition(sizes, length, communicator.world_size, rotate=config.round_robin_gradients):
+                sent, kept = config.precision.sent or dtype, config.precision.kept or dtype
+                found.append(SliceGradients(cut, communicator, sent, kept, device, config.offload))
+        return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
+
+    def _update_bucket(self, slices: list[int], groups: Sequence[dict[str, Any]]) -> UpdateBucket:
+        parts = []
+        for number in slices:
+            gradients = self.reducer.slices[number]
+            for span in gradients.cut.parts[gradients.communicator.rank]:
+                known = self.known[span.param]
+                parts.append(Part.of(span, number, known.group, known.tensor, self.config.master, self.config.offload))
+        return UpdateBucket(slices, parts, groups, self._make_inner, self.config.kept_state)
+
+    def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return self.optimizer_class(groups, **self.inner_options)
+
+    # -- looking at the parameters ------------------------------------------------------------------------------------
+
+    def parts(self) -> Iterator[tuple[UpdateBucket, Part]]:
+        """Iterate over this rank's parts and the buckets in which they are updated."""
+        for bucket in self.buckets:
+            for part in bucket.parts:
+                yield bucket, part
+
+    def parts_of(self, number: int) -> list[tuple[UpdateBucket, Part]]:
+        """List this rank's parts of one parameter in the order of its elements, with their buckets."""
+        mine = [(bucket, part) for bucket, part in self.parts() if part.param == number]
+        return sorted(mine, key=lambda entry: entry[1].span.start)
+
+    def number_of(self, which: Tensor | str) -> int:
+        """Find the number of a parameter.
+
+        Raises:
+            KeyError: If it is no trainable parameter of this optimizer.
+        """
+        for number, known in enumerate(self.known):
+            if which is known.tensor or (isinstance(which, str) and which == known.name):
+                return number
+        if isinstance(which, str):
+            legal = ", ".join(known.name for known in self.known[:8])
+            raise KeyError(f"{which!r} is no trainable parameter of this optimizer: legal are {legal}, ...")
+        raise KeyError(
+            f"a tensor of shape {tuple(which.shape)} is no trainable parameter of this optimizer: it has no state here"
+        )
+
+    def in_order(self) -> list[int]:
+        """List the numbers of the parameters in the order of the param groups, whenever they were added."""
+        return sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
+
+    def of_communicator(self, communicator: Communicator) -> list[int]:
+        """List the numbers of the parameters that the ranks of a communicator hold copies of."""
+        return [number for number, known in enumerate(self.known) if known.communicator is communicator]
+
+    def unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]:
+        """List the numbers of the param groups that have parameters which were frozen and no longer are.
+
+        Raises:
+            TypeError: For such a parameter of a dtype or layout that is not supported.
+        """
+        found = sorted({number for number, tensor in self._frozen.values() if tensor.requires_grad})
+        for number in found:
+            check_parameters(groups[number]["params"], number)
+        return found
+
+    def follow(self) -> None:
+        """Follow the parameters: a model may be moved or loaded after its optimizer was made."""
+        for bucket, part in self.parts():
+            if part.follow(self.tensors[part.param]):
+                bucket.move_state(part)
+        self.reducer.follow_parameters()
+
+    def check_ranks_agree(self, options: Sequence[Any]) -> None:
+        """Check once before the first step that all ranks have the same layout, options and parameters.
+
+        Args:
+            options: Whatever must be the same, by its repr.
+
+        Raises:
+            ValueError: If they differ, on all ranks.
+        """
+        self.reducer.check_layout()
+        if self._ranks_checked:
+            return
+        everyone = self.ranks.everyone
+        everyone.require_equal("optimizer, step or options", repr(options))
+        digest = sum(int(bit_sum(self.tensors[number])) for number in self.of_communicator(everyone))
+        everyone.require_equal("the bits of their parameters (are they alike at the start?)", digest)
+        self._ranks_checked = True
+
+    def check_ranks_again(self) -> None:
+        """Let the next :meth:`check_ranks_agree` look anew, as after a load."""
+        self._ranks_checked = False
+
+
+def _in_buckets(slices: Sequence[SliceGradients], bucket_numel: int) -> Iterator[list[int]]:
+    """Group consecutive slices into runs that are about as long as a bucket."""
+    together: list[int] = []
+    numel = 0
+    for index, gradients in enumerate(slices):
+        if together and numel + gradients.cut.numel > bucket_numel:
+            yield together
+            together, numel = [], 0
+        together.append(index)
+        numel += gradients.cut.numel
+    if together:
+        yield together

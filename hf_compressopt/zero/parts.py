@@ -1,0 +1,222 @@
+"""This rank's parts of the parameters, and the ordinary optimizers that update them, one bucket at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.zero.partition import Span
+from hf_compressopt.zero.transport import in_host_memory, write_span
+
+#: Keys of a param group that are not the wrapped optimizer's.
+OWN_KEYS = ("params", "param_names", "process_group", "model_parallel")
+_COMPARED = 1 << 15  # elements that are compared with their master copies at a time
+
+
+@dataclass
+class Part:
+    """A part of a parameter that this rank updates.
+
+    Attributes:
+        span: The elements of the parameter.
+        slice: Number of the slice that they travel in.
+        group: Number of the param group.
+        tensor: [span.numel], the parameter of the wrapped optimizer: the memory of the real parameter, or a master
+            copy of another dtype or in another place.
+        direct: Whether it is the memory of the real parameter.
+    """
+
+    span: Span
+    slice: int
+    group: int
+    tensor: Tensor
+    direct: bool
+
+    @classmethod
+    def of(
+        cls, span: Span, slice_number: int, group: int, param: Tensor, master_dtype: torch.dtype, offload: bool
+    ) -> Part:
+        """Make a part of a parameter, with a master copy only if the parameter's own memory is not suitable."""
+        wide = master_dtype if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+        if param.is_contiguous() and param.dtype == wide and not offload:
+            return cls(span, slice_number, group, param.detach().view(-1)[span.start : span.stop], True)
+        master = param.detach().reshape(-1)[span.start : span.stop].to(wide, copy=True)
+        return cls(span, slice_number, group, in_host_memory(master) if offload else master, False)
+
+    @property
+    def param(self) -> int:
+        """Number of the parameter."""
+        return self.span.param
+
+    def write_back(self, param: Tensor) -> None:
+        """Round a master copy to the parameter."""
+        if not self.direct:
+            write_span(param, self.span.start, self.span.stop, self.tensor)
+
+    def read_from(self, param: Tensor) -> None:
+        """Give a master copy the parameter's values."""
+        if not self.direct:
+            self.tensor.copy_(param.detach().reshape(-1)[self.span.start : self.span.stop])
+
+    def follow(self, param: Tensor) -> bool:
+        """Follow the parameter: to other memory if it was moved, and to values that other code has written.
+
+        A master copy keeps its digits for elements that still are what it rounds to, and takes the parameter's value
+        for all others. Values are compared because torch counts no version for writes through ``.data``.
+
+        Returns:
+            Whether the part is on another device now.
+        """
+        values = param.detach().reshape(-1)[self.span.start : self.span.stop]
+        if not self.direct:
+            _take_over(self.tensor, values)
+            return False
+        moved = values.device != self.tensor.device
+        if not param.is_contiguous() or values.dtype != self.tensor.dtype:  # model.to(channels_last) or .to(dtype)
+            self.tensor.data, self.direct = values.to(self.tensor.dtype, copy=True), False
+        elif moved or values.data_ptr() != self.tensor.data_ptr():
+            self.tensor.data = values
+        return moved
+
+
+def _take_over(master: Tensor, values: Tensor) -> None:
+    """Give a master copy the values that are not what it rounds to."""
+    if master.device.type == "cpu" and values.device.type == "cpu":
+        for begin in range(0, values.numel(), _COMPARED):  # fits into a cache; differences are rare
+            rows = slice(begin, begin + _COMPARED)
+            if not torch.equal(master[rows].to(values.dtype), values[rows]):
+                _keep_digits(master[rows], values[rows])
+    else:
+        _keep_digits(master, values)
+
+
+def _keep_digits(master: Tensor, values: Tensor) -> None:
+    here = master.to(values.device)
+    master.copy_(torch.where(here.to(values.dtype) == values, here, values.to(master.dtype)))
+
+
+class UpdateBucket:
+    """Some consecutive slices, and the wrapped optimizer of this rank's parts of them.
+
+    Each bucket has an optimizer of its own, so that its parameters can be sent while the next bucket is updated.
+
+    Attributes:
+        slices: Numbers of the slices.
+        parts: This rank's parts.
+        inner: The wrapped optimizer; None if this rank has no part.
+    """
+
+    def __init__(
+        self,
+        slices: Sequence[int],
+        parts: Sequence[Part],
+        groups: Sequence[dict[str, Any]],
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        state_dtype: torch.dtype | None,
+    ) -> None:
+        """Make the wrapped optimizer.
+
+        Args:
+            slices: Numbers of the slices.
+            parts: This rank's parts of them.
+            groups: All param groups.
+            make: Makes an optimizer from param groups.
+            state_dtype: dtype of element-wise state between steps; None leaves it as it is.
+        """
+        self.slices, self.parts = tuple(slices), list(parts)
+        self._state_dtype = state_dtype
+        self._numbers = sorted({part.group for part in parts})
+        self.inner: torch.optim.Optimizer | None = None
+        if parts:
+            self.inner = make([{**hyperparameters(groups[n]), "params": self._tensors(n)} for n in self._numbers])
+
+    def _tensors(self, group: int) -> list[Tensor]:
+        return [part.tensor for part in self.parts if part.group == group]
+
+    def take_hyperparameters(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Copy the hyperparameters of the users' param groups, which a scheduler may have changed."""
+        for number, group in self._inner_groups():
+            group.update(hyperparameters(groups[number]))
+
+    def give_hyperparameters(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Copy what the wrapped optimizer may have changed back to the users' param groups."""
+        for number, group in self._inner_groups():
+            groups[number].update(hyperparameters(group))
+
+    def _inner_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        if self.inner is not None:
+            yield from zip(self._numbers, self.inner.param_groups, strict=True)
+
+    def step(self) -> None:
+        """Update the parts that have a gradient."""
+        if self.inner is not None:
+            with self._wide_state():
+                self.inner.step()
+
+    def measure(self) -> Iterator[tuple[Part, Tensor]]:
+        """Run the first half of Lamb's step; see :meth:`Lamb.measure`."""
+        if isinstance(self.inner, Lamb):
+            with self._wide_state():
+                measured = self.inner.measure()
+            by_tensor = {id(part.tensor): part for part in self.parts}
+            for tensor, squares in measured:
+                yield by_tensor[id(tensor)], squares
+
+    def apply(self, ratios: dict[int, Tensor]) -> None:
+        """Run the second half of Lamb's step, with the trust ratio of each parameter."""
+        if isinstance(self.inner, Lamb):
+            with self._wide_state():
+                self.inner.apply({p.tensor: ratios[p.param] for p in self.parts if p.tensor.grad is not None})
+
+    def state_of(self, part: Part) -> dict[str, Any]:
+        """Return the wrapped optimizer's state of a part; empty before the first step."""
+        if self.inner is None:
+            return {}
+        state: dict[str, Any] = self.inner.state.get(part.tensor, {})
+        return state
+
+    def replace_state(self, part: Part, state: dict[str, Any]) -> None:
+        """Put a state in place of a part's; an empty one removes it."""
+        if self.inner is not None and state:
+            self.inner.state[part.tensor] = state
+        elif self.inner is not None:
+            self.inner.state.pop(part.tensor, None)
+
+    def move_state(self, part: Part) -> None:
+        """Move the state of a part to the device of the part."""
+        state = self.state_of(part)
+        for name in element_state(state, part):
+            state[name] = state[name].to(part.tensor.device)
+
+    @contextmanager
+    def _wide_state(self) -> Iterator[None]:
+        """Inside, element-wise state has its part's dtype; outside, the dtype in which it is kept."""
+        self._convert(None)
+        try:
+            yield
+        finally:
+            self._convert(self._state_dtype)
+
+    def _convert(self, dtype: torch.dtype | None) -> None:
+        if self._state_dtype is None:
+            return
+        for part in self.parts:
+            state = self.state_of(part)
+            for name in element_state(state, part):
+                state[name] = state[name].to(dtype or part.tensor.dtype)
+
+
+def element_state(state: dict[str, Any], part: Part) -> list[str]:
+    """List the names of the state tensors that have one value per element of the part."""
+    return [name for name, value in state.items() if isinstance(value, Tensor) and value.shape == part.tensor.shape]
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a param group that are the wrapped optimizer's."""
+    return {key: value for key, value in group.items() if key not in OWN_KEYS}

@@ -1,0 +1,208 @@
+"""State dicts of a ZeroOptimizer: this rank's parts in its own, or cut out of one of the wrapped optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.optim.flat_optimizer import STATE_KEY, STUB_NOTE
+from hf_compressopt.optim.options import check_count
+from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
+
+if TYPE_CHECKING:
+    from hf_compressopt.zero.optimizer import ZeroOptimizer
+
+#: Hyperparameters that choose an implementation: those of a saved state are left alone.
+FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")
+_NOT_SAVED = ("process_group",)
+
+
+def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """Return the counters of an optimizer, and the names by which a load knows that a state fits."""
+    return {
+        "class": f"ZeroOptimizer({optimizer.optimizer_class.__name__})",
+        "stage": optimizer.stage,
+        "step": optimizer.steps,
+        "skipped_steps": optimizer.skipped_steps,
+        "world_size": optimizer.communicator.world_size,
+        "loss_scale": [optimizer.loss_scale.value, optimizer.loss_scale.good_steps],
+        "bytes_sent": optimizer.traffic.total_bytes,
+    }
+
+
+def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
+    """Check that a saved header fits an optimizer.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    wanted = header_of(optimizer)["class"]
+    if header.get("class") != wanted:
+        raise ValueError(f"the state is of class {header.get('class')!r}, this optimizer of {wanted!r}")
+    for name in ("step", "skipped_steps", "world_size", "bytes_sent"):
+        check_count(name, header.get(name), low=0)
+    scale = header.get("loss_scale")
+    if not isinstance(scale, list) or len(scale) != 2 or not float(scale[0]) > 0 or int(scale[1]) < 0:
+        raise ValueError(f"loss_scale in the state must be a number > 0 and a count, got {scale!r}")
+
+
+def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
+    """Set an optimizer's counters to those of a header that was checked."""
+    optimizer.steps, optimizer.skipped_steps = int(header["step"]), int(header["skipped_steps"])
+    scale = optimizer.loss_scale
+    scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
+    optimizer.traffic.restore(int(header["bytes_sent"]))
+    optimizer.partition.check_ranks_again()
+
+
+def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    """Set the hyperparameters of param groups in place, since schedulers hold the groups."""
+    for group, values in zip(groups, saved, strict=True):
+        for key, value in values.items():
+            if key in OWN_KEYS or key in FUNCTIONAL:
+                continue
+            if isinstance(group.get(key), Tensor) and key == "lr":
+                group[key].fill_(float(value))
+            else:
+                group[key] = value
+
+
+def set_state(optimizer: ZeroOptimizer, bucket: UpdateBucket, part: Part, state: dict[str, Any]) -> None:
+    """Replace a part's state, with element-wise state in the dtype in which the optimizer keeps it."""
+    for name in element_state(state, part):
+        state[name] = state[name].to(part.tensor.device, _dtype_of_state(optimizer, state[name], part))
+    bucket.replace_state(part, state)
+
+
+def _dtype_of_state(optimizer: ZeroOptimizer, value: Tensor, part: Part) -> torch.dtype:
+    """Choose the dtype of loaded state: the option's, or else the weight's for torch's optimizers, as torch does."""
+    kept = optimizer.config.kept_state
+    if kept is not None or not value.is_floating_point():
+        return kept or value.dtype
+    if optimizer.optimizer_class.__module__.startswith("torch.optim."):
+        return part.tensor.dtype
+    return torch.promote_types(value.dtype, part.tensor.dtype)
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
+    """Complete torch's state dict, which knows the param groups alone.
+
+    Args:
+        optimizer: The optimizer.
+        packed: Torch's state dict.
+        in_shards: Return a small stub, because the state itself lies in the shards of a checkpoint.
+    """
+    for group in packed["param_groups"]:
+        for key in _NOT_SAVED:
+            group.pop(key, None)
+    if in_shards:
+        packed["state"] = {}
+        # one group too many: torch's own optimizers refuse it, while they would take an empty state for a fresh one
+        packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
+        packed[STATE_KEY] = {"stub": True, "step": optimizer.steps}
+        return packed
+    numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
+    for bucket, part in optimizer.partition.parts():
+        row: dict[str, Any] = {"start": part.span.start, "stop": part.span.stop, "state": bucket.state_of(part)}
+        if not part.direct:
+            row["master"] = part.tensor
+        number = numbers[id(optimizer.partition.tensors[part.param])]
+        packed["state"].setdefault(number, {"pieces": []})["pieces"].append(row)
+    packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
+    return packed
+
+
+def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state dict of this rank and layout, or a whole one of the wrapped optimizer.
+
+    Raises:
+        ValueError: If it does not fit, or is a stub; nothing is changed then.
+    """
+    own, partition = state_dict.get(STATE_KEY), optimizer.partition
+    if own is not None and own.get("stub"):
+        raise ValueError(
+            "this state dict is a stub: the state itself lies beside it, in compressopt.index.json and its safetensors "
+            "files; load it with hf_compressopt.load_state(optimizer, directory), or through Trainer or Accelerate "
+            "with hf_compressopt registered"
+        )
+    saved_groups = state_dict["param_groups"]
+    sizes, saved = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved_groups]
+    if sizes != saved:
+        raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
+    if own is not None:
+        _check_rank(optimizer, own)
+    keys = chain.from_iterable(group["params"] for group in saved_groups)
+    numbers = dict(zip(map(id, _all_parameters(optimizer)), keys, strict=True))
+    rows = []
+    for bucket, part in partition.parts():
+        tensor = partition.tensors[part.param]
+        row = state_dict["state"].get(numbers[id(tensor)], {})
+        rows.append((bucket, part, _whole_state(row, part, tensor) if own is None else _own_state(row, part)))
+    for bucket, part, found in rows:
+        if "master" in found:
+            part.tensor.copy_(found["master"].reshape(-1))
+        else:
+            part.read_from(partition.tensors[part.param])
+        copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found.get("state", {}).items()}
+        set_state(optimizer, bucket, part, copies)
+    load_groups(optimizer.param_groups, saved_groups)
+    if own is not None:
+        load_header(optimizer, own)
+    else:
+        steps = [int(row["step"]) for row in state_dict["state"].values() if "step" in row]
+        optimizer.steps = max(steps, default=0)
+
+
+def _check_rank(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
+    """Check that a state dict of a ZeroOptimizer is of this number of ranks, and of this rank."""
+    check_header(optimizer, own)
+    rank, world_size = optimizer.communicator.rank, optimizer.communicator.world_size
+    if own["world_size"] != world_size:
+        raise ValueError(
+            f"the state is of world_size {own['world_size']}, this optimizer of {world_size}: save and load with "
+            "hf_compressopt.save_state and load_state, which take any number of ranks"
+        )
+    if own["rank"] != rank:
+        raise ValueError(
+            f"the state dict is rank {own['rank']}'s, this is rank {rank}: each rank has state of its own; save and "
+            "load with hf_compressopt.save_state and load_state"
+        )
+
+
+def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
+    """Find the saved state of one part in a state dict of a ZeroOptimizer."""
+    saved: list[dict[str, Any]] = row.get("pieces", [])
+    for entry in saved:
+        if (entry["start"], entry["stop"]) == (part.span.start, part.span.stop):
+            return entry
+    raise ValueError(
+        f"the state dict has pieces {[(entry['start'], entry['stop']) for entry in saved]} of a parameter of which "
+        f"this rank has elements {part.span.start} to {part.span.stop}: make the "
+        "optimizer with the bucket size that the saved one had, or load with hf_compressopt.load_state"
+    )
+
+
+def _whole_state(row: dict[str, Any], part: Part, param: Tensor) -> dict[str, Any]:
+    """Cut the state of one part out of the wrapped optimizer's own state of the whole parameter."""
+    state = {}
+    for name, value in row.items():
+        if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or name != "step"):
+            value = value.reshape(-1)[part.span.start : part.span.stop].to(part.tensor.dtype)
+        elif isinstance(value, Tensor) and value.dim() > 0:
+            raise ValueError(f"{name} of shape {tuple(value.shape)} does not fit a parameter of {tuple(param.shape)}")
+        state[name] = value
+    return {"state": state}
