@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,6 +15,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import StateTensor
+from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import (
     check_group,
@@ -22,10 +23,11 @@ from hf_compressopt.optim.options import (
     check_mask,
     check_ranks,
     group_from_plain,
+    in_lists,
     loadable_group,
     plain_group,
 )
-from hf_compressopt.schedules import Stage
+from hf_compressopt.schedules import Stage, StepPlan
 
 #: Key under which a state dict carries what torch's own have no place for.
 STATE_KEY = "compressopt"
@@ -67,23 +69,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.bucket_numel, self.scale_block = bucket_numel, scale_block
         self.traffic = Traffic()
         self._step = 0
-        self._ready = False  # False while torch's constructor adds the groups: state comes when all are known
         self._in_shards = False
-        self._ranks_checked = False
         self._states: list[GroupState] = []
-        self._names: list[list[str]] = []
-        self._waiting: list[dist.ProcessGroup | None] = []  # the param groups' own, until their state is made
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
         self._plain_rows: dict[int, dict[str, Tensor]] = {}  # by number of a parameter, read from a checkpoint
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
-        super().__init__(params, defaults)
-        tensors = chain.from_iterable(group["params"] for group in self.param_groups)
-        device = next((p.device for p in tensors), torch.device("cpu"))
+        params, device = in_lists(params)
         self.communicator = make_communicator(process_group=process_group, device=device, **self._chosen)
-        self._ready = True
-        for group, own in zip(self.param_groups, self._waiting, strict=True):
-            self._add_state(group, own)
-        self._waiting.clear()
+        self._consensus = Consensus(self._states, self.communicator)
+        super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything: copies share the process group, and views stay views of the copied buffers.
@@ -108,13 +102,22 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError("a param group with a process_group of its own needs a communicator that is given by name")
         super().add_param_group(param_group)
         check_last_group(self.param_groups, one_device=True)
-        if self._ready:
-            self._add_state(self.param_groups[-1], own)
-        else:
-            self._waiting.append(own)
+        group = self.param_groups[-1]
+        device = group["params"][0].device if group["params"] else self.communicator.device
+        state = GroupState(
+            group,
+            len(self._states),
+            bucket_numel=self.bucket_numel,
+            scale_block=self.scale_block,
+            communicator=self._communicator_of(own, device),
+            extras=self.extra_state,
+            own_rank=None if own is None else self.communicator.rank,
+        )
+        self._states.append(state)
+        self._link(state)
 
     def _communicator_of(self, own: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """The optimizer's communicator, or the one of param groups with this process group."""
+        """Return the optimizer's communicator, or the one of param groups with this process group."""
         if own is None:
             return self.communicator
         for state in self._states:
@@ -122,33 +125,15 @@ class FlatOptimizer(torch.optim.Optimizer):
                 return state.communicator
         return make_communicator(process_group=own, device=device, **self._chosen)
 
-    def _add_state(self, group: dict[str, Any], own: dist.ProcessGroup | None) -> None:
-        trainable = dict.fromkeys(p for p in group["params"] if p.requires_grad)  # a tensor given twice counts once
-        device = next((p.device for p in trainable), self.communicator.device)
-        state = GroupState(
-            list(trainable),
-            bucket_numel=self.bucket_numel,
-            scale_block=self.scale_block,
-            communicator=self._communicator_of(own, device),
-            compressed=not group["non_freeze"],
-            extras=self.extra_state,
-            own_rank=None if own is None else self.communicator.rank,
-        )
-        number = len(self._states)
-        given = group.get("param_names", [f"group{number}.{i}" for i in range(len(group["params"]))])
-        by_param = dict(zip(group["params"], given, strict=True))
-        self._states.append(state)
-        self._names.append([by_param[p] for p in trainable])
-        self._link(state)
-
     def _link(self, state: GroupState) -> None:
+        """Give ``optimizer.state`` the views of a group's buffers."""
         for index, param in enumerate(state.params):
             self.state[param] = state.torch_state(index)
-        self._ranks_checked = False
+        self._consensus.check_anew()
 
     def _state_loaded(self) -> None:
-        """Find anew what is derived from the state."""
-        self._ranks_checked = False
+        """Find anew what follows from the state."""
+        self._consensus.check_anew()
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
@@ -157,18 +142,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                 state.to(state.params[0].device)
                 self.communicator.device = state.communicator.device = state.device
                 self._link(state)
-
-    def _by_communicator(self, states: Iterable[GroupState]) -> list[tuple[Communicator, list[GroupState]]]:
-        """The states in order, those with the same communicator together."""
-        found: dict[int, tuple[Communicator, list[GroupState]]] = {}
-        for state in states:
-            found.setdefault(id(state.communicator), (state.communicator, []))[1].append(state)
-        return list(found.values())
-
-    @property
-    def _has_own_groups(self) -> bool:
-        """Whether a param group has a process group of its own: alike on all ranks, as is checked at the first step."""
-        return any(state.own_rank is not None for state in self._states)
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -362,7 +335,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         counts = [len(state.params) for state in self._states]
         if names is None:
-            names = list(chain.from_iterable(self._names))
+            names = [name for state in self._states for name in state.names]
         if len(names) != sum(counts) or len(set(names)) != len(names):
             raise ValueError(
                 f"there must be a different name for each of the {sum(counts)} trainable parameters, got {len(names)} "
@@ -389,7 +362,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._follow_parameters()
         tensors: list[StateTensor] = []
         for number, state in enumerate(self._states):
-            own = self._own_tensors(stage or self._stage) if state.compressed else ()
+            own = self._own_tensors(stage or self.last_plan.stage) if state.compressed else ()
             tensors += state.checkpoint_tensors(number, names[number], own)
         if saved is None:
             masks = {self._mask_name(n): group.get("exp_avg_mask") for n, group in enumerate(self.param_groups)}
@@ -485,8 +458,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self.communicator.world_size == 1 and tensor.is_error
 
     @property
-    def _stage(self) -> Stage:
-        """The stage of the last step; before the first one its own."""
+    def last_plan(self) -> StepPlan:
+        """Plan of the last step; before the first one its own."""
         raise NotImplementedError("abstract")
 
     def _own_tensors(self, stage: Stage) -> Sequence[str]:

@@ -171,6 +171,22 @@ def sum_of(tensor: Tensor) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=tensor.device)
 
 
+def variance_norm(exp_avg_sq: Tensor, count: float, group: dict[str, Any]) -> Tensor:
+    """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so.
+
+    Args:
+        exp_avg_sq: [n] float32.
+        count: Updates so far; the norm of moments without any counts as 0.
+        group: The param group.
+
+    Returns:
+        [] float64.
+    """
+    if count == 0:
+        return torch.zeros((), dtype=torch.float64, device=exp_avg_sq.device)
+    return sum_of(exp_avg_sq) / (1 - group["betas"][1] ** count if group["bias_correction"] else 1.0)
+
+
 def bit_sum(tensor: Tensor) -> Tensor:
     """Sum of all elements' bits, read as integers: exact, so that its order does not matter. Returns [] int64.
 

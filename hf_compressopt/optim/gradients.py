@@ -56,42 +56,32 @@ class StepGradients:
 
     @classmethod
     def collect(
-        cls,
-        all_params: Sequence[Sequence[Tensor]],
-        trainable: Sequence[Sequence[Tensor]],
-        names: Sequence[Sequence[str]],
-        given: Iterable[Any] | None,
-        communicator: Communicator,
-        shares: Sequence[float],
-        *,
-        ask: bool,
+        cls, states: Sequence[GroupState], given: Iterable[Any] | None, communicator: Communicator, *, ask: bool
     ) -> StepGradients:
-        """The gradients of the trainable parameters.
+        """Collect the gradients of the trainable parameters.
 
         Args:
-            all_params: The parameters of each param group.
-            trainable: Those of them that have state.
-            names: A name for each of the latter.
-            given: One gradient (or None) per parameter, flat or per group; ``p.grad`` of each where not given.
+            states: The param groups.
+            given: One gradient (or None) per parameter, flat or per group; None for ``p.grad`` of each.
             communicator: The ranks.
-            shares: As in the constructor.
-            ask: Likewise.
+            ask: See the class.
         """
-        flat = list(chain.from_iterable(all_params))
+        flat = [param for state in states for param in state.options["params"]]
         try:
             grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
         except ValueError as error:
             return cls([], error, communicator, [], ask=ask)
         by_param = dict(zip(map(id, flat), grads, strict=True))
-        groups = [[by_param.pop(id(p)) for p in params] for params in trainable]
+        groups = [[by_param.pop(id(p)) for p in state.params] for state in states]
         fault: Exception | None = None
         if any(grad is not None for grad in by_param.values()):
             fault = ValueError(
                 "a parameter that was frozen (requires_grad=False) when it was added now has a gradient: the optimizer "
                 "has no state for it; add it with add_param_group once it is trainable"
             )
-        for params, mine, called in zip(trainable, groups, names, strict=True):
-            fault = fault or _find_fault(params, mine, called)
+        for state, mine in zip(states, groups, strict=True):
+            fault = fault or _find_fault(state.params, mine, state.names)
+        shares = [1 / state.communicator.world_size for state in states]
         return cls(groups, fault, communicator, shares, ask=ask)
 
     def present(self) -> list[Tensor]:

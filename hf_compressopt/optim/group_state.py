@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,41 +38,48 @@ class ExtraState:
 
 
 class GroupState:
-    """State of the trainable parameters of one param group, allocated at once and alike on every rank.
+    """One param group: its options, and the state of its trainable parameters, allocated at once, alike on every rank.
 
     Attributes:
+        options: The param group itself, as torch's optimizers have it.
+        number: Its number among the param groups.
         params: The parameters that required a gradient when the group was added, in the group's order.
-        layout: Where they lie in the flat buffers.
+        names: Their names.
+        layout: The place of each in the flat buffers.
         exp_avg: [numel] float32, first moment.
         exp_avg_sq: [numel] float32, second moment.
         steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
         extra: The algorithm's own state tensors, by name.
-        worker_error: [numel] float32, or [0] where nothing is ever compressed. One rank alone has none either, but for
-            the time between the load of a checkpoint of more ranks and its first compressed step.
+        compressed: Whether the group is ever compressed, and so needs errors and extras.
+        worker_error: [numel] float32, or [0] if nothing is ever compressed. A single rank has none either, except
+            between the load of a checkpoint of more ranks and its first compressed step.
         server_error: [elements whose server this rank is] float32, or [0], likewise.
         feedback: One per bucket, views of the two errors.
         communicator: The ranks that hold these parameters.
-        own_rank: Where that is a process group of the param group's own: this rank's number among all ranks, since
-            others may hold other parameters. Else None.
+        own_rank: This rank's number among all ranks if the param group has a process group of its own, since other
+            ranks may hold other parameters. Else None.
         own_params: This rank's own parameters, while others stand in their place.
         still: For each parameter, whether it keeps still after the warmup stage; see :meth:`find_still`.
     """
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        options: dict[str, Any],
+        number: int,
         *,
         bucket_numel: int,
         scale_block: int | None,
         communicator: Communicator,
-        compressed: bool,
         extras: Sequence[ExtraState] = (),
         own_rank: int | None = None,
     ) -> None:
-        """Allocate the state. ``compressed``: whether the group is ever compressed, and so needs errors and extras."""
-        self.params = list(params)
+        """Allocate the state."""
+        self.options, self.number = options, number
+        given = options.get("param_names", [f"group{number}.{i}" for i in range(len(options["params"]))])
+        named = {p: name for p, name in zip(options["params"], given, strict=True) if p.requires_grad}
+        self.params, self.names = list(named), list(named.values())  # a tensor given twice counts once
+        self.compressed = compressed = not options["non_freeze"]
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
-        self.compressed = compressed
         self._format = SignFormat(scale_block)
         self.communicator, self.own_rank = communicator, own_rank
         has_errors = compressed and communicator.world_size > 1
@@ -155,8 +162,9 @@ class GroupState:
         views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
         self.still = [self.compressed and view.numel() > 0 and not bool(view.any()) for view in views]
 
-    def masked(self, bucket: Bucket, average: Average, mask: Tensor | None) -> Average:
-        """A bucket's average, times the group's mask where there is one."""
+    def masked(self, bucket: Bucket, average: Average) -> Average:
+        """Return a bucket's average, times the group's mask if it has one."""
+        mask: Tensor | None = self.options.get("exp_avg_mask")
         if mask is None:
             return average
         values = torch.empty(bucket.numel, dtype=torch.float32, device=self.device)
@@ -258,3 +266,16 @@ def _of_ranks(before: str, after: str = "") -> str:
     """The name of what is each rank's own, with a place for the rank's number."""
     braced = before.replace("{", "{{").replace("}", "}}"), after.replace("{", "{{").replace("}", "}}")
     return f"{braced[0]}rank{{rank}}{braced[1]}"
+
+
+def by_communicator(states: Iterable[GroupState]) -> list[tuple[Communicator, list[GroupState]]]:
+    """Return the states in order, those with the same communicator together."""
+    found: dict[int, tuple[Communicator, list[GroupState]]] = {}
+    for state in states:
+        found.setdefault(id(state.communicator), (state.communicator, []))[1].append(state)
+    return list(found.values())
+
+
+def has_own_groups(states: Iterable[GroupState]) -> bool:
+    """Return whether a param group has a process group of its own; alike on all ranks, as the first step checks."""
+    return any(state.own_rank is not None for state in states)

@@ -13,6 +13,35 @@ from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.group_state import GroupState
 
 
+class AlikeParameters:
+    """Mixin of an optimizer whose ranks have the same parameters after each step."""
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Inside, all ranks hold the same parameters, as they always do here. All ranks call."""
+        yield
+
+    def own_parameters_restorer(self) -> Callable[[], None]:
+        """Return a function that puts this rank's parameters back as they are now: nothing to do here."""
+        return lambda: None
+
+    @contextmanager
+    def synced_parameters(self) -> Iterator[bool]:
+        """Inside, the parameters are alike on all ranks, as they always are here. No collective call. Yields False."""
+        yield False
+
+    @property
+    def ranks_are_apart(self) -> bool:
+        """Whether each rank has its own parameters at this moment: never here."""
+        return False
+
+    def settle_parameters(self) -> None:
+        """Make all ranks hold the same parameters until the next step, as they always do here. All ranks call."""
+
+    def parameters_replaced(self) -> None:
+        """Go on from the parameters as they are, such as those of a model that was loaded. All ranks call."""
+
+
 class LocalInterval:
     """Averages over the ranks' parameters, and a watch for parameters that someone else has written.
 

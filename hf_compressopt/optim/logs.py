@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from contextlib import suppress
+
+from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.schedules import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 def write_log(logger: logging.Logger, level: int, message: str, *args: object) -> None:
@@ -13,3 +19,32 @@ def write_log(logger: logging.Logger, level: int, message: str, *args: object) -
     """
     with suppress(Exception):
         logger.log(level, message, *args)
+
+
+def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int, sent: str, norm: str) -> None:
+    """Log the end of the first stage, and warn of parameters that keep still after it.
+
+    Args:
+        plan: Plan of the last step of the stage.
+        states: The param groups.
+        world_size: The number of ranks.
+        sent: What is sent after the switch, in words.
+        norm: What clipping reports after the switch, in words.
+    """
+    message = "step %d: %s ends, the variance is frozen; "
+    if world_size > 1:
+        message += f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
+    else:
+        message += "with one rank nothing is sent, and so nothing is compressed"
+    write_log(logger, logging.INFO, message, plan.step, plan.stage.value)
+    names = [name for state in states for name, still in zip(state.names, state.still, strict=True) if still]
+    if names:
+        write_log(
+            logger,
+            logging.WARNING,
+            "%d parameter(s) had no gradient in the warmup stage, so they have no variance and keep still from here "
+            "on: %s%s (for such parameters use a later freeze_step, or a group with non_freeze=True)",
+            len(names),
+            ", ".join(names[:8]),
+            ", ..." if len(names) > 8 else "",
+        )

@@ -15,6 +15,7 @@ Compressed stage, t > freeze_step:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,7 @@ from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.schedules import StepPlan
 
 
 class OnebitAdam(CompressedOptimizer):
@@ -51,14 +53,16 @@ class OnebitAdam(CompressedOptimizer):
         super().__init__(params, lr, **options)
 
     def _prepare(
-        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
     ) -> Combination:
-        beta1, _ = group["betas"]
+        beta1, _ = state.options["betas"]
         gradients = state.gradient_segments(bucket, grads)
         exp_avg = state.exp_avg[bucket.start : bucket.stop]
         return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1)  # (4)
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
         exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
         with state.parameter_segments(bucket) as params:
-            kernels.on(exp_avg.device).apply_adam_(average, exp_avg, variance, params, descent(group))  # (5), (6)
+            kernels.on(exp_avg.device).apply_adam_(
+                average, exp_avg, variance, params, descent(state.options)
+            )  # (5), (6)

@@ -25,7 +25,7 @@ from hf_compressopt.flat import Bucket, Piece
 from hf_compressopt.kernels import Average, Combination, LambOptions
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import adam_options
-from hf_compressopt.optim.group_state import ExtraState, GroupState
+from hf_compressopt.optim.group_state import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.lamb import check_coefficients, lamb_step_
 from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import StepPlan
@@ -95,8 +95,8 @@ class OnebitLamb(CompressedOptimizer):
         """Its norms are sums, which native kernels and the reference round differently."""
         return [f"kernels={kernels.implementation(self.communicator.device).split()[0]}"]
 
-    def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
-        options = adam_options(group)
+    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+        options = adam_options(state.options)
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -133,7 +133,7 @@ class OnebitLamb(CompressedOptimizer):
         """Mean of the tensors' momentum scales; of tensors that only some of the ranks hold, each counts once."""
         device = self.communicator.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        if not self._has_own_groups:
+        if not has_own_groups(self._states):
             return torch.stack(list(scales)).mean() if scales else total[0]
         for scale, share in zip(scales, shares, strict=True):
             total += share * torch.stack([scale.to(device), torch.ones_like(total[0])])
@@ -141,15 +141,15 @@ class OnebitLamb(CompressedOptimizer):
         return total[0] / total[1]
 
     def _prepare(
-        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
     ) -> Combination:
-        beta1, _ = group["betas"]
+        beta1, _ = state.options["betas"]
         gradients = state.gradient_segments(bucket, grads)
         exp_avg, scaling = state.exp_avg[bucket.start : bucket.stop], state.extra["scaling_coeff"]
         return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1, scaling)  # (3)
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
-        flat, options = slice(bucket.start, bucket.stop), _lamb_options(group)
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
+        flat, options = slice(bucket.start, bucket.stop), _lamb_options(state.options)
         if bucket.start == 0:
             self._sums[state] = torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
         with state.parameter_segments(bucket) as params:
@@ -165,11 +165,11 @@ class OnebitLamb(CompressedOptimizer):
             )
         whole = [piece.index for piece in bucket.pieces if piece.stop == state.layout.numels[piece.index]]
         if whole:  # the tensors of which all has come back
-            self._apply_tensors(group, state, range(whole[0], whole[-1] + 1))
+            self._apply_tensors(state, range(whole[0], whole[-1] + 1))
 
-    def _apply_tensors(self, group: dict[str, Any], state: GroupState, tensors: range) -> None:
+    def _apply_tensors(self, state: GroupState, tensors: range) -> None:
         """Move these consecutive tensors, by coefficients that are found for all of them at once."""
-        options = _lamb_options(group)
+        options = _lamb_options(state.options)
         moving = [i for i in tensors if state.layout.numels[i] and state.params[i].requires_grad]
         rows = torch.tensor(moving, dtype=torch.int64, device=state.device)
         direction, update, factor = self._sums[state][rows].unbind(dim=1)  # (5)
@@ -179,10 +179,10 @@ class OnebitLamb(CompressedOptimizer):
         last = state.extra["last_factor"][rows]
         factor = factor.float().clamp(self.factor_min, self.factor_max)
         factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
-        coeff = self._frozen_coeffs(group, state)[rows] * factor
+        coeff = self._frozen_coeffs(state)[rows] * factor
         state.extra["last_factor"][rows], state.extra["lamb_coeff"][rows] = factor, coeff
         rates = torch.zeros_like(state.extra["lamb_coeff"])
-        rates[rows] = coeff * group["lr"]
+        rates[rows] = coeff * state.options["lr"]
         pieces = tuple(
             Piece(i, 0, state.layout.numels[i], state.layout.starts[i]) for i in tensors if state.layout.numels[i]
         )
@@ -191,9 +191,9 @@ class OnebitLamb(CompressedOptimizer):
         with state.parameter_segments(span, moving) as params:
             kernels.on(state.device).lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
 
-    def _frozen_coeffs(self, group: dict[str, Any], state: GroupState) -> Tensor:
+    def _frozen_coeffs(self, state: GroupState) -> Tensor:
         average, updates = state.extra["lamb_coeff_freeze"], state.extra["lamb_coeff_updates"]
-        if group["bias_correction"]:
+        if state.options["bias_correction"]:
             average = average / (1 - self.coeff_beta**updates)
         return torch.where(updates > 0, average, 1.0)
 

@@ -177,6 +177,26 @@ def check_mask(mask: Any, params: list[Tensor], number: int) -> None:
             ) from None
 
 
+def in_lists(params: Any) -> tuple[Any, torch.device]:
+    """Return the parameters of a constructor with lists for iterators, and the device of the first one.
+
+    Args:
+        params: Parameters, named parameters or param groups. A param group is changed in place, as torch does.
+    """
+    if isinstance(params, (Tensor, str)):
+        return params, torch.device("cpu")  # torch refuses it
+    params = list(params)
+    found: list[Any] = []
+    for entry in params:
+        if isinstance(entry, dict) and "params" in entry and not isinstance(entry["params"], Tensor):
+            entry["params"] = list(entry["params"])
+            found += entry["params"]
+        else:
+            found.append(entry["params"] if isinstance(entry, dict) else entry)
+    tensors = (entry[-1] if isinstance(entry, tuple) else entry for entry in found)
+    return params, next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
+
+
 def check_last_group(groups: list[dict[str, Any]], *, one_device: bool = False) -> None:
     """Check the param group that was added last; remove it if it is not valid.
 

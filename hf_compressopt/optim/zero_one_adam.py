@@ -16,20 +16,19 @@ and in a sync, all together,
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.flat import Bucket, StateTensor
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.consensus import digest_of
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
@@ -99,10 +98,10 @@ class ZeroOneAdam(CompressedOptimizer):
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
-    def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
+    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         if not state.compressed:
-            return super()._uncompressed_step(group, state, grads)
-        beta1, beta2 = group["betas"]
+            return super()._uncompressed_step(state, grads)
+        beta1, beta2 = state.options["betas"]
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -114,37 +113,7 @@ class ZeroOneAdam(CompressedOptimizer):
         with_grad = {index for index, grad in enumerate(grads) if grad is not None}
         for bucket in state.layout.buckets:
             momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
-            self._descend(group, state, bucket, momentum, beta=1.0, counted=True, moving=with_grad)
-
-    def _descend(
-        self,
-        group: dict[str, Any],
-        state: GroupState,
-        bucket: Bucket,
-        average: Average,
-        *,
-        beta: float,
-        counted: bool,
-        moving: Container[int] | None = None,
-    ) -> None:
-        """The update of the variance stage, (3). ``counted``: whether this step is in ``state.steps`` already."""
-        exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
-        corrections = self._corrections(group, state, counted)
-        with state.parameter_segments(bucket, moving) as params:
-            kernels.on(exp_avg.device).apply_adam_(
-                average, exp_avg, variance, params, descent(group), beta=beta, corrections=corrections
-            )
-
-    def _corrections(self, group: dict[str, Any], state: GroupState, counted: bool) -> Tensor:
-        """What m and v of each parameter are divided by; infinity for m where there is no variance yet."""
-        beta1, beta2 = group["betas"]
-        updates = state.extra["variance_steps"].double()
-        first, second = torch.ones_like(updates), torch.ones_like(updates)
-        if group["bias_correction"]:
-            first = 1 - beta1 ** (state.steps.to(updates) + (not counted))
-            second = 1 - beta2 ** updates.clamp(min=1)
-        first = torch.where(updates > 0, first, torch.inf)  # without a variance it keeps still
-        return torch.stack([first, second], dim=1).float()
+            _descend(state, bucket, momentum, beta=1.0, counted=True, moving=with_grad)
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
@@ -162,20 +131,20 @@ class ZeroOneAdam(CompressedOptimizer):
     # -- messages: a gradient in the variance stage, the sum of updates in the local-step stage -----------------------
 
     def _prepare(
-        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
     ) -> Combination:
-        if self.plan.stage is Stage.LOCAL_STEP:
+        if plan.stage is Stage.LOCAL_STEP:
             return Combination.of(state.extra["local_update"][bucket.start : bucket.stop])
         gradients = state.gradient_segments(bucket, grads)
         return Combination(bucket.numel, state.device, grads=gradients)
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
-        if self.plan.stage is not Stage.LOCAL_STEP:
-            beta1, _ = group["betas"]
-            self._descend(group, state, bucket, average, beta=1 - beta1, counted=False)  # (1), (2), (3)
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
+        if plan.stage is not Stage.LOCAL_STEP:
+            beta1, _ = state.options["betas"]
+            _descend(state, bucket, average, beta=1 - beta1, counted=False)  # (1), (2), (3)
             return
         flat = slice(bucket.start, bucket.stop)
-        decayed = replace(descent(group), decay=float(state.extra["decay"]))
+        decayed = replace(descent(state.options), decay=float(state.extra["decay"]))
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).sync_parameters_(  # (6), (7)
                 average,
@@ -190,78 +159,46 @@ class ZeroOneAdam(CompressedOptimizer):
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
 
-    def _local_steps(self, plan: StepPlan, groups: Sequence[int], gradients: Grads | None) -> None:
+    def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         self._interval.begin_step()
         if gradients is None:
-            write_log(
-                logger,
-                logging.WARNING,
-                "step %d: a gradient of rank %d is not finite; the rank goes on with its momentum",
-                plan.step,
-                self.communicator.rank,
-            )
-        moved = []
-        for index in groups:
-            group, state = self.param_groups[index], self._states[index]
-            self._local_step(group, state, None if gradients is None else gradients[index])
-            if float(state.extra["lr_sum"]) != 0:  # a schedule at its floor moves nothing: there is nothing to send
-                moved.append(index)
+            message = "step %d: a gradient of rank %d is not finite; the rank goes on with its momentum"
+            write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
+        for state in states:
+            _local_step(state, None if gradients is None else gradients[state.number])
         if plan.synchronize:
-            self._sync(moved, gradients)
+            self._sync(plan, states, gradients)
         self._interval.expect()
 
-    def _sync(self, moved: Sequence[int], gradients: Grads | None) -> None:
+    def _sync(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """(6) and (7), or plain averages if someone else has written parameters since the last sync."""
         written = self._parameters_were_written(gradients)
         self._interval.average_frozen()
         if written:
             return self._interval.sync_by_average()
-        self._compressed_step(moved, gradients or [[] for _ in self._states])
-        for index in moved:
-            self._states[index].extra["lr_sum"].zero_()
-            self._states[index].extra["decay"].fill_(1.0)
+        # a learning rate that was 0 throughout has moved nothing: there is nothing to send
+        moved = [state for state in states if float(state.extra["lr_sum"]) != 0]
+        self._compressed_step(plan, moved, None)
+        for state in moved:
+            state.extra["lr_sum"].zero_()
+            state.extra["decay"].fill_(1.0)
 
     def _parameters_were_written(self, gradients: Grads | None) -> bool:
         """Whether someone has written parameters on any rank; also compares what must be alike. All ranks call."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [(float(state.extra["lr_sum"]), float(state.extra["decay"])) for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
-        alike = [crc32(repr((self._hyperparameters(), so_far, frozen)).encode()) % DIGEST_BOUND]
-        compares, bits = not self._gradients_compared, 0
-        if compares:
-            bits = (self.communicator.rank if gradients is None else self._gradient_bits(gradients)) % DIGEST_BOUND
-            alike.append(bits)
+        digests = [digest_of((self._consensus.hyperparameters(), so_far, frozen))]
+        digests += self._consensus.gradient_digest(gradients)
         written = self._interval.written(self.communicator.device)
         with self.traffic.paused():
-            sums, same = self.communicator.sum_and_compare([written], alike)
-            if not same[0]:
-                self._require_same_hyperparameters()
-                self.communicator.require_equal(
-                    "their learning rates since the last sync, or in frozen parameters", [so_far, frozen]
-                )
-        self._heed_gradients(compares and same[1] and bits > 0)
+            sums, alike = self.communicator.sum_and_compare([written], digests)
+            if not alike[0]:
+                self._consensus.require_same_hyperparameters()
+                what = "their learning rates since the last sync, or in frozen parameters"
+                self.communicator.require_equal(what, [so_far, frozen])
+        self._consensus.heed_gradients(digests[1:], alike[1:])
         return float(sums[0]) > 0
-
-    def _local_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None] | None) -> None:
-        """(4) and (5) of one group."""
-        lr, decay, (beta1, _) = float(group["lr"]), group["weight_decay"], group["betas"]
-        for bucket in state.layout.buckets:
-            flat = slice(bucket.start, bucket.stop)
-            gradients = None if grads is None else state.gradient_segments(bucket, grads)
-            local_update = state.extra["local_update"][flat]
-            with state.parameter_segments(bucket) as params:
-                kernels.on(state.device).local_step_(
-                    state.exp_avg[flat],
-                    state.exp_avg_sq[flat],
-                    local_update,
-                    gradients,
-                    params,
-                    beta1,
-                    descent(group),
-                )
-        state.extra["lr_sum"] += lr
-        state.extra["decay"] *= 1 - lr * decay
-        state.steps += 1
 
     def _own_tensors(self, stage: Stage) -> Sequence[str]:
         return ("exp_avg", "local_update", "param") if stage is Stage.LOCAL_STEP else ()
@@ -272,6 +209,19 @@ class ZeroOneAdam(CompressedOptimizer):
     def ranks_are_apart(self) -> bool:
         """Whether each rank has its own parameters at this moment. No collective call; alike on all ranks."""
         return self._interval.is_apart()
+
+    def own_parameters_restorer(self) -> Callable[[], None]:
+        """Return a function that puts this rank's parameters back as they are now."""
+        if self.last_plan.stage is not Stage.LOCAL_STEP:
+            return super().own_parameters_restorer()
+        own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for param, value in own:
+                    param.copy_(value)
+
+        return restore
 
     def settle_parameters(self) -> None:
         """Put the mean over ranks in the place of each rank's parameters; the next step starts from it. All ranks call.
@@ -303,7 +253,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
         Without this call the next sync averages what it finds, with one message in full precision.
         """
-        if self._stage is Stage.LOCAL_STEP:
+        if self.last_plan.stage is Stage.LOCAL_STEP:
             self._interval.expect_anything()
             for state in self._states:
                 if state.compressed:
@@ -321,3 +271,50 @@ class ZeroOneAdam(CompressedOptimizer):
         if saved is not None:
             self._interval.put_back()
         return super().checkpoint_tensors(*args, saved=saved, **kwargs)
+
+
+def _descend(
+    state: GroupState,
+    bucket: Bucket,
+    average: Average,
+    *,
+    beta: float,
+    counted: bool,
+    moving: Container[int] | None = None,
+) -> None:
+    """Take the update of the variance stage, (3). ``counted``: whether this step is in ``state.steps`` already."""
+    exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
+    corrections = _corrections(state, counted)
+    with state.parameter_segments(bucket, moving) as params:
+        kernels.on(state.device).apply_adam_(
+            average, exp_avg, variance, params, descent(state.options), beta=beta, corrections=corrections
+        )
+
+
+def _corrections(state: GroupState, counted: bool) -> Tensor:
+    """Return the divisors of m and v of each parameter; infinity for m if there is no variance yet."""
+    beta1, beta2 = state.options["betas"]
+    updates = state.extra["variance_steps"].double()
+    first, second = torch.ones_like(updates), torch.ones_like(updates)
+    if state.options["bias_correction"]:
+        first = 1 - beta1 ** (state.steps.to(updates) + (not counted))
+        second = 1 - beta2 ** updates.clamp(min=1)
+    first = torch.where(updates > 0, first, torch.inf)  # without a variance it keeps still
+    return torch.stack([first, second], dim=1).float()
+
+
+def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
+    """Take (4) and (5) of one group."""
+    options = state.options
+    lr, decay, (beta1, _) = float(options["lr"]), options["weight_decay"], options["betas"]
+    for bucket in state.layout.buckets:
+        flat = slice(bucket.start, bucket.stop)
+        gradients = None if grads is None else state.gradient_segments(bucket, grads)
+        local_update = state.extra["local_update"][flat]
+        with state.parameter_segments(bucket) as params:
+            kernels.on(state.device).local_step_(
+                state.exp_avg[flat], state.exp_avg_sq[flat], local_update, gradients, params, beta1, descent(options)
+            )
+    state.extra["lr_sum"] += lr
+    state.extra["decay"] *= 1 - lr * decay
+    state.steps += 1

@@ -1,0 +1,257 @@
+"""The agreement of the ranks on the steps of one optimizer: what must be alike, norms, faults, overflows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+from zlib import crc32
+
+from torch import Tensor
+
+from hf_compressopt.collectives.agreement import DIGEST_BOUND
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.optim.alignment import largest_difference, parameter_bits, replicated_bits, take_first_ranks
+from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.optim.gradients import Grads, StepGradients
+from hf_compressopt.optim.group_state import GroupState, by_communicator, has_own_groups
+from hf_compressopt.optim.logs import write_log
+from hf_compressopt.schedules import StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+def digest_of(value: Any) -> int:
+    """Return a number below DIGEST_BOUND that stands for a value."""
+    return crc32(repr(value).encode()) % DIGEST_BOUND
+
+
+class Consensus:
+    """The small messages beside those of a step, and what the ranks know from them.
+
+    Attributes:
+        states: The param groups, a list that may grow.
+        communicator: All ranks.
+        measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
+    """
+
+    def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
+        """Begin with nothing known."""
+        self.states, self.communicator = states, communicator
+        self.measured: StepGradients | None = None
+        self._overflow = False  # a gradient scaler found an element that is not finite
+        self._gradients_compared = False
+        self._checked = False
+        self._compared_at = 0  # the step before which the ranks were compared last
+
+    # -- what must be alike -------------------------------------------------------------------------------------------
+
+    def check_anew(self) -> None:
+        """Have the ranks compare everything before the next step."""
+        self._checked = False
+
+    def check(self, plan: StepPlan, before: StepPlan | None, alike: Sequence[Any]) -> None:
+        """Check, before the first step and before the first one of a stage, that the ranks are alike.
+
+        Args:
+            plan: Plan of the coming step.
+            before: Plan of the step before it; None before the first one.
+            alike: Numbers, strings and lists of these that must be alike.
+
+        Raises:
+            ValueError: If the ranks are not alike, on all ranks.
+        """
+        if not self._checked:
+            own = [state.own_rank is not None for state in self.states]
+            self.communicator.require_equal(
+                "optimizer, step, options, or param groups with a process_group of their own", [*alike, own]
+            )
+            self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
+            self.require_same_hyperparameters()
+            if plan.agree:  # else each rank has parameters of its own
+                self._require_equal("the bits of their parameters (are they alike at the start?)", parameter_bits)
+            self._checked, self._compared_at = True, plan.step
+        elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
+            self.require_same_hyperparameters()
+            self._align(plan.step)
+            self._compared_at = plan.step
+
+    def hyperparameters(self) -> list[list[Any]]:
+        """Return the hyperparameters of the param groups that all ranks hold."""
+        return [_plain_options(state.options) for state in self.states if state.own_rank is None]
+
+    def require_same_hyperparameters(self) -> None:
+        """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed.
+
+        Raises:
+            ValueError: If they do not, on all ranks.
+        """
+        what = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
+        self.communicator.require_equal(what, self.hyperparameters())
+
+    def _align(self, step: int) -> None:
+        """Take rank 0's parameters on all ranks if they differ by no more than rounding.
+
+        Raises:
+            ValueError: If they differ by more, on all ranks; nothing has changed.
+        """
+        error: Exception | None = None
+        apart: list[tuple[Communicator, list[GroupState]]] = []
+        with self.communicator.traffic.paused():
+            for communicator, states in by_communicator(self.states):
+                everyone = communicator.all_gather_object([replicated_bits(state) for state in states])
+                if any(bits != everyone[0] for bits in everyone):
+                    apart.append((communicator, states))
+                    if largest_difference(states, step - 1, communicator) > 1:
+                        error = ValueError(
+                            "the parameters of the ranks differ by more than rounding at the end of the warmup stage: "
+                            "average all gradients over the ranks while optimizer.plan.reduce_grads, and start all "
+                            "ranks from the same parameters"
+                        )
+            self._raise_together(error)
+            for communicator, states in apart:
+                take_first_ranks(states, communicator)
+        if apart and self.communicator.rank == 0:
+            message = "step %d: the parameters of the ranks differ by rounding (unlike devices?): all take rank 0's"
+            write_log(logger, logging.WARNING, message, step)
+
+    def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
+        """Check that a number of every param group is alike on all the ranks that hold it.
+
+        Raises:
+            ValueError: If one is not, on all ranks.
+        """
+        error: Exception | None = None
+        for communicator, states in by_communicator(self.states):
+            try:
+                communicator.require_equal(what, [value(state) for state in states])
+            except ValueError as found:
+                error = found
+        self._raise_together(error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks if one has an error; without groups of their own, all have it or none."""
+        if has_own_groups(self.states):
+            self.communicator.raise_together(error, ValueError)
+        elif error is not None:
+            raise error
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def asks(self, plan: StepPlan) -> bool:
+        """Return whether a gradient that is not finite on one rank skips this step on all."""
+        uncompressed = (state for state in self.states if not state.compressed)
+        # of a group with a process group of its own, others may have parameters if this rank has none
+        return plan.agree or any(state.params or state.own_rank is not None for state in uncompressed)
+
+    def are_local(self, plan: StepPlan) -> bool:
+        """Return whether some gradients of a step are this rank's own, so that ranks must agree on their norm."""
+        return not plan.reduce_grads or has_own_groups(self.states)
+
+    def final_gradients(
+        self, plan: StepPlan, given: Iterable[Any] | None, max_grad_norm: float
+    ) -> tuple[StepGradients, bool]:
+        """Return the gradients of a step, clipped, and whether those of all ranks are finite.
+
+        What the ranks have agreed on since the last step, while clipping or for a gradient scaler, is not asked again.
+        """
+        # given gradients may be averaged or not: a wrong number of them on one rank must fail on all
+        ask = self.asks(plan) and (self.are_local(plan) or given is not None)
+        gradients, measured = StepGradients.collect(self.states, given, self.communicator, ask=ask), self.measured
+        same = gradients.reuse(measured)
+        if measured is not None and measured.ask and ask and given is None and not max_grad_norm:
+            if measured.is_finite():
+                if not same and not gradients.is_usable():
+                    self._go_on_without(gradients, plan)
+                return gradients, True
+        self._agree(gradients, plan)
+        if max_grad_norm > 0:
+            gradients.clip_(max_grad_norm, in_place=given is None)
+        return gradients, gradients.is_finite()
+
+    def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> Tensor:
+        """Clip the gradients of the coming step. Returns [] float64, the norm before."""
+        ask = self.asks(plan) and self.are_local(plan)
+        gradients = StepGradients.collect(self.states, None, self.communicator, ask=ask)
+        gradients.reuse(self.measured)
+        part = gradients if parameters is None else gradients.of(parameters, self.states)
+        self._agree(gradients, plan, part)
+        norm = part.clip_(max_norm, in_place=True)
+        gradients.after_clipping(part)
+        self.measured = gradients
+        return norm
+
+    def note_overflow(self, overflow: bool) -> None:
+        """Record what a gradient scaler found while it changed this rank's gradients."""
+        self._overflow, self.measured = overflow, None
+
+    def overflow_anywhere(self, plan: StepPlan) -> bool:
+        """Return whether the gradients of any rank are not finite."""
+        if self.measured is None or not self.measured.ask:
+            gradients = StepGradients.collect(self.states, None, self.communicator, ask=True)
+            self._agree(gradients, plan)
+            self.measured = gradients
+        return not self.measured.is_finite()
+
+    def end_step(self) -> None:
+        """Forget what was known of the gradients."""
+        self.measured, self._overflow = None, False
+
+    def _agree(self, gradients: StepGradients, plan: StepPlan, part: StepGradients | None = None) -> None:
+        """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike.
+
+        Raises:
+            ValueError: If the ranks differ in their hyperparameters, on all ranks; nothing has changed.
+            Exception: As :meth:`StepGradients.agree`.
+        """
+        digests = [digest_of(self.hyperparameters())] if gradients.ask else []
+        if not plan.reduce_grads and gradients.ask:
+            digests += self.gradient_digest(gradients.groups)
+        alike = gradients.agree(digests, overflow=self._overflow, part=part)
+        if alike and not alike[0]:
+            self.require_same_hyperparameters()
+        self.heed_gradients(digests[1:], alike[1:])
+
+    def gradient_digest(self, gradients: Grads | None) -> list[int]:
+        """Return a digest of this rank's local gradients the first time, else nothing.
+
+        The gradients of groups with a process group of their own are not in it.
+        """
+        if self._gradients_compared:
+            return []
+        if gradients is None:
+            return [self.communicator.rank % DIGEST_BOUND]
+        shared = [grads for grads, state in zip(gradients, self.states, strict=False) if state.own_rank is None]
+        return [int(sum(bit_sum(grad) for grad in chain.from_iterable(shared) if grad is not None)) % DIGEST_BOUND]
+
+    def heed_gradients(self, digests: Sequence[int], alike: Sequence[bool]) -> None:
+        """Warn, once, if the local gradients of all ranks are identical, and not 0."""
+        if not digests:
+            return
+        self._gradients_compared = True
+        if alike[0] and digests[0] > 0 and self.communicator.rank == 0 and self.communicator.world_size > 1:
+            write_log(
+                logger,
+                logging.WARNING,
+                "the gradients of all ranks are identical in the first step whose gradients must stay local: they seem "
+                "to be averaged already, in full precision, so that no traffic is saved. For a DistributedDataParallel "
+                "model call hf_compressopt.attach_ddp(model, optimizer); with Trainer import hf_compressopt.auto; with "
+                "Accelerate use CompressOptAccelerator; in a plain loop average gradients only if "
+                "optimizer.plan.reduce_grads",
+            )
+
+    def _go_on_without(self, gradients: StepGradients, plan: StepPlan) -> None:
+        """Drop this rank's gradients, which someone made unusable after all ranks had found them finite."""
+        gradients.groups = [[None] * len(state.params) for state in self.states]
+        message = "step %d: the gradients of rank %d were changed after clipping and cannot be used; they count as 0"
+        write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
+
+
+def _plain_options(group: dict[str, Any]) -> list[Any]:
+    """The hyperparameters of a param group that all ranks must share, as JSON holds them."""
+    return [
+        *(float(group[name]) for name in ("lr", "eps", "weight_decay")),
+        *map(float, group["betas"]),
+        *(bool(group[name]) for name in ("bias_correction", "eps_inside_sqrt")),
+    ]
