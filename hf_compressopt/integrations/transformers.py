@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Teach transformers' Trainer the compressed optimizers. Calling it again changes nothing.
+    """Teach transformers' Trainer the compressed optimizers. Calling it again adds names of new algorithms only.
 
     Afterwards ``--optim onebit_adam`` (with ``--optim_args "name=value,..."``), ``optimizer_cls_and_kwargs=`` and
     ``optimizers=`` take them; any other optimizer works as before.
     """
-    if is_wrapped(Trainer, "create_optimizer"):
-        return
     for name in (*OPTIMIZERS, *ZERO_NAMES):
         add_member(training_args.OptimizerNames, name)
+    if is_wrapped(Trainer, "create_optimizer"):
+        return
     wrap_static(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
     wrap(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
     wrap(Trainer, "create_optimizer", _create_optimizer)

@@ -11,7 +11,7 @@ from torch import nn
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import equal_params, same_on_all_ranks, use_accelerate
 
-STEPS = 500
+STEPS = (100, 200, 500)  # of the draws, by turns
 FEATURES, EXAMPLES = 8, 90  # with 2 or 3 ranks and every size of batch an epoch ends in the midst of an accumulation
 
 
@@ -36,7 +36,7 @@ def examples(poisoned: bool) -> list[dict[str, torch.Tensor]]:
     return data
 
 
-def draw(seed: int, steps: int = STEPS) -> dict[str, Any]:
+def draw(seed: int, steps: int) -> dict[str, Any]:
     """One combination: what to train, and on how many ranks."""
     choose = random.Random(seed)
     name = choose.choice(["onebit_adam", "zero_one_adam", "onebit_lamb"])
@@ -52,7 +52,7 @@ def draw(seed: int, steps: int = STEPS) -> dict[str, Any]:
         "optim": name,
         "optim_args": ",".join(options) or None,
         "max_steps": steps,
-        "gradient_accumulation_steps": choose.choice([1, 1, 2, 3]),
+        "gradient_accumulation_steps": choose.choice([1, 1, 1, 2, 3]),
         "max_grad_norm": choose.choice([0.0, 0.05, 1.0]),
         "bf16": choose.random() < 0.3,
         "weight_decay": choose.choice([0.0, 0.1]),
@@ -83,6 +83,7 @@ def train(rank: int, world_size: int, directory: str, what: dict[str, Any], resu
         use_cpu=True,
         report_to="none",
         logging_steps=100,
+        ddp_find_unused_parameters=False,
         disable_tqdm=True,
     )
     torch.manual_seed(0)
@@ -95,12 +96,11 @@ def train(rank: int, world_size: int, directory: str, what: dict[str, Any], resu
         "alike": same_on_all_ranks(trainer.model.parameters()),
         "steps": trainer.state.global_step,
         "taken": inner.metrics()["step"] + inner.metrics()["skipped_steps"],
-        "skipped": inner.metrics()["skipped_steps"],
     }
 
 
-def check_draw(seed: int, directory: Path, steps: int = STEPS) -> float:
-    """Train the draw, resume it from a checkpoint in the midst, and compare; returns how many steps were skipped."""
+def check_draw(seed: int, directory: Path, steps: int) -> None:
+    """Train the draw, resume it from a checkpoint in the midst, and compare."""
     what = draw(seed, steps)
     whole = run_ranks(what["world_size"], train, str(directory / "whole"), what, None, timeout=240)
     saved = sorted(directory.glob("whole/checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
@@ -110,16 +110,15 @@ def check_draw(seed: int, directory: Path, steps: int = STEPS) -> float:
         assert result["alike"] and result["steps"] == result["taken"] == steps, what
         assert equal_params(result["params"], whole[0]["params"]), (what, resume.name)
         assert all(torch.isfinite(value).all() for value in result["params"].values()), what
-    return float(whole[0]["skipped"])
 
 
 @pytest.mark.parametrize("seed", [100, 102, 103])
 def test_random_combinations_of_options(seed: int, tmp_path: Path) -> None:
-    check_draw(seed, tmp_path, steps=40)
+    check_draw(seed, tmp_path, 40)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(50))
-def test_random_combinations_of_options_over_500_steps(seed: int, tmp_path: Path) -> None:
-    check_draw(seed, tmp_path)
+def test_random_combinations_of_options_up_to_500_steps(seed: int, tmp_path: Path) -> None:
+    check_draw(seed, tmp_path, STEPS[seed % len(STEPS)])
