@@ -9,6 +9,7 @@ Both:              p <- p (1 - lr wd) - lr sign(m)                              
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,37 +20,38 @@ from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.schedules import StepPlan
 
 
 class SignMomentum(CompressedOptimizer):
     """SGD that follows the signs of its momentum, which crosses the network as signs after a warmup stage."""
 
-    def _uncompressed_step(self, group: dict[str, Any], state: GroupState, grads: list[Tensor | None]) -> None:
-        beta1, _ = group["betas"]
+    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+        beta1, _ = state.options["betas"]
         for index, grad in enumerate(grads):
             if grad is not None:
                 momentum = state.view(state.exp_avg, index).lerp_(grad.float(), 1 - beta1)  # (1)
                 state.view(state.exp_avg_sq, index).fill_(1.0)  # only a parameter with a variance moves
                 state.steps[index] += 1
-                _descend(group, state.params[index], momentum)
+                _descend(state.options, state.params[index], momentum)
 
     def _prepare(
-        self, group: dict[str, Any], state: GroupState, bucket: Bucket, grads: list[Tensor | None]
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
     ) -> Combination:
-        beta1, _ = group["betas"]
+        beta1, _ = state.options["betas"]
         momentum = state.exp_avg[bucket.start : bucket.stop]
         return Combination(
             bucket.numel, state.device, momentum, beta1, state.gradient_segments(bucket, grads), 1 - beta1
         )  # (2)
 
-    def _apply(self, group: dict[str, Any], state: GroupState, bucket: Bucket, average: Average) -> None:
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
         momentum = state.exp_avg[bucket.start : bucket.stop]
         kernels.on(momentum.device).decompress_(average, momentum)
         with state.parameter_segments(bucket) as params:
             parts = momentum.split([segment.numel for segment in params])
             for segment, part in zip(params, parts, strict=True):
                 if segment.tensor is not None:
-                    _descend(group, segment.part, part)
+                    _descend(state.options, segment.part, part)
 
 
 def _descend(group: dict[str, Any], param: Tensor, momentum: Tensor) -> None:
