@@ -1,8 +1,8 @@
-"""The GradScaler that agrees across ranks.
+"""A GradScaler whose decisions are alike on all ranks.
 
-In the compressed stage gradients are local: an overflow on one rank is seen by that rank alone. torch's scaler would
-skip the step there and take it elsewhere, and the ranks would wait for each other for good. A partitioned optimizer
-keeps its gradients to itself, where torch's scaler would find none.
+In the compressed stage gradients are local: an overflow on one rank is visible to that rank alone. torch's scaler would
+skip the step on that rank and take it on the others, and the ranks would wait for each other for ever. A partitioned
+optimizer keeps its gradients to itself: torch's scaler would find none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's GradScaler, whose found_inf is alike on all ranks where gradients are local or partitioned.
+    """torch's GradScaler, whose found_inf is alike on all ranks if gradients are local or partitioned.
 
     For any other optimizer it is torch's. Arguments are those of :class:`torch.amp.GradScaler`.
     """
@@ -49,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer within wrappers such as Accelerate's AcceleratedOptimizer."""
+    """Return the optimizer within wrappers such as Accelerate's AcceleratedOptimizer."""
     while not isinstance(optimizer, (CompressedOptimizer, ZeroOptimizer)) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

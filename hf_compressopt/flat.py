@@ -24,7 +24,7 @@ def chunk_numel(numel: int, world_size: int) -> int:
 
 
 def chunk_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The real elements [start, stop) of a bucket that belong to ``rank``; empty where the bucket is too short."""
+    """The real elements [start, stop) of a bucket that belong to ``rank``; empty if the bucket is too short."""
     chunk = chunk_numel(numel, world_size)
     return min(rank * chunk, numel), min((rank + 1) * chunk, numel)
 
@@ -67,13 +67,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where the parameters of a group lie in its flat buffer, and how that is cut into buckets.
+    """The places of a group's parameters in its flat buffer, and the buckets of that buffer.
 
     Attributes:
         numels: Elements of each parameter, in the order of the group; 0 is legal.
         bucket_numel: Elements of every bucket but the last.
         starts: Offset of each parameter in the flat buffer.
-        buckets: The buckets, in order; none where the group has no element.
+        buckets: The buckets, in order; none if the group has no element.
     """
 
     numels: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The interface through which bytes leave a rank. A communicator knows no mathematics."""
+"""The interface through which bytes leave a rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Communicator(Agreement):
     process_group: dist.ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        """A group of processes cannot be copied: copies share it, and count for themselves."""
+        """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
         copied = copy(self)
         memo[id(self)] = copied
         copied.traffic = deepcopy(self.traffic, memo)
@@ -74,16 +74,16 @@ class Communicator(Agreement):
 
     @abstractmethod
     def duplicate(self) -> Communicator:
-        """The same ranks by a channel of its own, for host tensors: another thread may use it beside this one.
+        """Return the same ranks on a channel of its own, for host tensors: another thread may use it beside this one.
 
-        All ranks call; blocking. It works on where torch.distributed has been shut down.
+        All ranks call; blocking. It also works after torch.distributed has been shut down.
 
         Raises:
             ValueError: If the transport cannot serve two threads.
         """
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Give every rank rank 0's ``tensor``, in place. All ranks call; blocking; not counted."""
+        """Copy rank 0's ``tensor`` to all ranks, in place. All ranks call; blocking; not counted."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
         flat = in_memory("the tensor", tensor).view(-1).view(torch.uint8)
@@ -96,7 +96,7 @@ class Communicator(Agreement):
             tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; blocking; not counted."""
+        """Return every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; not counted."""
         if self.world_size == 1:
             return [value]
         with self.traffic.paused():

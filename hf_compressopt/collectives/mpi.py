@@ -20,13 +20,13 @@ _LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")
 class MpiCommunicator(Communicator):
     """The ranks that ``mpirun`` (or ``srun``) started, or those of a torch.distributed process group among them.
 
-    Tensors on a device travel through host buffers, unless ``cuda_aware`` hands them to the library as they are.
+    Tensors on a device travel through host buffers, unless ``cuda_aware`` hands them to the library directly.
 
     Args:
         process_group: The group; None is all ranks.
         device: Device of the tensors to be sent.
-        traffic: Counters to write to; own ones where None.
-        cuda_aware: Hand CUDA tensors to the library as they are.
+        traffic: Counters to write to; None for new ones.
+        cuda_aware: Hand CUDA tensors to the library directly.
 
     Raises:
         ValueError: If mpi4py is not installed, if the library has no CUDA support but ``cuda_aware`` wants it, or if
@@ -117,7 +117,7 @@ class MpiCommunicator(Communicator):
         return self._handle(request, "all_gather", lambda: self._unstage(received, output), sent)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        """The tensor where MPI can reach it: itself, or a host copy."""
+        """Return the tensor in memory that MPI can reach: itself, or a host copy."""
         if tensor.device.type == "cuda" and self.cuda_aware:
             torch.cuda.current_stream(tensor.device).synchronize()  # MPI knows no streams
             return tensor.detach().contiguous()
@@ -144,7 +144,7 @@ class MpiCommunicator(Communicator):
 
 
 def has_cuda_support() -> bool:
-    """Whether the MPI library that is loaded says of itself that it takes device pointers."""
+    """Return whether the MPI library that is loaded reports support for device pointers."""
     for name in _LIBRARIES:
         try:
             query = ctypes.CDLL(name).MPIX_Query_cuda_support

@@ -1,4 +1,4 @@
-"""Whatever torch.distributed runs: gloo, NCCL, HCCL, XCCL, ... by its device-neutral calls."""
+"""Any backend of torch.distributed: gloo, NCCL, HCCL, XCCL and others, by its device-neutral calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class TorchCommunicator(Communicator):
-    """A torch.distributed process group, or one rank alone where torch.distributed is not in use."""
+    """A torch.distributed process group, or one rank alone if torch.distributed is not in use."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class TorchCommunicator(Communicator):
         """Wrap a process group.
 
         Args:
-            process_group: The group; None is the default group, or this rank alone where there is none.
+            process_group: The group; None is the default group, or this rank alone if there is none.
             device: Device of the tensors to be sent.
-            traffic: Counters to write to; own ones where None.
+            traffic: Counters to write to; None for new ones.
             alone: Take this rank alone, whatever torch.distributed and a launcher say.
 
         Raises:
@@ -154,19 +154,18 @@ def make_communicator(
     traffic: Traffic,
     cuda_aware: bool = False,
 ) -> Communicator:
-    """The communicator that an optimizer's ``communicator`` option asks for.
+    """Return the communicator for an optimizer's ``communicator`` option.
 
     Args:
-        name: None, "auto" or "compressed" take whatever backend the process group has; the name of a torch.distributed
-            backend, one that registered itself too, demands that one; "mpi" is MPI by mpi4py; a communicator is taken
-            as it is.
+        name: None, "auto" or "compressed" for any backend that the process group has; the name of a torch.distributed
+            backend, also of one that registered itself, for that backend; "mpi" for MPI by mpi4py; or a communicator.
         process_group: The process group, None for the default one.
         device: Device of the parameters.
         traffic: Counters of the optimizer.
-        cuda_aware: For "mpi": hand CUDA tensors to the library as they are.
+        cuda_aware: For "mpi": hand CUDA tensors to the library directly.
 
     Raises:
-        ValueError: If the group has no such backend, or "mpi" cannot be had.
+        ValueError: If the group has no such backend, or MPI is not available.
     """
     if isinstance(name, Communicator):
         name.traffic = traffic
@@ -182,7 +181,7 @@ def make_communicator(
         legal = sorted({"auto", "mpi", *dist.Backend.backend_list})
         raise ValueError(f"communicator must be one of {legal}, got {name!r}")
     raise ValueError(
-        f"communicator={name!r} is not what the process group has: for {device.type} tensors it has "
+        f"communicator={name!r} is not the backend of the process group: for {device.type} tensors it has "
         f"{communicator.name!r}; legal are 'auto', {communicator.name!r} and 'mpi', or make a process group with "
         f"backend={name!r} and pass it as process_group"
     )

@@ -1,4 +1,4 @@
-"""What a rank has sent, and how long it waited: bytes and seconds by kind of message."""
+"""Counters of a rank's traffic: bytes sent and seconds waited, by kind of message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Traffic:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, nothing is counted: what checkpoints and checks exchange is no part of the training's traffic."""
+        """Inside, nothing is counted: messages of checkpoints and checks are no part of the training's traffic."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -53,12 +53,12 @@ class Traffic:
         return sum(self.seconds.values())
 
     def end_step(self) -> None:
-        """Close a step: ``step_bytes`` becomes what was sent since the last call."""
+        """Close a step: ``step_bytes`` becomes the bytes sent since the last call."""
         self.step_bytes = self.total_bytes - self._bytes_before
         self._bytes_before = self.total_bytes
 
     def restore(self, total_bytes: int) -> None:
-        """Go on from a checkpoint at which ``total_bytes`` had been sent."""
+        """Continue from a checkpoint at which ``total_bytes`` had been sent."""
         self.bytes.clear()
         self.bytes["before_resume"] = total_bytes
         self._bytes_before = total_bytes

@@ -212,7 +212,7 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
 
         Args:
             closure: Evaluates the model again and returns the loss.
-            grads: One gradient (or None) per parameter, flat or per group, left as they are; ``p.grad`` of each if not
+            grads: One gradient (or None) per parameter, flat or per group, not changed; ``p.grad`` of each if not
                 given.
 
         Returns:
@@ -259,7 +259,7 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
         return plan
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
-        """Take the step; ``gradients`` is None if this rank's are not finite and it goes on without."""
+        """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
         compressed = [state for state in self._states if state.compressed and not plan.update_variance]
         if gradients is None:
             return self._local_steps(plan, compressed, None)
@@ -330,7 +330,7 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
         return float(norm)
 
     def _state_loaded(self) -> None:
-        """Find anew what follows from the state; in the first stage no parameter keeps still, whatever its variance."""
+        """Find anew what follows from the state; in the first stage every parameter moves, whatever its variance."""
         super()._state_loaded()
         for state in self._states:
             if self.plan.stage.number:

@@ -1,4 +1,4 @@
-"""The state of an optimizer in flat buffers: param groups, state dicts, and what a checkpoint sees of it."""
+"""The state of an optimizer in flat buffers: param groups and state dicts."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hf_compressopt.optim.options import (
 )
 from hf_compressopt.schedules import Stage, StepPlan
 
-#: Key under which a state dict carries what torch's own have no place for.
+#: Key of a state dict for all that torch's own state dicts have no place for.
 STATE_KEY = "compressopt"
 #: Starts of the names of tensors that a checkpoint brings, whether or not the optimizer has them.
 MASK_PREFIX, OPTIMIZER_PREFIX = "exp_avg_mask/", "optimizer/"
 #: Start of the name of what an ordinary optimizer has once per parameter, as a tensor.
 SCALAR = "scalar:"
-#: What a stub says of itself where the state of an optimizer would be.
+#: The text of a stub in the place of an optimizer's state.
 STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -80,9 +80,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything: copies share the process group, and views stay views of the copied buffers.
+        """Return everything: copies share the process group, and views stay views of the copied buffers.
 
-        A ``step`` of this very object's is left out: schedulers and Accelerate put one there that steps the original.
+        A ``step`` in the instance is left out: schedulers and Accelerate put one there that steps the original.
         """
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
@@ -91,7 +91,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group; its state is allocated at once.
 
-        A ``process_group`` of its own is taken out of it: it can be neither copied nor saved.
+        A ``process_group`` is removed from the group: it can be neither copied nor saved.
 
         Raises:
             ValueError: For an option outside its range.
@@ -149,11 +149,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         return list(chain.from_iterable(state.params for state in self._states))
 
     def shared_parameters(self) -> list[list[Tensor]]:
-        """Those of each param group that all ranks hold: none where it has a process group of its own."""
+        """Return the parameters of each group that all ranks hold: none for a group with a process group of its own."""
         return [state.params if state.own_rank is None else [] for state in self._states]
 
     def own_parameters(self) -> list[Tensor]:
-        """Those of the param groups with a process group of their own."""
+        """Return the parameters of the groups with a process group of their own."""
         return list(chain.from_iterable(state.params for state in self._states if state.own_rank is not None))
 
     # -- what an optimizer adds to its state dict ---------------------------------------------------------------------
@@ -163,7 +163,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         raise NotImplementedError("abstract")
 
     def _check_header(self, header: dict[str, Any]) -> None:
-        """Raise ValueError where a header does not fit this optimizer; change nothing."""
+        """Raise ValueError if a header does not fit this optimizer; change nothing."""
         raise NotImplementedError("abstract")
 
     def _load_header(self, header: dict[str, Any]) -> None:
@@ -186,14 +186,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._in_shards = before
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's full local state, errors included, in tensors and primitives. Makes no collective call."""
+        """Return this rank's full local state, errors included, in tensors and primitives. No collective call."""
         self._follow_parameters()
         packed = super().state_dict()
         if self._in_shards:
             packed["state"] = {}
             for group in packed["param_groups"]:
                 group.pop("exp_avg_mask", None)
-            # one group too many: torch's own optimizers refuse it, where they would take an empty state for a fresh one
+            # torch's own optimizers refuse one group too many; they would take an empty state for a fresh one
             packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
             packed[STATE_KEY] = {"stub": True, "step": self._step}
             return packed
@@ -262,7 +262,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._state_loaded()
 
     def _matching_rows(self, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
-        """Each trainable parameter with its saved state; {} where a plain state dict has none for it."""
+        """Return each trainable parameter with its saved state; {} if a plain state dict has none for it."""
         saved_groups = state_dict["param_groups"]
         sizes, saved = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
         if sizes != saved:
@@ -306,7 +306,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
 
     def _load_errors(self, own: dict[str, Any] | None) -> None:
-        """Take over the errors of a state dict that was checked; zeros where it is another rank's, or has none."""
+        """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
         mine = own is not None and own["rank"] == self.communicator.rank
         for number, state in enumerate(self._states):
             saved = [own[name][number] for name in ("worker_error", "server_error")] if own is not None and mine else []

@@ -19,7 +19,7 @@ _CHUNK = 1 << 18  # elements of which a wider copy may be made
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """The hyperparameters of one param group that Adam's arithmetic takes."""
+    """Hyperparameters of one param group for Adam's arithmetic."""
 
     lr: float | Tensor
     beta1: float
@@ -31,7 +31,7 @@ class AdamOptions:
 
 
 def adam_options(group: dict[str, Any]) -> AdamOptions:
-    """The options of a param group that Adam's arithmetic takes."""
+    """Return the options of a param group for Adam's arithmetic."""
     beta1, beta2 = group["betas"]
     return AdamOptions(
         lr=group["lr"],
@@ -45,18 +45,18 @@ def adam_options(group: dict[str, Any]) -> AdamOptions:
 
 
 def descent(group: dict[str, Any]) -> Descent:
-    """How the parameters of a param group follow a direction."""
+    """Return how the parameters of a param group follow a direction."""
     lr = float(group["lr"])
     return Descent(lr, 1 - lr * group["weight_decay"], group["eps"], group["eps_inside_sqrt"])
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied with so that it becomes at most ``max_norm``; as torch computes it."""
+    """Return the factor that makes this norm at most ``max_norm``, as torch computes it."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def denominator(variance: Tensor, eps: float, eps_inside_sqrt: bool) -> Tensor:
-    """sqrt(v) + eps, or sqrt(v + eps). A new tensor."""
+    """Return sqrt(v) + eps, or sqrt(v + eps), as a new tensor."""
     return variance.add(eps).sqrt_() if eps_inside_sqrt else variance.sqrt().add_(eps)
 
 
@@ -70,9 +70,9 @@ def adam_step_(
     *,
     fused: bool = False,
 ) -> None:
-    """One step of Adam with decoupled weight decay (AdamW, arXiv 1711.05101, Algorithm 2), in place.
+    """Take one step of Adam with decoupled weight decay (AdamW, arXiv 1711.05101, Algorithm 2), in place.
 
-    Where torch has the algorithm, this is torch's own arithmetic, bit for bit, unless ``fused``. Parameters of lower
+    If torch has the algorithm, this is torch's own arithmetic, bit for bit, unless ``fused``. Parameters of lower
     precision than float32 are updated in float32 and rounded once.
 
     Args:
@@ -82,7 +82,7 @@ def adam_step_(
         exp_avg_sqs: float32, shaped like params.
         steps: [] float32 each: steps that the parameter has seen; counted up here.
         options: The group's hyperparameters.
-        fused: One pass of a native kernel where there is one: torch's numbers, but for rounding.
+        fused: One pass of a native kernel, if there is one: torch's numbers, except for rounding.
     """
     if not params:
         return
@@ -162,7 +162,7 @@ def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """Sum of all elements in float64, by chunks, since torch makes a float64 copy of what it sums. Returns [] float64.
+    """Return the sum of all elements, [] float64, by chunks: torch makes a float64 copy of the tensor that it sums.
 
     Args:
         tensor: Any shape, contiguous; any floating-point dtype.
@@ -188,7 +188,7 @@ def variance_norm(exp_avg_sq: Tensor, count: float, group: dict[str, Any]) -> Te
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Sum of all elements' bits, read as integers: exact, so that its order does not matter. Returns [] int64.
+    """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter.
 
     Args:
         tensor: Any shape; float32, bfloat16 or float16.
@@ -225,14 +225,14 @@ def adam_moments_(
         options: The group's hyperparameters.
 
     Returns:
-        m^ and v^, which are the moments themselves where there is no bias correction.
+        m^ and v^; without bias correction the moments themselves.
     """
     advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
     return corrected_moments(exp_avg, exp_avg_sq, step, options)
 
 
 def corrected_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> tuple[Tensor, Tensor]:
-    """m^ and v^ after ``step`` steps: new tensors, or the moments themselves where there is no bias correction."""
+    """Return m^ and v^ after ``step`` steps: new tensors, or without bias correction the moments themselves."""
     if not options.bias_correction:
         return exp_avg, exp_avg_sq
     count = float(step)
@@ -240,7 +240,7 @@ def corrected_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options
 
 
 def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:
-    """LAMB's factor of one tensor: ||p|| / ||update|| within [low, high], 1 where a norm is 0. Returns [] float32.
+    """Return LAMB's factor of one tensor, [] float32: ||p|| / ||update|| within [low, high], 1 if a norm is 0.
 
     Args:
         weight_square: [] float64, ||p||^2.

@@ -24,10 +24,10 @@ class StepGradients:
     """The gradients of one step, and what is wrong with them.
 
     Attributes:
-        groups: One list per param group, one entry per trainable parameter; None where there is no gradient.
+        groups: One list per param group, one entry per trainable parameter; None for a parameter without gradient.
         fault: The error to raise on this rank, or None if the gradients are valid.
         ask: Whether the ranks must agree on the norm, since some gradients are each rank's own.
-        measured_signature: Of the gradients when they were measured last; see :meth:`signature`.
+        measured_signature: The :meth:`signature` of the gradients when they were measured.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class StepGradients:
         return cls(groups, fault, communicator, shares, ask=ask)
 
     def present(self) -> list[Tensor]:
-        """The gradients that there are."""
+        """Return the gradients, without None."""
         return [grad for grad in chain.from_iterable(self.groups) if grad is not None]
 
     def signature(self) -> tuple[tuple[int, int], ...]:
-        """Which tensors these are, and in which version: equal signatures have equal values."""
+        """Return the identity and version of each gradient: equal signatures have equal values."""
         return tuple((id(grad), grad._version) for grad in self.present())
 
     def of(self, params: Iterable[Tensor], states: Sequence[GroupState]) -> StepGradients:
-        """The gradients of these parameters, which may be any; those that have no state belong to all ranks."""
+        """Return the gradients of any parameters; parameters without state belong to all ranks."""
         params = [p for p in params if p.grad is not None]
         if {id(p.grad) for p in params} == {id(grad) for grad in self.present()}:
             return self
@@ -104,7 +104,7 @@ class StepGradients:
         return StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self.ask)
 
     def local_squares(self) -> dict[float, Tensor]:
-        """Sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
+        """Return the sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
         if self._local_squares is None:
             by_share: dict[float, list[Tensor]] = {}
             for grads, share in zip(self.groups, self._shares, strict=True):
@@ -114,10 +114,10 @@ class StepGradients:
         return self._local_squares
 
     def reuse(self, measured: StepGradients | None) -> bool:
-        """Take over the local sums of squares of gradients that were measured before, if they are the same.
+        """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients.
 
         Returns:
-            Whether they are.
+            Whether they are the same.
         """
         same = measured is not None and measured.measured_signature == self.signature()
         if measured is not None and same:
@@ -125,7 +125,7 @@ class StepGradients:
         return same
 
     def is_usable(self) -> bool:
-        """Whether this rank's gradients are valid and finite."""
+        """Return whether this rank's gradients are valid and finite."""
         return self.fault is None and all(math.isfinite(float(square)) for square in self.local_squares().values())
 
     def agree(self, digests: Sequence[int] = (), *, overflow: bool = False, part: StepGradients | None = None) -> Any:
@@ -169,7 +169,7 @@ class StepGradients:
         return square
 
     def square_norm(self) -> Tensor:
-        """Square of the norm of averaged gradients; of local ones the mean over ranks of their squared norms.
+        """Return the squared norm of averaged gradients; of local ones the mean over ranks of their squared norms.
 
         The latter is at least the square of the norm of the mean, and at most W times that. Parameters that only some
         of the ranks hold count by the mean over these.
@@ -184,11 +184,11 @@ class StepGradients:
         return self._square
 
     def is_finite(self) -> bool:
-        """Whether the gradients of all ranks are finite; alike on all ranks."""
+        """Return whether the gradients of all ranks are finite; alike on all ranks."""
         return math.isfinite(float(self.square_norm()))
 
     def clip_(self, max_norm: float, *, in_place: bool) -> Tensor:
-        """Clip to ``max_norm``, by the same factor on every rank; gradients that are not finite stay as they are.
+        """Clip to ``max_norm``, by the same factor on every rank; gradients that are not finite do not change.
 
         Returns:
             [] float64, the norm before.
@@ -206,7 +206,7 @@ class StepGradients:
         return norm
 
     def after_clipping(self, part: StepGradients) -> None:
-        """Take note that a part of the gradients was clipped: these are finite as before, and of another norm."""
+        """Record that a part of the gradients was clipped: they are finite as before, and their norm is another one."""
         if part is not self:
             self._local_squares = None
             self.measured_signature = self.signature()

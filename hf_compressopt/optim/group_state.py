@@ -1,4 +1,4 @@
-"""The flat buffers of one param group: moments, steps, and what error feedback remembers."""
+"""The flat buffers of one param group: moments, steps, and the errors of error feedback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ExtraState:
         per: "element" (one float32 per element, flat), "parameter" (float32) or "group" (float64).
         initial: The value that it starts with.
         always: Whether groups that are never compressed have it too.
-        plain: Name of what it starts with in the state of a plain Adam that is loaded, where that is not ``initial``.
+        plain: Name of its first value in the state of a plain Adam that is loaded, if that is not ``initial``.
     """
 
     name: str
@@ -59,7 +59,7 @@ class GroupState:
         own_rank: This rank's number among all ranks if the param group has a process group of its own, since other
             ranks may hold other parameters. Else None.
         own_params: This rank's own parameters, while others stand in their place.
-        still: For each parameter, whether it keeps still after the warmup stage; see :meth:`find_still`.
+        still: For each parameter, whether it does not move after the warmup stage; see :meth:`find_still`.
     """
 
     def __init__(
@@ -113,18 +113,18 @@ class GroupState:
             offset += own
 
     def take_errors(self, worker_error: Tensor, server_error: Tensor) -> None:
-        """Take over the errors that a single rank is to send next, [numel] float32 both, or [0] for none."""
+        """Set the errors that a single rank sends next, [numel] float32 both, or [0] for none."""
         self.worker_error, self.server_error = worker_error.to(self.device), server_error.to(self.device)
         self._make_feedback()
 
     def drop_spent_errors(self) -> None:
-        """After a compressed step: a single rank has sent the errors that it was loaded with, and makes none."""
+        """Drop the errors that a single rank was loaded with and has sent in a compressed step; it makes none."""
         if self.communicator.world_size == 1 and self.worker_error.numel():
             self.take_errors(self.worker_error.new_empty(0), self.server_error.new_empty(0))
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers lie."""
+        """Device of the buffers."""
         return self.exp_avg.device
 
     def to(self, device: torch.device) -> None:
@@ -135,12 +135,12 @@ class GroupState:
         self._make_feedback()
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        """Part of a flat buffer that belongs to one parameter, shaped like it."""
+        """Return the part of a flat buffer that belongs to one parameter, in the shape of the parameter."""
         start = self.layout.starts[index]
         return flat[start : start + self.layout.numels[index]].view(self.params[index].shape)
 
     def torch_state(self, index: int) -> dict[str, Tensor]:
-        """What ``optimizer.state[p]`` holds: torch's names, as views of the flat buffers."""
+        """Return the entry of ``optimizer.state[p]``: torch's names, as views of the flat buffers."""
         state = {
             "step": self.steps[index],
             "exp_avg": self.view(self.exp_avg, index),
@@ -154,11 +154,11 @@ class GroupState:
         return state
 
     def group_tensors(self) -> dict[str, Tensor]:
-        """The extra state tensors that belong to no parameter."""
+        """Return the extra state tensors that belong to no parameter."""
         return {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "group"}
 
     def find_still(self) -> None:
-        """Find the parameters that keep still in the stages after warmup: no element of theirs has a variance."""
+        """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
         views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
         self.still = [self.compressed and view.numel() > 0 and not bool(view.any()) for view in views]
 
@@ -175,7 +175,7 @@ class GroupState:
         return Average.of(values)
 
     def gradient_segments(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Segment]:
-        """The gradients of a bucket, one (or None) per parameter, as kernels take them."""
+        """Return the parts of gradients (one or None per parameter) that lie in a bucket, for the kernels."""
 
         def segment(piece: Piece) -> Segment:
             grad = grads[piece.index]
@@ -186,10 +186,10 @@ class GroupState:
 
     @contextmanager
     def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> Iterator[list[Segment]]:
-        """The parameters of a bucket, to be changed in place inside.
+        """Give the parts of parameters that lie in a bucket, to be changed in place inside.
 
-        A parameter that was frozen after it was added is left alone, and so is one that is not in ``moving``, where
-        that is given.
+        A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
+        it change.
         """
         contiguous: dict[int, Tensor | None] = {}
         for index in {piece.index for piece in bucket.pieces}:

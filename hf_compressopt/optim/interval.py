@@ -39,7 +39,7 @@ class AlikeParameters:
         """Make all ranks hold the same parameters until the next step, as they always do here. All ranks call."""
 
     def parameters_replaced(self) -> None:
-        """Go on from the parameters as they are, such as those of a model that was loaded. All ranks call."""
+        """Continue from the present parameters, such as those of a model that was loaded. All ranks call."""
 
 
 class LocalInterval:
@@ -68,18 +68,18 @@ class LocalInterval:
     # -- values that others write -------------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Expect the parameters as they are now."""
+        """Record the present parameters as expected."""
         self._mark = self._fingerprint()
 
     def expect_anything(self) -> None:
-        """Take the parameters as they are at the next step, as after a load; forget what was written."""
+        """Accept any parameters at the next step, as after a load, and forget earlier writes."""
         self._mark = self._written = None
         self._alike = False
         for state in self.states:
             state.own_params = None
 
     def look(self) -> None:
-        """Find out whether anyone has written parameters since they were expected. No host synchronisation."""
+        """Compare the parameters with the expected ones. No host synchronisation."""
         if self._mark is None:
             return
         now = self._fingerprint()
@@ -88,7 +88,7 @@ class LocalInterval:
             self._written = written if self._written is None else self._written.to(now.device) | written
 
     def written(self, device: torch.device) -> Tensor:
-        """Whether anyone has written parameters since the last sync, [] float64."""
+        """Return whether anyone has written parameters since the last sync, [] float64."""
         found = False if self._written is None else self._written
         return torch.as_tensor(found, dtype=torch.float64, device=device)
 
@@ -99,19 +99,19 @@ class LocalInterval:
     # -- one set of parameters ----------------------------------------------------------------------------------------
 
     def is_apart(self) -> bool:
-        """Whether each rank has its own parameters in place at this moment; alike on all ranks, which need not ask."""
+        """Return whether each rank has its own parameters in place. No collective call; alike on all ranks."""
         inside = any(float(state.extra["lr_sum"]) != 0 and state.own_params is None for state in self._compressed)
         return inside and not self._alike and any(state.communicator.world_size > 1 for state in self._compressed)
 
     def begin_step(self) -> None:
-        """Have this rank's own parameters in place."""
+        """Put this rank's own parameters in place, and look for writes."""
         self.put_back()
         self.look()
         self._alike = False
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Put the mean over ranks in the place of each rank's parameters, from which the next step goes on."""
+        """Replace each rank's parameters by the mean over ranks; the next step starts from it."""
         if not self.is_apart():
             return
         self.look()
@@ -179,7 +179,7 @@ class LocalInterval:
 
     @torch.no_grad()
     def start_anew(self, state: GroupState) -> None:
-        """Begin an interval with the parameters as they are."""
+        """Begin an interval with the present parameters."""
         for index, param in enumerate(state.params):
             state.view(state.extra["anchor"], index).copy_(param)
         state.extra["local_update"].zero_()

@@ -3,7 +3,7 @@
 For every tensor:
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     update = m^ / (sqrt(v^) + eps) + wd p
-    coeff = clamp(||p|| / ||update||, min_coeff, max_coeff), and 1 where a norm is 0
+    coeff = clamp(||p|| / ||update||, min_coeff, max_coeff), and 1 if a norm is 0
     p <- p - lr coeff update
 """
 
@@ -84,7 +84,7 @@ class Lamb(torch.optim.Optimizer):
         check_last_group(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything, so that a copy has the bounds too."""
+        """Return everything, so that a copy has the bounds too."""
         return dict(self.__dict__)
 
     @overload
@@ -117,7 +117,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def measure(self) -> list[tuple[Tensor, Tensor]]:
-        """The first half of a step, for parameters that are parts of larger tensors: all but the update itself.
+        """Take the first half of a step, for parameters that are parts of larger tensors: all except the update itself.
 
         Returns:
             Each parameter that has a gradient, and [2] float64: the squares of the norms of it and of its update,
@@ -136,7 +136,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def apply(self, ratios: dict[Tensor, Tensor]) -> None:
-        """The second half of a step: the update, with these trust ratios ([] float32 each)."""
+        """Take the second half of a step: the update, with these trust ratios ([] float32 each)."""
         for group in self.param_groups:
             options = adam_options(group)
             for param in group["params"]:
@@ -147,14 +147,14 @@ class Lamb(torch.optim.Optimizer):
                     self.state[param]["trust_ratio"] = ratios[param]
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The last trust ratio of every tensor that has taken a step."""
+        """Return the last trust ratio of every tensor that has taken a step."""
         params = (param for group in self.param_groups for param in group["params"])
         ratios = [ratio for param in params if (ratio := self.state.get(param, {}).get("trust_ratio")) is not None]
         return torch.stack(ratios).tolist() if ratios else []
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments stay float32 whatever the parameters' dtype."""
+        """Load a state dict as torch does; the moments stay float32 for parameters of any dtype."""
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -174,7 +174,7 @@ def lamb_step_(
     min_coeff: float,
     max_coeff: float,
 ) -> Tensor:
-    """One step of LAMB on one tensor, in place, without a host synchronisation.
+    """Take one step of LAMB on one tensor, in place, without a host synchronisation.
 
     Args:
         param: Any shape; float32, bfloat16 or float16.
@@ -197,7 +197,7 @@ def lamb_step_(
 
 
 def lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> Tensor:
-    """LAMB's update of a tensor or of a part of one, before the trust ratio. Returns float32, shaped like param."""
+    """Return LAMB's update of a tensor or of a part of one, before the trust ratio: float32, shaped like param."""
     m_hat, v_hat = corrected_moments(exp_avg, exp_avg_sq, step, options)
     update = m_hat / denominator(v_hat, options.eps, options.eps_inside_sqrt)
     if options.weight_decay != 0:
@@ -213,7 +213,7 @@ def check_coefficients(min_coeff: float, max_coeff: float) -> None:
     """Check the bounds of the trust ratio.
 
     Raises:
-        ValueError: If they are no range of positive numbers.
+        ValueError: If min_coeff is negative or max_coeff less than min_coeff.
     """
     check_at_least("min_coeff", min_coeff, 0)
     check_at_least("max_coeff", max_coeff, min_coeff)

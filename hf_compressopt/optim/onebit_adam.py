@@ -9,7 +9,7 @@ Warmup stage, t <= freeze_step (AdamW, arXiv 1711.05101):
 At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(v, variance_floor mean(v)).
 Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r                                                               (4)
-    m = compressed_all_reduce(m_r), times exp_avg_mask where there is one                   (5)
+    m = compressed_all_reduce(m_r), times exp_avg_mask if there is one                      (5)
     p <- p (1 - lr wd) - lr m / (sqrt(v) + eps)                                             (6)
 """
 
@@ -35,8 +35,8 @@ class OnebitAdam(CompressedOptimizer):
     Args:
         params: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
         lr: Learning rate.
-        fused_warmup: Take the steps in full precision in one pass of a native kernel: faster, and torch's AdamW but for
-            rounding, where False has its bits. (The compressed stage is native anyway.)
+        fused_warmup: Take the steps in full precision in one pass of a native kernel: faster, and torch's AdamW except
+            for rounding; with False its bits. (The compressed stage is native anyway.)
         **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 

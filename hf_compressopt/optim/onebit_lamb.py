@@ -88,11 +88,11 @@ class OnebitLamb(CompressedOptimizer):
         super().__init__(params, lr, **options)
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The last coefficients, one per trainable tensor, group by group: a copy."""
+        """Return a copy of the last coefficients, one per trainable tensor, group by group."""
         return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
 
     def _alike(self) -> list[Any]:
-        """Its norms are sums, which native kernels and the reference round differently."""
+        """Return the kind of the kernels: native ones and the reference round LAMB's norms differently."""
         return [f"kernels={kernels.implementation(self.communicator.device).split()[0]}"]
 
     def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
@@ -130,7 +130,7 @@ class OnebitLamb(CompressedOptimizer):
             state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
 
     def _united_scale(self, scales: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-        """Mean of the tensors' momentum scales; of tensors that only some of the ranks hold, each counts once."""
+        """Return the mean of the tensors' momentum scales; a tensor that only some of the ranks hold counts once."""
         device = self.communicator.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
         if not has_own_groups(self._states):
@@ -164,11 +164,11 @@ class OnebitLamb(CompressedOptimizer):
                 options,
             )
         whole = [piece.index for piece in bucket.pieces if piece.stop == state.layout.numels[piece.index]]
-        if whole:  # the tensors of which all has come back
+        if whole:  # tensors whose last part has arrived
             self._apply_tensors(state, range(whole[0], whole[-1] + 1))
 
     def _apply_tensors(self, state: GroupState, tensors: range) -> None:
-        """Move these consecutive tensors, by coefficients that are found for all of them at once."""
+        """Move consecutive tensors, with coefficients that are computed for all of them at once."""
         options = _lamb_options(state.options)
         moving = [i for i in tensors if state.layout.numels[i] and state.params[i].requires_grad]
         rows = torch.tensor(moving, dtype=torch.int64, device=state.device)

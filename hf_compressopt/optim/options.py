@@ -1,4 +1,4 @@
-"""Checks of options: every error names the value, what is legal, and what to do."""
+"""Checks of options: every error names the value, the legal values, and a remedy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_scale_block(value: Any) -> None:
 def resolve_communicator(
     communicator: str | Communicator | None, comm_backend_name: str | None, cuda_aware: bool
 ) -> str | Communicator | None:
-    """The communicator that two spellings and an option of one transport ask for.
+    """Return the communicator option, given by one of two spellings.
 
     Raises:
         ValueError: If both spellings are given, or if cuda_aware is True for another transport than MPI.
@@ -254,27 +254,27 @@ def check_ranks(saved: int, world_size: int, own: list[int]) -> None:
 
 
 def loadable_group(group: dict[str, Any]) -> dict[str, Any]:
-    """What a saved param group has to tell this optimizer; options of torch's Adam that have no effect stay behind.
+    """Return the options of a saved param group, without those of torch's Adam that have no effect here.
 
     Raises:
         ValueError: For a group of Adam's with L2 regularization, whose decay is not decoupled.
     """
     if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
         raise ValueError(
-            f"the state dict is of Adam with L2 regularization, weight_decay={group['weight_decay']}, which is no "
-            "decoupled decay: take an AdamW state dict, or weight_decay=0"
+            f"the state dict is of Adam with L2 regularization, weight_decay={group['weight_decay']}, which is not "
+            "decoupled: load an AdamW state dict, or one with weight_decay=0"
         )
     return {key: deepcopy(value) for key, value in group.items() if key not in _NOT_LOADED}
 
 
 def plain_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A param group's hyperparameters as JSON holds them."""
+    """Return a param group's hyperparameters as JSON holds them."""
     values = {key: plain_value(value) for key, value in group.items() if key not in _NO_HYPERPARAMETERS}
     return {key: value for key, value in values.items() if value is not None}
 
 
 def plain_value(value: Any) -> Any:
-    """A hyperparameter as JSON holds it; None for what is no hyperparameter."""
+    """Return a hyperparameter as JSON holds it; None for a value that is no hyperparameter."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
     if isinstance(value, (bool, int, float, str)):
@@ -285,10 +285,10 @@ def plain_value(value: Any) -> Any:
 
 
 def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
-    """A param group's hyperparameters, read from JSON.
+    """Return a param group's hyperparameters, read from JSON.
 
     Raises:
-        ValueError: For what is no object.
+        ValueError: If the group is no object.
     """
     if not isinstance(group, dict):
         raise ValueError(f"a param group must be an object, got {group!r}")

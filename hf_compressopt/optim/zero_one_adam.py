@@ -1,7 +1,7 @@
 """0/1 Adam (Lu et al. 2022, arXiv 2202.06009).
 
 Variance stage, t <= var_freeze_step; in a variance step g is averaged in full precision, in any other by
-    g = compressed_all_reduce(g_r), times the mask where there is one                       (1)
+    g = compressed_all_reduce(g_r), times the mask if there is one                          (1)
     m = b1 m + (1 - b1) g;  in a variance step v = b2 v + (1 - b2) g^2                      (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
 At the end of step var_freeze_step: bias corrections and variance floor as in 1-bit Adam, errors set to zero.
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 class ZeroOneAdam(CompressedOptimizer):
-    """Adam that learns its variance ever more seldom, and then lets the ranks step alone between 1-bit syncs.
+    """Adam that updates its variance less and less often, and then lets the ranks step alone between 1-bit syncs.
 
     Inside a local interval the ranks' parameters differ. :meth:`averaged_parameters` puts their mean in place, for an
     evaluation or a save by all ranks; :meth:`synced_parameters` those of the last sync, for a rank alone. A rank whose
-    gradient is not finite keeps its momentum and goes on with it. Parameters that others write inside an interval (a
+    gradient is not finite takes its steps with its momentum. Parameters that others write inside an interval (a
     loaded model, clamped weights) are averaged in full precision at the next sync, and so are parameters that are
     frozen inside it.
 
@@ -162,7 +162,7 @@ class ZeroOneAdam(CompressedOptimizer):
     def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         self._interval.begin_step()
         if gradients is None:
-            message = "step %d: a gradient of rank %d is not finite; the rank goes on with its momentum"
+            message = "step %d: a gradient of rank %d is not finite; the rank steps with its momentum"
             write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
         for state in states:
             _local_step(state, None if gradients is None else gradients[state.number])
@@ -171,7 +171,7 @@ class ZeroOneAdam(CompressedOptimizer):
         self._interval.expect()
 
     def _sync(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
-        """(6) and (7), or plain averages if someone else has written parameters since the last sync."""
+        """Take (6) and (7), or plain averages if someone else has written parameters since the last sync."""
         written = self._parameters_were_written(gradients)
         self._interval.average_frozen()
         if written:
@@ -184,7 +184,7 @@ class ZeroOneAdam(CompressedOptimizer):
             state.extra["decay"].fill_(1.0)
 
     def _parameters_were_written(self, gradients: Grads | None) -> bool:
-        """Whether someone has written parameters on any rank; also compares what must be alike. All ranks call."""
+        """Return whether someone has written parameters on any rank; compare what must be alike. All ranks call."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [(float(state.extra["lr_sum"]), float(state.extra["decay"])) for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
@@ -249,9 +249,9 @@ class ZeroOneAdam(CompressedOptimizer):
             yield apart
 
     def parameters_replaced(self) -> None:
-        """Go on from the parameters as they are, such as those of a model that was loaded. All ranks call; no messages.
+        """Continue from the present parameters, such as those of a model that was loaded. All ranks call; no messages.
 
-        Without this call the next sync averages what it finds, with one message in full precision.
+        Without this call the next sync averages the parameters, with one message in full precision.
         """
         if self.last_plan.stage is Stage.LOCAL_STEP:
             self._interval.expect_anything()
