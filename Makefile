@@ -66,7 +66,7 @@ build/compat-%/.installed: compat/%.txt pyproject.toml
 	@build/compat-$*/bin/python -m pip install --quiet --disable-pip-version-check \
 	    $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$(grep ^torch== $<)
 	@HATCH_BUILD_NO_HOOKS=true build/compat-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-	    -c $< -e . pytest pytest-timeout matplotlib tensorboard
+	    -c $< -e ".[recipes]" pytest pytest-timeout matplotlib tensorboard
 	@touch $@
 
 $(COMPAT:%=test-compat-%): test-compat-%: build/compat-%/.installed kernels

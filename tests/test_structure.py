@@ -1,6 +1,8 @@
 """Imports run down only: integrations -> checkpoint, amp -> zero -> optim -> collectives -> kernels."""
 
 import ast
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +66,18 @@ def test_schedules_and_what_reads_checkpoints_know_no_torch() -> None:
     files = [f"format/{name}.py" for name in torchless]
     for file in ["schedules.py", "checkpoint/background.py", *files]:
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))
+
+
+def test_the_package_imports_its_dependencies_only() -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text()
+    declared = set(re.findall(r'"([a-z]+)>=', text[text.index("dependencies = [") : text.index("[project.scripts]")]))
+    hard = set(re.findall(r'"([a-z]+)>=', text[text.index("dependencies = [") : text.index("[project.optional")]))
+    assert hard == {"torch", "transformers", "accelerate", "safetensors", "xxhash"}
+    optional = {"mpi4py", "tqdm", "huggingface_hub", "numpy"}  # one is for MPI, torch and transformers bring the others
+    found = {target.split(".")[0] for _, path in modules() for target in imports(path)}
+    others = found - set(sys.stdlib_module_names) - {"hf_compressopt", "__future__"}
+    assert others <= hard | optional, f"{others - hard - optional} must be declared"
+    assert "datasets" not in others and "datasets" in declared  # the recipes' alone
 
 
 def test_recipes_use_public_names_only() -> None:
