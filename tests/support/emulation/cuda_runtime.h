@@ -60,16 +60,15 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
-inline float __uint_as_float(unsigned bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
+template <typename To, typename From>
+inline To with_bits_of(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To result;
+    memcpy(&result, &x, sizeof result);
+    return result;
 }
-inline unsigned __float_as_uint(float value) {
-    unsigned bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
+inline float __uint_as_float(unsigned bits) { return with_bits_of<float>(bits); }
+inline unsigned __float_as_uint(float value) { return with_bits_of<unsigned>(value); }
 using std::isinf;
 
 struct alignas(16) float4 {

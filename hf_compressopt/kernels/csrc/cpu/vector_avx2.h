@@ -112,6 +112,13 @@ inline void exchange(__m256i &a, __m256i &b, int kept) {
     b = _mm256_xor_si256(b, moved);
 }
 
+inline __m256i low8(__m256i a, __m256i b) { return _mm256_unpacklo_epi8(a, b); }
+inline __m256i high8(__m256i a, __m256i b) { return _mm256_unpackhi_epi8(a, b); }
+inline __m256i low16(__m256i a, __m256i b) { return _mm256_unpacklo_epi16(a, b); }
+inline __m256i high16(__m256i a, __m256i b) { return _mm256_unpackhi_epi16(a, b); }
+
+#include "transpose.h"
+
 inline __m256i load_bytes(const uint8_t *p, int64_t n) {
     if (n == 32) return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
     alignas(32) uint8_t part[32] = {};
@@ -120,26 +127,12 @@ inline __m256i load_bytes(const uint8_t *p, int64_t n) {
 }
 
 inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int64_t nbytes, uint8_t *patterns) {
-    __m256i r[8], s[8];
+    __m256i r[8];
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) r[j] = j < count ? load_bytes(signs + j * stride, nbytes) : _mm256_setzero_si256();
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) exchange<4>(r[j], r[j + 4], 0x0f);
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) exchange<2>(r[j + (j & 2)], r[j + (j & 2) + 2], 0x33);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j += 2) exchange<1>(r[j], r[j + 1], 0x55);
+    transpose_bits(r);
     /* r[k] holds the patterns of the elements 8 i + k */
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) {
-        s[j] = _mm256_unpacklo_epi8(r[2 * j], r[2 * j + 1]);
-        s[j + 4] = _mm256_unpackhi_epi8(r[2 * j], r[2 * j + 1]);
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) {
-        r[j] = _mm256_unpacklo_epi16(s[2 * j], s[2 * j + 1]);
-        r[j + 4] = _mm256_unpackhi_epi16(s[2 * j], s[2 * j + 1]);
-    }
+    interleave_bytes(r);
 #pragma GCC unroll 8
     for (int j = 0; j < 4; ++j) {
         int from = (j & 1) * 4 + (j & 2); /* in the order of bytes */

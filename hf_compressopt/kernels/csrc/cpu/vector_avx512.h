@@ -99,14 +99,11 @@ struct Scale {
 
 constexpr int64_t kTransposed = 512;
 
-/* Bits of eight messages are transposed before their bytes are interleaved, or, by GFNI, in each eight bytes after it. */
-#ifdef __GFNI__
-inline int register_of(int message) { return 7 - message; } /* the instruction counts rows from the last */
-inline void transpose_before(__m512i *) {}
-inline __m512i transpose_after(__m512i x) {
-    return _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(static_cast<int64_t>(0x8040201008040201)), x, 0);
-}
-#else
+inline __m512i low8(__m512i a, __m512i b) { return _mm512_unpacklo_epi8(a, b); }
+inline __m512i high8(__m512i a, __m512i b) { return _mm512_unpackhi_epi8(a, b); }
+inline __m512i low16(__m512i a, __m512i b) { return _mm512_unpacklo_epi16(a, b); }
+inline __m512i high16(__m512i a, __m512i b) { return _mm512_unpackhi_epi16(a, b); }
+
 /* In bytes, exchange the bits of a that are not kept with those of b that are, kBits places lower. */
 template <int kBits>
 inline void exchange(__m512i &a, __m512i &b, int kept) {
@@ -116,15 +113,18 @@ inline void exchange(__m512i &a, __m512i &b, int kept) {
     b = _mm512_ternarylogic_epi32(down, b, mask, 0xe4);
 }
 
-inline int register_of(int message) { return message; }
-inline void transpose_before(__m512i *r) {
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) exchange<4>(r[j], r[j + 4], 0x0f);
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) exchange<2>(r[j + (j & 2)], r[j + (j & 2) + 2], 0x33);
-#pragma GCC unroll 8
-    for (int j = 0; j < 8; j += 2) exchange<1>(r[j], r[j + 1], 0x55);
+#include "transpose.h"
+
+/* Bits of eight messages are transposed before their bytes are interleaved, or, by GFNI, in each eight bytes after it. */
+#ifdef __GFNI__
+inline int register_of(int message) { return 7 - message; } /* the instruction counts rows from the last */
+inline void transpose_before(__m512i *) {}
+inline __m512i transpose_after(__m512i x) {
+    return _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(static_cast<int64_t>(0x8040201008040201)), x, 0);
 }
+#else
+inline int register_of(int message) { return message; }
+inline void transpose_before(__m512i *r) { transpose_bits(r); }
 inline __m512i transpose_after(__m512i x) { return x; }
 #endif
 
@@ -133,23 +133,14 @@ inline void transpose_signs(const uint8_t *signs, int64_t stride, int count, int
     const __m512i order = _mm512_set_epi16(31, 27, 23, 19, 15, 11, 7, 3, 30, 26, 22, 18, 14, 10, 6, 2, 29, 25, 21, 17,
                                            13, 9, 5, 1, 28, 24, 20, 16, 12, 8, 4, 0);
     const __mmask64 there = ~uint64_t{0} >> (64 - nbytes);
-    __m512i r[8], s[8];
+    __m512i r[8];
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
         __m512i bytes = _mm512_maskz_loadu_epi8(j < count ? there : 0, signs + (j < count ? j : 0) * stride);
         r[register_of(j)] = _mm512_permutexvar_epi16(order, bytes);
     }
     transpose_before(r);
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) {
-        s[j] = _mm512_unpacklo_epi8(r[2 * j], r[2 * j + 1]);
-        s[j + 4] = _mm512_unpackhi_epi8(r[2 * j], r[2 * j + 1]);
-    }
-#pragma GCC unroll 8
-    for (int j = 0; j < 4; ++j) {
-        r[j] = _mm512_unpacklo_epi16(s[2 * j], s[2 * j + 1]);
-        r[j + 4] = _mm512_unpackhi_epi16(s[2 * j], s[2 * j + 1]);
-    }
+    interleave_bytes(r);
 #pragma GCC unroll 8
     for (int j = 0; j < 4; ++j) {
         int from = (j & 1) * 4 + (j & 2); /* in the order of bytes */
