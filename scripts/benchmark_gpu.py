@@ -19,7 +19,18 @@ from _common import markdown, parser_of
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, kernels
-from hf_compressopt.kernels import Average, Combination, Descent, LambOptions, Segment, library
+from hf_compressopt.kernels import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+    library,
+)
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
 
 SCALE_BLOCK = 4096
@@ -98,22 +109,22 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
         ("combine", lambda: kernels.on(device).combine_(momentum, x), (8 + size) * numel),
         (
             "decompress, Adam",
-            lambda: kernels.on(device).apply_adam_(y, m, v, params, descent),
+            lambda: kernels.on(device).apply_adam_(AdamUpdate(y, m, v, params, descent)),
             (8 + 2 * size) * numel + signs,
         ),
         (
             "local step",
-            lambda: kernels.on(device).local_step_(m, v, u, grads, params, 0.9, descent),
+            lambda: kernels.on(device).local_step_(LocalUpdate(m, v, u, grads, params, 0.9, descent)),
             (20 + 3 * size) * numel,
         ),
         (
             "decompress, sync",
-            lambda: kernels.on(device).sync_parameters_(y, m, anchor, v, u, params, 1.0, descent),
+            lambda: kernels.on(device).sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 1.0, descent)),
             (20 + size) * numel + signs,
         ),
         (
             "decompress, LAMB's moments",
-            lambda: kernels.on(device).lamb_moments_(y, m, x, v, params, factors, sums, lamb),
+            lambda: kernels.on(device).lamb_moments_(LambMoments(y, m, x, v, params, factors, sums, lamb)),
             (20 + size) * numel + signs,
         ),
         ("LAMB's step", lambda: kernels.on(device).lamb_apply_(m, v, params, rates, lamb), (8 + 2 * size) * numel),

@@ -23,7 +23,7 @@ from _common import Variants, gloo_ranks, medians, parser_of, print_table
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
-from hf_compressopt.kernels import Average, Combination, Descent, Segment, message_nbytes, num_blocks
+from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, Segment, message_nbytes, num_blocks
 
 CPU = torch.device("cpu")
 BLOCK = 4096
@@ -84,7 +84,7 @@ class Buffers:
             "decompress": (lambda: kernels.on(CPU).decompress_(y, self.out), 4 + sent),
             **{f"decompress + average of {count}, compress": average_compress(count) for count in AVERAGED},
             "decompress + apply": (
-                lambda: kernels.on(CPU).apply_adam_(y, self.out, self.variance, segments, DESCENT),
+                lambda: kernels.on(CPU).apply_adam_(AdamUpdate(y, self.out, self.variance, segments, DESCENT)),
                 16 + sent,
             ),
         }

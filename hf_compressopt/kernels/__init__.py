@@ -18,7 +18,17 @@ from hf_compressopt.kernels.choice import implementation, on
 from hf_compressopt.kernels.formats import MessageFormat, SignFormat
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 from hf_compressopt.kernels.protocol import Kernels
 
 _CPU = torch.device("cpu")
@@ -62,12 +72,16 @@ def copy_(out: Tensor, source: Tensor) -> None:
 
 __all__ = [
     "MESSAGE_ALIGNMENT",
+    "AdamUpdate",
     "Average",
     "Combination",
     "Descent",
     "Kernels",
+    "LambMoments",
     "LambOptions",
+    "LocalUpdate",
     "MessageFormat",
+    "ParameterSync",
     "Segment",
     "SignFormat",
     "chunk_message_nbytes",

@@ -24,7 +24,16 @@ from hf_compressopt.kernels.c_operands import (
 from hf_compressopt.kernels.library import call
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 
 
 def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
@@ -62,120 +71,87 @@ def combine_(z: Combination, out: Tensor) -> None:
     mark_written([out])
 
 
-def apply_adam_(
-    y: Average,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    params: Sequence[Segment],
-    descent: Descent,
-    beta: float = 1.0,
-    corrections: Tensor | None = None,
-) -> None:
+def apply_adam_(update: AdamUpdate) -> None:
     """See :meth:`Kernels.apply_adam_`."""
-    use = Operands(exp_avg.device, y.numel)
-    table = use.segments("parameters", params)
+    use = Operands(update.exp_avg.device, update.y.numel)
+    table = use.segments("parameters", update.params)
     call(
         "co_apply_adam",
         use.device,
-        use.average(y),
-        use.floats("exp_avg", exp_avg),
-        use.floats("exp_avg_sq", exp_avg_sq, written=False),
+        use.average(update.y),
+        use.floats("exp_avg", update.exp_avg),
+        use.floats("exp_avg_sq", update.exp_avg_sq, written=False),
         table.address,
         table.count,
-        None if corrections is None else use.per_tensor("corrections", corrections, table, 2),
-        beta,
-        descent_record(descent),
+        None if update.corrections is None else use.per_tensor("corrections", update.corrections, table, 2),
+        update.beta,
+        descent_record(update.descent),
     )
-    mark_written([exp_avg], params)
+    mark_written([update.exp_avg], update.params)
 
 
-def local_step_(
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    local_update: Tensor,
-    grads: Sequence[Segment] | None,
-    params: Sequence[Segment],
-    beta1: float,
-    descent: Descent,
-) -> None:
+def local_step_(update: LocalUpdate) -> None:
     """See :meth:`Kernels.local_step_`."""
-    use = Operands(exp_avg.device, exp_avg.numel())
-    table = use.segments("parameters", params)
-    if grads is not None and len(grads) != table.count:
-        raise ValueError(f"gradients and parameters must have the same segments, got {len(grads)} and {table.count}")
+    use = Operands(update.exp_avg.device, update.exp_avg.numel())
+    table = use.segments("parameters", update.params)
+    if update.grads is not None and len(update.grads) != table.count:
+        counts = f"{len(update.grads)} and {table.count}"
+        raise ValueError(f"gradients and parameters must have the same segments, got {counts}")
     call(
         "co_local_step",
         use.device,
-        use.floats("exp_avg", exp_avg),
-        use.floats("exp_avg_sq", exp_avg_sq, written=False),
-        use.floats("local_update", local_update),
-        None if grads is None else use.segments("gradients", grads, written=False).address,
+        use.floats("exp_avg", update.exp_avg),
+        use.floats("exp_avg_sq", update.exp_avg_sq, written=False),
+        use.floats("local_update", update.local_update),
+        None if update.grads is None else use.segments("gradients", update.grads, written=False).address,
         table.address,
         table.count,
         use.numel,
-        beta1,
-        1 - beta1,
-        descent_record(descent),
+        update.beta1,
+        1 - update.beta1,
+        descent_record(update.descent),
     )
-    mark_written([exp_avg, local_update], params)
+    mark_written([update.exp_avg, update.local_update], update.params)
 
 
-def sync_parameters_(
-    y: Average,
-    exp_avg: Tensor,
-    anchor: Tensor,
-    exp_avg_sq: Tensor,
-    local_update: Tensor,
-    params: Sequence[Segment],
-    lr_sum: float,
-    descent: Descent,
-) -> None:
+def sync_parameters_(sync: ParameterSync) -> None:
     """See :meth:`Kernels.sync_parameters_`."""
-    use = Operands(exp_avg.device, y.numel)
-    table = use.segments("parameters", params)
+    use = Operands(sync.exp_avg.device, sync.y.numel)
+    table = use.segments("parameters", sync.params)
     call(
         "co_sync_parameters",
         use.device,
-        use.average(y),
-        use.floats("exp_avg", exp_avg),
-        use.floats("anchor", anchor),
-        use.floats("exp_avg_sq", exp_avg_sq, written=False),
-        use.floats("local_update", local_update),
+        use.average(sync.y),
+        use.floats("exp_avg", sync.exp_avg),
+        use.floats("anchor", sync.anchor),
+        use.floats("exp_avg_sq", sync.exp_avg_sq, written=False),
+        use.floats("local_update", sync.local_update),
         table.address,
         table.count,
-        lr_sum,
-        descent_record(descent),
+        sync.lr_sum,
+        descent_record(sync.descent),
     )
-    mark_written([exp_avg, anchor, local_update], params)
+    mark_written([sync.exp_avg, sync.anchor, sync.local_update], sync.params)
 
 
-def lamb_moments_(
-    y: Average,
-    exp_avg: Tensor,
-    exp_avg_sq_fresh: Tensor,
-    exp_avg_sq: Tensor,
-    params: Sequence[Segment],
-    factors: Tensor,
-    sums: Tensor,
-    options: LambOptions,
-) -> None:
+def lamb_moments_(moments: LambMoments) -> None:
     """See :meth:`Kernels.lamb_moments_`."""
-    use = Operands(exp_avg.device, y.numel)
-    table = use.segments("parameters", params, written=False)
+    use = Operands(moments.exp_avg.device, moments.y.numel)
+    table = use.segments("parameters", moments.params, written=False)
     call(
         "co_lamb_moments",
         use.device,
-        use.average(y),
-        use.floats("exp_avg", exp_avg),
-        use.floats("exp_avg_sq_fresh", exp_avg_sq_fresh),
-        use.floats("exp_avg_sq", exp_avg_sq, written=False),
+        use.average(moments.y),
+        use.floats("exp_avg", moments.exp_avg),
+        use.floats("exp_avg_sq_fresh", moments.exp_avg_sq_fresh),
+        use.floats("exp_avg_sq", moments.exp_avg_sq, written=False),
         table.address,
         table.count,
-        use.per_tensor("factors", factors, table),
-        use.per_tensor("sums", sums, table, 3),
-        lamb_record(options),
+        use.per_tensor("factors", moments.factors, table),
+        use.per_tensor("sums", moments.sums, table, 3),
+        lamb_record(moments.options),
     )
-    mark_written([exp_avg, exp_avg_sq_fresh, sums])
+    mark_written([moments.exp_avg, moments.exp_avg_sq_fresh, moments.sums])
 
 
 def lamb_apply_(

@@ -8,7 +8,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 
 
 class Kernels(Protocol):
@@ -67,88 +76,19 @@ class Kernels(Protocol):
             out: [n] float32, written.
         """
 
-    def apply_adam_(
-        self,
-        y: Average,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        params: Sequence[Segment],
-        descent: Descent,
-        beta: float = 1.0,
-        corrections: Tensor | None = None,
-    ) -> None:
+    def apply_adam_(self, update: AdamUpdate) -> None:
         """Take the momentum from an average, and step: m <- y; p <- p decay - lr m^ / denominator(v^).
 
         With another ``beta`` than 1 the momentum becomes m + beta (y - m).
-
-        Args:
-            y: n elements, read. Its values may be ``exp_avg`` itself.
-            exp_avg: [n] float32, m, written.
-            exp_avg_sq: [n] float32, v, read.
-            params: Segments that cover the bucket. Segments without a tensor move no parameter; m is written for them.
-            descent: The rate and the denominator of the step.
-            beta: 1.0, or the rate of the momentum.
-            corrections: [tensors, 2] float32. m^ and v^ are m and v divided by a tensor's two corrections; infinity as
-                the first one stands for a direction of 0. None: m^ and v^ are m and v.
         """
 
-    def local_step_(
-        self,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        local_update: Tensor,
-        grads: Sequence[Segment] | None,
-        params: Sequence[Segment],
-        beta1: float,
-        descent: Descent,
-    ) -> None:
-        """Take 0/1 Adam's step of one rank alone: m <- b1 m + (1-b1) g; p <- p decay - lr m/denominator; u <- u + lr m.
+    def local_step_(self, update: LocalUpdate) -> None:
+        """Take 0/1 Adam's local step: m <- b1 m + (1-b1) g; p <- p decay - lr m / denominator(v); u <- u + lr m."""
 
-        Args:
-            exp_avg: [n] float32, m, updated in place.
-            exp_avg_sq: [n] float32, v, read.
-            local_update: [n] float32, u, updated in place.
-            grads: Segments that cover the bucket, read. None leaves m as it is.
-            params: As in :meth:`apply_adam_`.
-            beta1: Coefficient of the momentum.
-            descent: The rate and the denominator of the step.
-        """
+    def sync_parameters_(self, sync: ParameterSync) -> None:
+        """Take 0/1 Adam's sync: m <- y / lr_sum; anchor <- anchor decay - y / denominator(v); p <- anchor; u <- 0."""
 
-    def sync_parameters_(
-        self,
-        y: Average,
-        exp_avg: Tensor,
-        anchor: Tensor,
-        exp_avg_sq: Tensor,
-        local_update: Tensor,
-        params: Sequence[Segment],
-        lr_sum: float,
-        descent: Descent,
-    ) -> None:
-        """Take 0/1 Adam's sync: m <- y / lr_sum; anchor <- anchor decay - y / denominator(v); p <- anchor; u <- 0.
-
-        Args:
-            y: n elements, read. Its values may be ``local_update`` itself.
-            exp_avg: [n] float32, m, written.
-            anchor: [n] float32, the parameters at the last sync, updated in place.
-            exp_avg_sq: [n] float32, v, read.
-            local_update: [n] float32, u, set to 0.
-            params: Segments that cover the bucket. Segments without a tensor change neither anchor nor parameter.
-            lr_sum: Sum of the learning rates of the interval, not 0.
-            descent: ``decay`` is the product over the interval; ``lr`` is not used.
-        """
-
-    def lamb_moments_(
-        self,
-        y: Average,
-        exp_avg: Tensor,
-        exp_avg_sq_fresh: Tensor,
-        exp_avg_sq: Tensor,
-        params: Sequence[Segment],
-        factors: Tensor,
-        sums: Tensor,
-        options: LambOptions,
-    ) -> None:
+    def lamb_moments_(self, moments: LambMoments) -> None:
         """Take 1-bit LAMB's first pass over a bucket: momentum, fresh variance, and the sums for each coefficient.
 
         m' = y / factor; g' = (m' - b1 m) / (1 - b1); v_fresh <- b2 v_fresh + (1-b2) g'^2; m <- m'.
@@ -156,16 +96,6 @@ class Kernels(Protocol):
         Each tensor has three sums: [0] grows by the sum of (m'/denominator(v))^2, [1] by the sum of
         (m'/denominator(v) + wd p)^2, and [2] becomes the largest denominator(v)/denominator(v_fresh) so far. A tensor
         that stands still counts as 1 in [2].
-
-        Args:
-            y: n elements, read.
-            exp_avg: [n] float32, m, updated in place.
-            exp_avg_sq_fresh: [n] float32, updated in place.
-            exp_avg_sq: [n] float32, the frozen v, read.
-            params: Segments that cover the bucket, read. A segment without a tensor counts as p = 0.
-            factors: [tensors] float32, read.
-            sums: [tensors, 3] float64, updated in place; 0 before a tensor's first segment.
-            options: Hyperparameters.
         """
 
     def lamb_apply_(

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 from hf_compressopt.kernels.signs import chunks_of, compress_chunks_, decompress_message, mean_of_messages, rms
 
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at once, on a CPU and elsewhere
@@ -81,97 +91,66 @@ def values_of(operand: Combination | Average) -> Tensor:
 # -- the optimizers' steps --------------------------------------------------------------------------------------------
 
 
-def apply_adam_(
-    y: Average,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    params: Sequence[Segment],
-    descent: Descent,
-    beta: float = 1.0,
-    corrections: Tensor | None = None,
-) -> None:
+def apply_adam_(update: AdamUpdate) -> None:
     """See :meth:`Kernels.apply_adam_`."""
-    values = values_of(y)
-    if beta == 1:
-        exp_avg.copy_(values)
+    values = values_of(update.y)
+    if update.beta == 1:
+        update.exp_avg.copy_(values)
     else:
-        exp_avg.add_((values - exp_avg).mul_(beta))
-    for segment, (m, v) in _pieces(params, exp_avg, exp_avg_sq):
+        update.exp_avg.add_((values - update.exp_avg).mul_(update.beta))
+    for segment, (m, v) in _pieces(update.params, update.exp_avg, update.exp_avg_sq):
         if segment.still:
             m.zero_()
         if segment.tensor is None:
             continue
-        if corrections is None:
-            direction = m / _denominator(v, descent)
+        if update.corrections is None:
+            direction = m / _denominator(v, update.descent)
         else:
-            first, second = corrections[segment.index].unbind()
-            direction = (m / first).div_(_denominator(v / second, descent))
+            first, second = update.corrections[segment.index].unbind()
+            direction = (m / first).div_(_denominator(v / second, update.descent))
             direction = torch.where(torch.isinf(first), 0.0, direction)
-        _descend_(segment, direction, descent)
+        _descend_(segment, direction, update.descent)
 
 
-def local_step_(
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    local_update: Tensor,
-    grads: Sequence[Segment] | None,
-    params: Sequence[Segment],
-    beta1: float,
-    descent: Descent,
-) -> None:
+def local_step_(update: LocalUpdate) -> None:
     """See :meth:`Kernels.local_step_`."""
-    if grads is not None:
-        combine_(Combination(exp_avg.numel(), exp_avg.device, exp_avg, beta1, grads, 1 - beta1), exp_avg)
-    for segment, (m, v) in _pieces(params, exp_avg, exp_avg_sq):
+    if update.grads is not None:
+        m, beta1 = update.exp_avg, update.beta1
+        combine_(Combination(m.numel(), m.device, m, beta1, update.grads, 1 - beta1), m)
+    for segment, (m, v) in _pieces(update.params, update.exp_avg, update.exp_avg_sq):
         if segment.tensor is not None:
-            _descend_(segment, m / _denominator(v, descent), descent)
-    local_update.add_(exp_avg * descent.lr)
+            _descend_(segment, m / _denominator(v, update.descent), update.descent)
+    update.local_update.add_(update.exp_avg * update.descent.lr)
 
 
-def sync_parameters_(
-    y: Average,
-    exp_avg: Tensor,
-    anchor: Tensor,
-    exp_avg_sq: Tensor,
-    local_update: Tensor,
-    params: Sequence[Segment],
-    lr_sum: float,
-    descent: Descent,
-) -> None:
+def sync_parameters_(sync: ParameterSync) -> None:
     """See :meth:`Kernels.sync_parameters_`."""
-    values = values_of(y)
-    torch.div(values, exp_avg.new_tensor(lr_sum), out=exp_avg)  # by a tensor: by a number, CUDA multiplies
-    for segment, (m, own, value, v) in _pieces(params, exp_avg, anchor, values, exp_avg_sq):
+    values = values_of(sync.y)
+    lr_sum = sync.exp_avg.new_tensor(sync.lr_sum)  # for a number, CUDA multiplies by its inverse
+    torch.div(values, lr_sum, out=sync.exp_avg)
+    for segment, (m, own, value, v) in _pieces(sync.params, sync.exp_avg, sync.anchor, values, sync.exp_avg_sq):
         if segment.still:
             m.zero_()
         if segment.tensor is not None:
-            direction = torch.zeros_like(value) if segment.still else value / _denominator(v, descent)
-            own.mul_(descent.decay).sub_(direction)
+            direction = torch.zeros_like(value) if segment.still else value / _denominator(v, sync.descent)
+            own.mul_(sync.descent.decay).sub_(direction)
             segment.part.copy_(own)
-    local_update.zero_()
+    sync.local_update.zero_()
 
 
-def lamb_moments_(
-    y: Average,
-    exp_avg: Tensor,
-    exp_avg_sq_fresh: Tensor,
-    exp_avg_sq: Tensor,
-    params: Sequence[Segment],
-    factors: Tensor,
-    sums: Tensor,
-    options: LambOptions,
-) -> None:
+def lamb_moments_(moments: LambMoments) -> None:
     """See :meth:`Kernels.lamb_moments_`."""
-    values = values_of(y)
-    for segment, (value, m, fresh, v) in _pieces(params, values, exp_avg, exp_avg_sq_fresh, exp_avg_sq):
-        new = torch.zeros_like(value) if segment.still else value / factors[segment.index]
+    options = moments.options
+    flats = values_of(moments.y), moments.exp_avg, moments.exp_avg_sq_fresh, moments.exp_avg_sq
+    for segment, (value, m, fresh, v) in _pieces(moments.params, *flats):
+        new = torch.zeros_like(value) if segment.still else value / moments.factors[segment.index]
         gradient = (new - m * options.beta1).div_(m.new_tensor(1 - options.beta1))
         fresh.mul_(options.beta2).add_(gradient.square_().mul_(1 - options.beta2))
         m.copy_(new)
         frozen = _denominator(v, options)
         direction, ratio = _lamb_direction(segment, m, frozen), (frozen / _denominator(fresh, options)).max()
         update = _lamb_update(segment, direction, options)
-        row = sums[segment.index]
+        row = moments.sums[segment.index]
         row[0] += direction.double().square_().sum()
         row[1] += update.double().square_().sum()
         row[2] = torch.maximum(row[2], torch.ones_like(row[2]) if segment.still else ratio.double())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import Average, Combination
+from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.group_state import GroupState
@@ -64,5 +64,5 @@ class OnebitAdam(CompressedOptimizer):
         exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
         with state.parameter_segments(bucket) as params:
             kernels.on(exp_avg.device).apply_adam_(
-                average, exp_avg, variance, params, descent(state.options)
+                AdamUpdate(average, exp_avg, variance, params, descent(state.options))
             )  # (5), (6)

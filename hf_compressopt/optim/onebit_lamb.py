@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket, Piece
-from hf_compressopt.kernels import Average, Combination, LambOptions
+from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import adam_options
 from hf_compressopt.optim.group_state import ExtraState, GroupState, has_own_groups
@@ -153,15 +153,17 @@ class OnebitLamb(CompressedOptimizer):
         if bucket.start == 0:
             self._sums[state] = torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
         with state.parameter_segments(bucket) as params:
-            kernels.on(state.device).lamb_moments_(  # (3), (4)
-                average,
-                state.exp_avg[flat],
-                state.extra["exp_avg_sq_fresh"][flat],
-                state.exp_avg_sq[flat],
-                params,
-                state.extra["scaling_coeff"],
-                self._sums[state],
-                options,
+            kernels.on(state.device).lamb_moments_(
+                LambMoments(  # (3), (4)
+                    average,
+                    state.exp_avg[flat],
+                    state.extra["exp_avg_sq_fresh"][flat],
+                    state.exp_avg_sq[flat],
+                    params,
+                    state.extra["scaling_coeff"],
+                    self._sums[state],
+                    options,
+                )
             )
         whole = [piece.index for piece in bucket.pieces if piece.stop == state.layout.numels[piece.index]]
         if whole:  # tensors whose last part has arrived

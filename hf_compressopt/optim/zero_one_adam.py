@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket, StateTensor
-from hf_compressopt.kernels import Average, Combination
+from hf_compressopt.kernels import AdamUpdate, Average, Combination, LocalUpdate, ParameterSync
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.consensus import digest_of
 from hf_compressopt.optim.functional import descent
@@ -146,15 +146,17 @@ class ZeroOneAdam(CompressedOptimizer):
         flat = slice(bucket.start, bucket.stop)
         decayed = replace(descent(state.options), decay=float(state.extra["decay"]))
         with state.parameter_segments(bucket) as params:
-            kernels.on(state.device).sync_parameters_(  # (6), (7)
-                average,
-                state.exp_avg[flat],
-                state.extra["anchor"][flat],
-                state.exp_avg_sq[flat],
-                state.extra["local_update"][flat],
-                params,
-                float(state.extra["lr_sum"]),
-                decayed,
+            kernels.on(state.device).sync_parameters_(
+                ParameterSync(  # (6), (7)
+                    average,
+                    state.exp_avg[flat],
+                    state.extra["anchor"][flat],
+                    state.exp_avg_sq[flat],
+                    state.extra["local_update"][flat],
+                    params,
+                    float(state.extra["lr_sum"]),
+                    decayed,
+                )
             )
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def _descend(
     corrections = _corrections(state, counted)
     with state.parameter_segments(bucket, moving) as params:
         kernels.on(state.device).apply_adam_(
-            average, exp_avg, variance, params, descent(state.options), beta=beta, corrections=corrections
+            AdamUpdate(average, exp_avg, variance, params, descent(state.options), beta=beta, corrections=corrections)
         )
 
 
@@ -313,7 +315,15 @@ def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None) -> Non
         local_update = state.extra["local_update"][flat]
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).local_step_(
-                state.exp_avg[flat], state.exp_avg_sq[flat], local_update, gradients, params, beta1, descent(options)
+                LocalUpdate(
+                    state.exp_avg[flat],
+                    state.exp_avg_sq[flat],
+                    local_update,
+                    gradients,
+                    params,
+                    beta1,
+                    descent(options),
+                )
             )
     state.extra["lr_sum"] += lr
     state.extra["decay"] *= 1 - lr * decay

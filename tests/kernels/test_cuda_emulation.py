@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_compressopt.kernels import library, native
-from hf_compressopt.kernels.operands import Combination, LambOptions, Segment
+from hf_compressopt.kernels.operands import Combination, LambMoments, LambOptions, Segment
 from tests.support import kernel_cases as cases
 from tests.support.kernel_suite import KernelSuite
 
@@ -91,5 +91,5 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     with pytest.raises(RuntimeError, match="the same index"):
         options = LambOptions(0.9, 0.999, 1e-6, 0.0, False)
         sums = torch.zeros(1, 3, dtype=torch.float64)
-        native.lamb_moments_(cases.Average.of(two), two, two, two, segments, torch.ones(1), sums, options)
+        native.lamb_moments_(LambMoments(cases.Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
     native.combine_(Combination.of(torch.zeros(0)), torch.zeros(0))

@@ -11,7 +11,17 @@ from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam,
 from hf_compressopt.kernels import library, native, reference
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 CPU = torch.device("cpu")
@@ -74,26 +84,26 @@ def decompress(k: Any, use: Operands) -> None:
 def apply_adam(k: Any, use: Operands) -> None:
     y, m, v = Average.of(use.floats("values")), use.floats("exp_avg", written=True), use.floats("exp_avg_sq")
     corrections = use("corrections", torch.tensor([[0.5, 0.25]]))
-    k.apply_adam_(y, m, v, use.segments("parameters", written=True), DESCENT, 1.0, corrections)
+    k.apply_adam_(AdamUpdate(y, m, v, use.segments("parameters", written=True), DESCENT, 1.0, corrections))
 
 
 def local_step(k: Any, use: Operands) -> None:
     m, u = (use.floats(name, written=True) for name in ("exp_avg", "local_update"))
     grads, params = use.segments("gradients"), use.segments("parameters", written=True)
-    k.local_step_(m, use.floats("exp_avg_sq"), u, grads, params, 0.9, DESCENT)
+    k.local_step_(LocalUpdate(m, use.floats("exp_avg_sq"), u, grads, params, 0.9, DESCENT))
 
 
 def sync_parameters(k: Any, use: Operands) -> None:
     y, v = Average.of(use.floats("values")), use.floats("exp_avg_sq")
     m, anchor, u = (use.floats(name, written=True) for name in ("exp_avg", "anchor", "local_update"))
-    k.sync_parameters_(y, m, anchor, v, u, use.segments("parameters", written=True), 0.03, DESCENT)
+    k.sync_parameters_(ParameterSync(y, m, anchor, v, u, use.segments("parameters", written=True), 0.03, DESCENT))
 
 
 def lamb_moments(k: Any, use: Operands) -> None:
     y, v, factors = Average.of(use.floats("values")), use.floats("exp_avg_sq"), use.floats("factors", 1)
     m, fresh = (use.floats(name, written=True) for name in ("exp_avg", "exp_avg_sq_fresh"))
     sums = use("sums", torch.zeros(1, 3, dtype=torch.float64), written=True)
-    k.lamb_moments_(y, m, fresh, v, use.segments("parameters"), factors, sums, LAMB)
+    k.lamb_moments_(LambMoments(y, m, fresh, v, use.segments("parameters"), factors, sums, LAMB))
 
 
 def lamb_apply(k: Any, use: Operands) -> None:

@@ -20,7 +20,16 @@ from hf_compressopt import kernels
 from hf_compressopt.kernels import library, native, reference, signs
 from hf_compressopt.kernels.c_operands import AverageRecord, Operands, SegmentTable
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    LambMoments,
+    LambOptions,
+    ParameterSync,
+    Segment,
+)
 from tests.support import kernel_cases as cases
 
 CPU = torch.device("cpu")
@@ -198,7 +207,9 @@ def test_rounding_to_low_precision(instruction_set: str, dtype: torch.dtype) -> 
     anchor, zeros = numbers.clone(), torch.zeros(n)
     # A tensor that keeps still, and decay 1: the parameter is the anchor, rounded.
     params = [Segment(param, 0, n, 0, still=True)]
-    native.sync_parameters_(Average.of(zeros), zeros.clone(), anchor, zeros, zeros.clone(), params, 1.0, STILL)
+    native.sync_parameters_(
+        ParameterSync(Average.of(zeros), zeros.clone(), anchor, zeros, zeros.clone(), params, 1.0, STILL)
+    )
     assert_equal_with_nan(param, numbers.to(dtype))
 
 
@@ -254,8 +265,8 @@ def everything(numel: int) -> list[Tensor]:
     params = [Segment(param, 0, cut, 0), Segment(param, cut, numel - cut, 1)]
     m, fresh, sums = normal(), v.clone(), torch.zeros(2, 3, dtype=torch.float64)
     options = LambOptions(0.9, 0.999, 1e-6, 0.1, False)
-    native.lamb_moments_(y, m, fresh, v, params, torch.ones(2), sums, options)
-    native.apply_adam_(y, m, v, params, Descent(1e-2, 0.9, 1e-8, False), 0.1, None)
+    native.lamb_moments_(LambMoments(y, m, fresh, v, params, torch.ones(2), sums, options))
+    native.apply_adam_(AdamUpdate(y, m, v, params, Descent(1e-2, 0.9, 1e-8, False), 0.1, None))
     return [*written, param, m, fresh, sums, native.sum_of_squares([x, grads], CPU)]
 
 
@@ -504,7 +515,7 @@ def test_what_is_written_gets_a_new_version() -> None:
     assert (x._version, error._version, messages._version) == (0, 1, 1)
     loss = (param * param).sum()
     params = [Segment(param.detach(), 0, 80, 0)]
-    native.apply_adam_(Average.of(x), m, v, params, Descent(1e-2, 1.0, 1e-8, False), 1.0, None)
+    native.apply_adam_(AdamUpdate(Average.of(x), m, v, params, Descent(1e-2, 1.0, 1e-8, False), 1.0, None))
     assert (m._version, v._version) == (1, 0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -19,7 +19,17 @@ from hf_compressopt.kernels.adam_native import AdamTable
 from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
 from hf_compressopt.kernels.adam_reference import reference_
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes, num_blocks
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 
 _GUARD = 64  # bytes on either side of every buffer
 _PATTERN = 0xA5
@@ -266,8 +276,8 @@ def check_apply_adam(
         values = torch.rand(segments, 2, generator=case.random) + 0.1
         values[::4, 0] = math.inf
         corrections, own_corrections = case.put(values)
-    reference.apply_adam_(y, m, v, params, descent, beta, corrections)
-    native.apply_adam_(own_y, own_m, own_v, own_params, descent, beta, own_corrections)
+    reference.apply_adam_(AdamUpdate(y, m, v, params, descent, beta, corrections))
+    native.apply_adam_(AdamUpdate(own_y, own_m, own_v, own_params, descent, beta, own_corrections))
     case.check()
 
 
@@ -278,8 +288,8 @@ def check_local_step(device: torch.device, numel: int, segments: int, *, with_gr
     u, own_u = case.normal(numel)
     params, own_params, cuts = case.segments(numel, segments, missing=True, still=True)
     grads, own_grads, _ = case.segments(numel, segments, missing=True, cuts=cuts)
-    reference.local_step_(m, v, u, grads if with_grads else None, params, 0.9, descent)
-    native.local_step_(own_m, own_v, own_u, own_grads if with_grads else None, own_params, 0.9, descent)
+    reference.local_step_(LocalUpdate(m, v, u, grads if with_grads else None, params, 0.9, descent))
+    native.local_step_(LocalUpdate(own_m, own_v, own_u, own_grads if with_grads else None, own_params, 0.9, descent))
     case.check()
 
 
@@ -293,8 +303,8 @@ def check_sync_parameters(device: torch.device, numel: int, segments: int, *, wo
     if world_size == 0:  # as in a run of one rank
         y, own_y = Average.of(u), Average.of(own_u)
     params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
-    reference.sync_parameters_(y, m, anchor, v, u, params, 0.03, DESCENTS[0])
-    native.sync_parameters_(own_y, own_m, own_anchor, own_v, own_u, own_params, 0.03, DESCENTS[0])
+    reference.sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 0.03, DESCENTS[0]))
+    native.sync_parameters_(ParameterSync(own_y, own_m, own_anchor, own_v, own_u, own_params, 0.03, DESCENTS[0]))
     case.check()
 
 
@@ -310,8 +320,8 @@ def check_lamb(device: torch.device, numel: int, segments: int, *, world_size: i
     start = torch.rand(segments, 3, generator=case.random, dtype=torch.float64)
     sums, own_sums = start.clone(), case.arena.put(start)
     nonempty = [segment for segment in params if segment.numel]
-    reference.lamb_moments_(y, m, fresh, v, [replace(s) for s in nonempty], factors, sums, options)
-    native.lamb_moments_(own_y, own_m, own_fresh, own_v, own_params, own_factors, own_sums, options)
+    reference.lamb_moments_(LambMoments(y, m, fresh, v, [replace(s) for s in nonempty], factors, sums, options))
+    native.lamb_moments_(LambMoments(own_y, own_m, own_fresh, own_v, own_params, own_factors, own_sums, options))
     case.check()
     torch.testing.assert_close(own_sums.cpu(), sums, rtol=1e-12, atol=0)
     reference.lamb_apply_(m, v, params, rates, options)
