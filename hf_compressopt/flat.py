@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from torch import Tensor
-
 #: Elements whose signs share a byte.
 SIGNS_PER_BYTE = 8
 
@@ -109,26 +107,3 @@ def _pieces(numels: Sequence[int], starts: Sequence[int], low: int, high: int) -
         first, last = max(begin, low), min(begin + numel, high)
         if first < last:
             yield Piece(index, first - begin, last - begin, first)
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """One rank's part of a state tensor, as a checkpoint sees it.
-
-    Attributes:
-        name: Name of the whole tensor, the same on all ranks that hold a part of it.
-        shape: Shape of the whole tensor.
-        start: Where this rank's part begins in the flattened whole.
-        local: This rank's part; shares memory with the optimizer.
-        replicated: True where every rank holds the same whole tensor, so that any of them may write it.
-        of_ranks: Where the tensor is each rank's own: its name, with ``{rank}`` for the rank's number. Else "".
-        is_error: Whether it is an error of error feedback, which a run of one rank does not have.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    local: Tensor
-    replicated: bool
-    of_ranks: str = ""
-    is_error: bool = False

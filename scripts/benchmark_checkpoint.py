@@ -37,7 +37,8 @@ from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, write_measure
 from torch import nn
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer, async_save_state, load_state, save_state
-from hf_compressopt.checkpoint.saving import take_snapshot
+from hf_compressopt.checkpoint.io import checkpointable
+from hf_compressopt.checkpoint.snapshot import take_snapshot
 from hf_compressopt.zero.memory import release_memory, resident_bytes
 
 BLOCK = 4 * MIB
@@ -60,10 +61,10 @@ def make(options: dict[str, Any]) -> torch.optim.Optimizer:
 def tensors_of(optimizer: Any) -> dict[str, torch.Tensor]:
     """What this rank writes, as torch.save and DCP are given it: plain tensors under names of this rank's own."""
     folder = Path(tempfile.mkdtemp(dir=os.environ["BENCHMARK_FOLDER"]))
-    snapshot = take_snapshot(optimizer, folder, optimizer.parameter_names(), "names")
+    snapshot = take_snapshot(checkpointable(optimizer), folder, None, "names")
     snapshot.remove()
     dist.barrier()
-    return {f"rank{dist.get_rank()}/{tensor.name}@{tensor.start}": tensor.local for tensor in snapshot.tensors}
+    return {f"rank{dist.get_rank()}/{tensor.key}@{tensor.start}": tensor.local for tensor in snapshot.tensors}
 
 
 class Variant(ABC):

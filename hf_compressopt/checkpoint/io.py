@@ -15,20 +15,17 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
+from hf_compressopt.checkpoint.checkpointable import Checkpointable
+from hf_compressopt.checkpoint.flat_state import FlatState
 from hf_compressopt.checkpoint.loading import load
-from hf_compressopt.checkpoint.saving import (
-    Checkpointable,
-    HostCopy,
-    Snapshot,
-    run_together,
-    take_snapshot,
-    write_snapshot,
-)
+from hf_compressopt.checkpoint.plain_state import PlainState
+from hf_compressopt.checkpoint.saving import write_snapshot
+from hf_compressopt.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
+from hf_compressopt.checkpoint.zero_state import PartitionedState
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import INDEX_NAME, check_prefix
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
-from hf_compressopt.zero.plain import PlainState
-from hf_compressopt.zero.state import ZeroState
+from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 DEFAULT_PREFIX = "compressopt"
 
@@ -94,7 +91,7 @@ def async_save_state(
     inner = _innermost(optimizer)
     background = _BACKGROUNDS.get(inner)
     if background is None:
-        background = run_together(communicator, lambda: _Background(communicator), snapshot.remove)
+        background = communicator.run_together(lambda: _Background(communicator), snapshot.remove)
         _BACKGROUNDS[inner] = background
     copied: Future[Snapshot] = Future()
     try:
@@ -104,7 +101,7 @@ def async_save_state(
     channel = background.channel
 
     def write() -> None:  # the ranks hear here, not while training waits, of one that had no memory for its copy
-        write_snapshot(run_together(channel, copied.result, snapshot.remove), channel, quiet=True)
+        write_snapshot(channel.run_together(copied.result, snapshot.remove), channel, quiet=True)
 
     background.save = PendingSave(snapshot.index_file, write)
     return background.save
@@ -129,7 +126,7 @@ def _begin(
     names: Sequence[str] | None,
     prefix: str,
 ) -> tuple[Snapshot, Communicator]:
-    state, folder = _checkpointable(optimizer), Path(directory)
+    state, folder = checkpointable(optimizer), Path(directory)
     path = folder / INDEX_NAME.format(prefix=check_prefix(prefix))
     background = None if isinstance(optimizer, PlainState) else _BACKGROUNDS.get(_innermost(optimizer))
     wait_for_saves(
@@ -171,7 +168,7 @@ def load_state(
     """
     check_prefix(prefix)
     wait_for_saves()
-    load(_checkpointable(optimizer), _innermost(optimizer), Path(directory), names, prefix)
+    load(checkpointable(optimizer), _innermost(optimizer), Path(directory), names, prefix)
 
 
 @contextmanager
@@ -185,12 +182,14 @@ def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         del inner.load_state_dict
 
 
-def _checkpointable(optimizer: torch.optim.Optimizer | PlainState) -> Checkpointable:
-    """What a checkpoint sees of an optimizer."""
+def checkpointable(optimizer: torch.optim.Optimizer | PlainState) -> Checkpointable:
+    """An optimizer as a checkpoint sees it."""
     if isinstance(optimizer, PlainState):
         return optimizer
     optimizer = _innermost(optimizer)
-    return optimizer if isinstance(optimizer, (FlatOptimizer, ZeroState)) else PlainState(optimizer)
+    if isinstance(optimizer, FlatOptimizer):
+        return FlatState(optimizer)
+    return PartitionedState(optimizer) if isinstance(optimizer, ZeroOptimizer) else PlainState(optimizer)
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -11,17 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_compressopt.checkpoint.adam import source_of
-from hf_compressopt.checkpoint.saving import (
-    Checkpointable,
-    checked_names,
-    describe_parameters,
-    dtype_name,
-    run_together,
-)
+from hf_compressopt.checkpoint.adam_source import source_of
+from hf_compressopt.checkpoint.checkpointable import Checkpointable, LoadPlan, checked_names, describe_parameters
 from hf_compressopt.checkpoint.source import Stored
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.flat import StateTensor
 from hf_compressopt.format.index import (
     BY_PLACE,
     INDEX_NAME,
@@ -32,7 +25,7 @@ from hf_compressopt.format.index import (
 )
 from hf_compressopt.format.progress import progress
 from hf_compressopt.format.reader import ShardFiles, absent_shards
-from hf_compressopt.format.reshard import Wanted
+from hf_compressopt.format.record import StateTensor
 
 
 def load(
@@ -56,22 +49,22 @@ def load(
 
     with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
 
-        def check() -> _Found:
-            by_place = index.header.get(BY_PLACE)
-            grouped = _names_by_place(state, optimizer) if by_place else checked_names(state, names)
+        def check() -> _Reading:
             with errors_naming(path):
-                stored = _source(index, optimizer, path)
-                _check_fits(state, index, stored.header, grouped)
+                by_place = index.header.get(BY_PLACE)
+                grouped = _names_by_place(state, optimizer) if by_place else checked_names(state, names)
+                source = source_of(index, _class_of(optimizer), optimizer.param_groups)
+                _check_model(state, index, grouped)
                 out_of_reach = _out_of_reach(places, communicator.rank, index)
                 files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
-                tensors = state.wanted_tensors(grouped, stored.header, stored.described)
-                found = _Found(stored, tensors, files, communicator, path)
-                found.check()
-            return found
+                plan = state.plan_load(grouped, source.header, source.entries)
+                reading = _Reading(source, plan, files, communicator, path)
+                reading.check()
+            return reading
 
-        found = run_together(communicator, check, others=CheckpointError)
-        run_together(communicator, found.read, others=CheckpointError)
-    state.load_checkpoint_header(found.stored.header, {tensor.name: tensor.local for tensor in found.tensors})
+        reading = communicator.run_together(check, others=CheckpointError)
+        communicator.run_together(reading.read, others=CheckpointError)
+    reading.plan.commit()
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------
@@ -83,7 +76,7 @@ def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointInd
     A save into several folders may have been cut off when some had their index already: then the others still have it
     under its earlier name, and all have the shards.
     """
-    index = run_together(communicator, lambda: CheckpointIndex.read(path), others=CheckpointError)
+    index = communicator.run_together(lambda: CheckpointIndex.read(path), others=CheckpointError)
     saves = communicator.all_gather_object(index.save_id)
     if len(set(saves)) == 1:
         return index, path
@@ -139,40 +132,36 @@ def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _source(index: CheckpointIndex, optimizer: torch.optim.Optimizer, path: Path) -> Stored:
-    """The checkpoint as the optimizer takes it."""
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the optimizer's class, of the wrapped one in a ZeroOptimizer; others call theirs AdamW too."""
     cls = getattr(optimizer, "optimizer_class", type(optimizer))
-    known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))  # others call theirs AdamW too
-    try:
-        return source_of(index, cls.__name__ if known else f"{cls.__module__}.{cls.__name__}", optimizer.param_groups)
-    except ValueError as error:
-        raise CheckpointError(f"{path} {error}") from error
+    known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))
+    return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
 
 
-def _names_by_place(optimizer: Checkpointable, inner: torch.optim.Optimizer) -> list[list[str]]:
-    """What :data:`BY_PLACE` calls the trainable parameters of each param group: by their places among all of it."""
+def _names_by_place(state: Checkpointable, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Names of the trainable parameters of each param group by their places, as :data:`BY_PLACE` says."""
     names = []
-    for number, (group, params) in enumerate(zip(inner.param_groups, optimizer.shared_parameters(), strict=True)):
+    for number, (group, params) in enumerate(zip(optimizer.param_groups, state.shared_parameters(), strict=True)):
         places = {param: place for place, param in enumerate(group["params"])}
         names.append([name_by_place(number, places[param]) for param in params])
     return names
 
 
-def _check_fits(
-    optimizer: Checkpointable,
-    index: CheckpointIndex,
-    header: dict[str, Any],
-    names: Sequence[Sequence[str]],
-) -> None:
+def _check_model(state: Checkpointable, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
+    """Check that a checkpoint is whole and of this optimizer's parameters.
+
+    Raises:
+        ValueError: If it is not.
+    """
     saved_ranks = index.header["world_size"]
     if saved_ranks != len(index.shards):
         raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
-    mine = describe_parameters(optimizer, names)
+    mine = describe_parameters(state, names)
     if index.header.get(BY_PLACE):
         _check_places(index.parameters, mine)
     elif mine != index.parameters:
         raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
-    optimizer.check_checkpoint_header(header)
 
 
 def _check_places(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> None:
@@ -199,30 +188,31 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What a rank loads of a checkpoint, and where it is."""
+class _Reading:
+    """The reads of one rank."""
 
-    stored: Stored
-    tensors: Sequence[StateTensor]
+    source: Stored
+    plan: LoadPlan
     files: ShardFiles
     communicator: Communicator
     path: Path
 
     def check(self) -> None:
-        """Read and verify it all, and change nothing."""
+        """Read and verify everything, and change nothing."""
         ranks = self.communicator.world_size
-        self._each("checking", lambda tensor: self.stored.check(_wanted(tensor), ranks, self.files))
+        self._each("checking", lambda tensor: self.source.check(tensor, ranks, self.files))
 
     @torch.no_grad()
     def read(self) -> None:
-        """Read it all once more, from memory where the system has kept it there, into the tensors."""
+        """Read everything once more, from the system's cache if it is still there, into the tensors."""
         ranks = self.communicator.world_size
 
         def read(tensor: StateTensor) -> None:
             local = tensor.local.detach()
-            values = local.view(-1) if local.is_contiguous() else torch.empty(local.numel(), dtype=local.dtype)
-            self.stored.read(_wanted(tensor), ranks, self.files, values)
-            if not local.is_contiguous():
+            direct = local.is_contiguous()
+            values = local.view(-1) if direct else torch.empty(local.numel(), dtype=local.dtype, device="cpu")
+            self.source.read(tensor, ranks, self.files, values)
+            if not direct:
                 local.copy_(values.view(local.shape))
 
         try:
@@ -232,19 +222,9 @@ class _Found:
             raise CheckpointError(f"{told}: all was well before, and the state is half loaded; load again") from error
 
     def _each(self, doing: str, action: Callable[[StateTensor], None]) -> None:
-        nbytes = sum(tensor.local.nbytes for tensor in self.tensors)
+        nbytes = sum(tensor.local.nbytes for tensor in self.plan.tensors)
         shown = None if self.communicator.rank == 0 else False
         with progress(f"{doing} {self.path.name}", nbytes, shown=shown) as advance:
-            for tensor in self.tensors:
-                try:
-                    action(tensor)
-                except CheckpointError:
-                    raise
-                except ValueError as error:
-                    raise CheckpointError(f"{self.path} {error}") from None
+            for tensor in self.plan.tensors:
+                action(tensor)
                 advance(tensor.local.nbytes)
-
-
-def _wanted(tensor: StateTensor) -> Wanted:
-    dtype, stop = dtype_name(tensor.local), tensor.start + tensor.local.numel()
-    return Wanted(tensor.name, dtype, tensor.shape, tensor.start, stop, tensor.of_ranks, tensor.is_error)

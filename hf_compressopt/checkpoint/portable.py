@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hf_compressopt.checkpoint.adam import MASTER, MOMENTS, STEP, AdamView, Entry
+from hf_compressopt.checkpoint.adam import MOMENTS, STEP, AdamView, Entry
+from hf_compressopt.checkpoint.checkpointable import MASTER
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
+from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.checkpoint.source import bytes_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
     DTYPES,
     INDEX_NAME,
-    CheckpointError,
     CheckpointIndex,
     check_prefix,
     errors_naming,
@@ -38,7 +39,6 @@ from hf_compressopt.format.torch_file import PendingTensor, TorchFile
 from hf_compressopt.format.writer import ShardWriter
 from hf_compressopt.optim.flat_optimizer import STATE_KEY
 from hf_compressopt.optim.options import check_at_least, check_betas
-from hf_compressopt.zero.plain import PlainState
 
 #: What the state dict of torch's AdamW says of each param group beside the hyperparameters.
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
@@ -92,16 +92,13 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
     if path.resolve() in {(index_path.parent / shard.file).resolve() for shard in index.shards}:
         raise ValueError(f"{path} is a shard of the checkpoint itself: give another name")
     with errors_naming(index_path):
-        try:
-            view = AdamView(index)
-        except ValueError as error:
-            raise CheckpointError(f"{index_path} {error}") from error
+        view = AdamView(index)
         with ShardFiles(index_path.parent, index) as files:
             if path.suffix == _SAFETENSORS:
                 _write_safetensors(path, view, files)
                 return view.notes
             _write_torch_file(path, view, files)
-    masters = sum(entry.kind == MASTER for entry in view.entries.values())
+    masters = sum(entry.key.kind == MASTER for entry in view.entries.values())
     left_out = [f"{masters} float32 master copies are left out: AdamW has none, and {_SAFETENSORS} files do"]
     return view.notes + (left_out if masters else [])
 
@@ -155,9 +152,13 @@ class _Imported(PlainState):
         super().__init__(optimizer, TorchCommunicator(alone=True))
         self._by_place = by_place
 
-    def checkpoint_header(self) -> dict[str, Any]:
-        header = super().checkpoint_header()
+    def header(self) -> dict[str, Any]:
+        """See the protocol."""
+        header = super().header()
         return {**header, BY_PLACE: True} if self._by_place else header
+
+    def _check_keys(self, state: Mapping[Any, Any]) -> None:
+        """Accept master copies, which a file of ZeroOptimizer's state has."""
 
 
 def import_state(

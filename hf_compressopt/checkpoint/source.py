@@ -1,13 +1,17 @@
-"""What a plan says, read into memory."""
+"""Tensors of a checkpoint, read into memory as a plan says."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.format.index import CheckpointIndex
+from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.format.index import CheckpointIndex, TensorEntry
 from hf_compressopt.format.reader import ShardFiles
-from hf_compressopt.format.reshard import Plan, Wanted, plan_reads
+from hf_compressopt.format.record import StateTensor
+from hf_compressopt.format.reshard import Plan, plan_reads
 
 
 class Stored:
@@ -15,41 +19,43 @@ class Stored:
 
     Attributes:
         header: What the optimizer checks and takes over beside tensors.
-        described: dtype and shape of each tensor, by name.
+        entries: Its tensors, by name.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        """Take its description from the index."""
-        self.index, self.header = index, index.header
-        self.described = {name: (getattr(torch, entry.dtype), entry.shape) for name, entry in index.tensors.items()}
+    header: Header
+    entries: Mapping[str, TensorEntry]
 
-    def check(self, wanted: Wanted, world_size: int, files: ShardFiles) -> None:
-        """Read and verify what one of ``world_size`` ranks wants, and keep nothing of it.
+    def __init__(self, index: CheckpointIndex) -> None:
+        """Take the description from the index."""
+        self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
+
+    def check(self, tensor: StateTensor, world_size: int, files: ShardFiles) -> None:
+        """Read and verify what one of ``world_size`` ranks reads, and keep nothing of it.
 
         Raises:
-            ValueError: If it is not there; the message goes on where the name of the index ends.
-            CheckpointError: If it is not what was saved.
+            ValueError: If the checkpoint does not have the tensor.
+            CheckpointError: If a file is not what was saved.
         """
-        for source in plan_reads(self.index, wanted, world_size).sources:
+        for source in plan_reads(self.index, tensor, world_size).sources:
             for read in source:
                 for _ in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
                     pass
 
-    def read(self, wanted: Wanted, world_size: int, files: ShardFiles, out: Tensor) -> None:
-        """Read what one of ``world_size`` ranks wants into ``out``, flattened, of its dtype, on any device.
+    def read(self, tensor: StateTensor, world_size: int, files: ShardFiles, out: Tensor) -> None:
+        """Read what one of ``world_size`` ranks reads into ``out``, flattened, of its dtype, on any device.
 
         Raises:
             ValueError: As :meth:`check`.
             CheckpointError: As :meth:`check`; a part of ``out`` is overwritten.
         """
-        fill(out, plan_reads(self.index, wanted, world_size), files, self.index)
+        fill(out, plan_reads(self.index, tensor, world_size), files, self.index)
 
 
 def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
-    """Read what a plan says into ``values`` [numel], on any device; a mean is summed up in float64, in rank order.
+    """Read what a plan says into ``values`` [numel], on any device. A mean is summed in float64, in rank order.
 
     Raises:
-        CheckpointError: If it is not what was saved.
+        CheckpointError: If a file is not what was saved.
     """
     if len(plan.sources) == 1:
         _read_source(values, plan, 0, files)
@@ -59,8 +65,8 @@ def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) 
         return
     start = 0
     for window in plan.windows(index.block_bytes):
-        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype)
-        mean = torch.zeros(part.numel(), dtype=torch.float64)
+        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype, device="cpu")
+        mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu")
         for source in range(len(window.sources)):
             _read_source(part, window, source, files)
             mean += part

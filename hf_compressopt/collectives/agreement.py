@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 #: Digests are below this bound, so that sums of their squares over thousands of ranks are exact in float64.
 DIGEST_BOUND = 1 << 20
+_Result = TypeVar("_Result")
 
 
 class Waitable(Protocol):
@@ -73,6 +74,39 @@ class Agreement(ABC):
         failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
         told = f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
         return [outcome for outcome, _ in outcomes], told
+
+    def gather_together(
+        self,
+        action: Callable[[], _Result],
+        undo: Callable[[], None] = lambda: None,
+        others: type[Exception] = OSError,
+    ) -> list[_Result]:
+        """Run ``action`` on every rank and return every rank's result (anything that JSON holds).
+
+        If the action fails on any rank, run ``undo`` and raise on all: this rank's own error, or one of type ``others``
+        if it has none. If a rank is gone, nothing is undone, because the ranks cannot tell what the others know.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        results, failed = self.gather_outcomes(result, error)
+        if failed:
+            undo()
+            raise error or others(failed)
+        return results
+
+    def run_together(
+        self,
+        action: Callable[[], _Result],
+        undo: Callable[[], None] = lambda: None,
+        others: type[Exception] = OSError,
+    ) -> _Result:
+        """As :meth:`gather_together`, for any kind of result; returns this rank's."""
+        results: list[_Result] = []
+        self.gather_together(lambda: results.append(action()), undo, others)
+        return results[0]
 
     def sum_and_compare(self, values: Sequence[Tensor], digests: Sequence[int]) -> tuple[Tensor, list[bool]]:
         """Sum some values over the ranks, and compare some numbers, in one small all-reduce.

@@ -156,6 +156,21 @@ class TensorEntry:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
+    @classmethod
+    def read(cls, values: dict[str, Any], version: int = VERSION) -> TensorEntry:
+        """Check and take the values of an index of this version.
+
+        Raises:
+            ValueError: If one is not legal.
+            KeyError: If one is missing.
+            TypeError: If one is of another type.
+        """
+        if values["dtype"] not in DTYPES:
+            raise ValueError(f"the dtype {values['dtype']!r} is not supported")
+        shape = tuple(_count(size) for size in values["shape"])
+        key = "sha256" if version == 2 else "checksums"
+        return cls(values["dtype"], shape, tuple(_piece(piece, piece[key]) for piece in values["pieces"]))
+
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
@@ -217,7 +232,7 @@ class CheckpointIndex:
                 header=dict(data["header"]),
                 parameters=[[_parameter(parameter) for parameter in group] for group in data["parameters"]],
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
-                tensors={name: _tensor_entry(entry, version) for name, entry in data["tensors"].items()},
+                tensors={name: TensorEntry.read(entry, version) for name, entry in data["tensors"].items()},
             )
         except Exception as error:  # the file can hold anything
             raise CheckpointError(f"{path} lacks what an index must have: {type(error).__name__}: {error}") from error
@@ -271,16 +286,6 @@ def _parameter(entry: dict[str, Any]) -> dict[str, Any]:
         "shape": [_count(size) for size in entry["shape"]],
         "dtype": str(entry["dtype"]),
     }
-
-
-def _tensor_entry(entry: dict[str, Any], version: int) -> TensorEntry:
-    if entry["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {entry['dtype']!r}")
-    return TensorEntry(
-        entry["dtype"],
-        tuple(_count(size) for size in entry["shape"]),
-        tuple(_piece(piece, piece["sha256" if version == 2 else "checksums"]) for piece in entry["pieces"]),
-    )
 
 
 def _piece(piece: dict[str, Any], checksums: list[str]) -> Piece:

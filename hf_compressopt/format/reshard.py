@@ -1,13 +1,13 @@
-"""What a rank reads of a checkpoint, saved by any number of ranks: pure interval arithmetic, no files, no torch.
+"""Plans of what a rank reads of a checkpoint: interval arithmetic that needs no files and no torch.
 
 Three rules cover every tensor:
 
-1. What is one tensor for all ranks, whole on each or in parts, is found by offset: a rank reads its own elements, from
-   whichever pieces hold them. So are moments, masters, and server errors (by their place in the flat buffer).
-2. What is each rank's own is read as it is by as many ranks as saved it. On another number of ranks each reads the
-   mean of all: the average over the ranks, by which the training goes on, stays as it was. So are worker errors, and
-   what the ranks of 0/1 Adam hold of their own inside a local interval.
-3. Errors that a single rank did not save are zero: it has none.
+1. A tensor that is one for all ranks, whole on each or in parts, is found by offset. A rank reads its own elements from
+   the pieces that hold them. These are moments, master copies, and server errors (by their place in the flat buffer).
+2. A tensor that is each rank's own is read as it is if as many ranks load as saved. Otherwise each rank reads the mean
+   of all, so that the average over the ranks stays as it was. These are worker errors, and what the ranks of 0/1 Adam
+   hold of their own inside a local interval.
+3. Errors that a single rank did not save are zero, because it has none.
 """
 
 from __future__ import annotations
@@ -16,34 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hf_compressopt.format.index import DTYPES, CheckpointIndex, Piece, TensorEntry
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Elements [start, stop) of a flattened tensor, as a rank wants them.
-
-    Attributes:
-        name: The tensor's name.
-        dtype: Its dtype, by torch's name.
-        shape: Shape of the whole tensor.
-        start: First element.
-        stop: One past the last element.
-        of_ranks: Where it is each rank's own: its name, with ``{rank}`` for the rank's number. Else "".
-        is_error: Whether it is an error of error feedback.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    of_ranks: str = ""
-    is_error: bool = False
+from hf_compressopt.format.record import StateTensor
 
 
 @dataclass(frozen=True)
 class Read:
-    """Bytes [begin, end) of a piece of a tensor, which go to byte ``offset`` of what is wanted."""
+    """Bytes [begin, end) of a piece of a tensor, which go to byte ``offset`` of the tensor to be read."""
 
     entry: TensorEntry
     piece: Piece
@@ -54,20 +32,21 @@ class Read:
 
 @dataclass(frozen=True)
 class Plan:
-    """How what is wanted is found: the mean of the sources; zeros where there is none.
+    """The reads that fill a tensor: it becomes the mean of the sources, or zeros if there are none.
 
     Attributes:
         sources: For each tensor to be averaged, usually one, the reads that fill all bytes once, in order.
-        nbytes: Bytes of what is wanted.
+        nbytes: Bytes of the tensor.
     """
 
     sources: tuple[tuple[Read, ...], ...]
     nbytes: int
 
     def windows(self, size: int) -> Iterator[Plan]:
-        """The same in consecutive windows of at most ``size`` bytes.
+        """Split the plan into consecutive windows of at most ``size`` bytes.
 
-        They begin where the blocks of this size do in the pieces of the first source, so that each is read once.
+        They begin where the blocks of this size begin in the pieces of the first source, so that each block is read
+        once.
         """
         for offset, begin, nbytes in self._runs():
             done = 0
@@ -77,7 +56,7 @@ class Plan:
                 done = high
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """Offset, place in its piece and bytes of each read of the first source; all at once where there is none."""
+        """Offset, place in its piece and bytes of each read of the first source; one run if there is no source."""
         if not self.sources:
             yield 0, 0, self.nbytes
         for read in self.sources[0] if self.sources else ():
@@ -87,42 +66,44 @@ class Plan:
         return Plan(tuple(tuple(_clip(reads, low, high)) for reads in self.sources), high - low)
 
 
-def plan_reads(index: CheckpointIndex, wanted: Wanted, world_size: int) -> Plan:
-    """Plan the reading of what one of ``world_size`` ranks wants, by the rules of the module.
+def plan_reads(index: CheckpointIndex, wanted: StateTensor, world_size: int) -> Plan:
+    """Plan the reads of one of ``world_size`` ranks, by the rules of the module.
 
     Args:
         index: The checkpoint's index, validated.
-        wanted: What the rank wants.
+        wanted: The part of a tensor that the rank reads.
         world_size: Ranks of the run that reads.
 
     Raises:
-        ValueError: If the checkpoint does not have it in that dtype and shape; the message goes on where the name of
-            the index file ends.
+        ValueError: If the checkpoint does not have the tensor in that dtype and shape.
     """
     saved_ranks = len(index.shards)
-    names = [wanted.name]
-    if wanted.of_ranks and world_size != saved_ranks:
-        names = [wanted.of_ranks.format(rank=rank) for rank in range(saved_ranks)]
+    names = [str(wanted.key)]
+    if wanted.of_each_rank and world_size != saved_ranks:
+        names = [str(wanted.key.of_rank(rank)) for rank in range(saved_ranks)]
     if wanted.is_error and saved_ranks == 1 and not any(name in index.tensors for name in names):
         names = []
     sources = [_reads(_fitting(index, name, wanted), wanted) for name in names]
     return Plan(tuple(sources), (wanted.stop - wanted.start) * DTYPES[wanted.dtype][1])
 
 
-def _fitting(index: CheckpointIndex, name: str, wanted: Wanted) -> TensorEntry:
+def _fitting(index: CheckpointIndex, name: str, wanted: StateTensor) -> TensorEntry:
     entry = index.tensors.get(name)
     if entry is None:
-        raise ValueError(f"has no tensor {name!r}")
+        raise ValueError(f"the checkpoint has no tensor {name!r}")
     if entry.dtype != wanted.dtype or entry.shape != wanted.shape:
         raise ValueError(
-            f"has {name!r} as {entry.dtype} {list(entry.shape)}, needed is {wanted.dtype} {list(wanted.shape)}"
+            f"the checkpoint has {name!r} as {entry.dtype} {list(entry.shape)}, needed is {wanted.dtype} "
+            f"{list(wanted.shape)}"
         )
     if not 0 <= wanted.start <= wanted.stop <= entry.numel:
-        raise ValueError(f"has {name!r} with {entry.numel} elements, needed are {wanted.start} to {wanted.stop}")
+        raise ValueError(
+            f"the checkpoint has {name!r} with {entry.numel} elements, needed are {wanted.start} to {wanted.stop}"
+        )
     return entry
 
 
-def _reads(entry: TensorEntry, wanted: Wanted) -> tuple[Read, ...]:
+def _reads(entry: TensorEntry, wanted: StateTensor) -> tuple[Read, ...]:
     reads = []
     for piece in entry.pieces:
         first, last = max(piece.start, wanted.start), min(piece.stop, wanted.stop)

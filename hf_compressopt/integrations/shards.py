@@ -19,10 +19,10 @@ from hf_compressopt.checkpoint.io import (
     save_state,
     state_is_loaded,
 )
+from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
 from hf_compressopt.integrations.ddp_models import without_compile
-from hf_compressopt.zero.plain import PlainState
 
 
 def prefix_of(number: int) -> str:

@@ -14,27 +14,19 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.flat import StateTensor
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import (
     check_group,
     check_last_group,
-    check_mask,
-    check_ranks,
-    group_from_plain,
+    check_names,
     in_lists,
     loadable_group,
-    plain_group,
 )
 from hf_compressopt.schedules import Stage, StepPlan
 
 #: Key of a state dict for all that torch's own state dicts have no place for.
 STATE_KEY = "compressopt"
-#: Starts of the names of tensors that a checkpoint brings, whether or not the optimizer has them.
-MASK_PREFIX, OPTIMIZER_PREFIX = "exp_avg_mask/", "optimizer/"
-#: Start of the name of what an ordinary optimizer has once per parameter, as a tensor.
-SCALAR = "scalar:"
 #: The text of a stub in the place of an optimizer's state.
 STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -72,7 +64,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._in_shards = False
         self._states: list[GroupState] = []
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
-        self._plain_rows: dict[int, dict[str, Tensor]] = {}  # by number of a parameter, read from a checkpoint
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         params, device = in_lists(params)
         self.communicator = make_communicator(process_group=process_group, device=device, **self._chosen)
@@ -131,6 +122,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.state[param] = state.torch_state(index)
         self._consensus.check_anew()
 
+    def _before_load(self) -> None:
+        """Put everything where a checkpoint is read to; this class has it there."""
+
     def _state_loaded(self) -> None:
         """Find anew what follows from the state."""
         self._consensus.check_anew()
@@ -147,10 +141,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def trainable_parameters(self) -> list[Tensor]:
         """The parameters that have state, group by group."""
         return list(chain.from_iterable(state.params for state in self._states))
-
-    def shared_parameters(self) -> list[list[Tensor]]:
-        """Return the parameters of each group that all ranks hold: none for a group with a process group of its own."""
-        return [state.params if state.own_rank is None else [] for state in self._states]
 
     def own_parameters(self) -> list[Tensor]:
         """Return the parameters of the groups with a process group of their own."""
@@ -325,7 +315,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 else:
                     group[key] = value
 
-    # -- what a checkpoint sees ---------------------------------------------------------------------------------------
+    # -- for checkpoints ----------------------------------------------------------------------------------------------
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.
@@ -336,113 +326,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         counts = [len(state.params) for state in self._states]
         if names is None:
             names = [name for state in self._states for name in state.names]
-        if len(names) != sum(counts) or len(set(names)) != len(names):
-            raise ValueError(
-                f"there must be a different name for each of the {sum(counts)} trainable parameters, got {len(names)} "
-                f"names, {len(set(names))} different ones: give names=..."
-            )
+        check_names(names, sum(counts))
         rest = iter(names)
         return [[next(rest) for _ in range(count)] for count in counts]
-
-    def checkpoint_tensors(
-        self,
-        names: Sequence[Sequence[str]],
-        *,
-        stage: Stage | None = None,
-        saved: dict[str, Tensor] | None = None,
-    ) -> list[StateTensor]:
-        """Every state tensor that this rank holds a part of; they share memory with the optimizer.
-
-        Args:
-            names: Names of the trainable parameters, per group.
-            stage: The stage in which they are looked at, where it is not that of this optimizer's last step.
-            saved: Room for the momentum masks and the optimizer-wide tensors that a checkpoint brings, in the place of
-                the optimizer's own.
-        """
-        self._follow_parameters()
-        tensors: list[StateTensor] = []
-        for number, state in enumerate(self._states):
-            own = self._own_tensors(stage or self.last_plan.stage) if state.compressed else ()
-            tensors += state.checkpoint_tensors(number, names[number], own)
-        if saved is None:
-            masks = {self._mask_name(n): group.get("exp_avg_mask") for n, group in enumerate(self.param_groups)}
-            saved = {name: mask for name, mask in masks.items() if mask is not None}
-            saved |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in self._tensors.items()}
-        owned = {self._mask_name(n) for n, state in enumerate(self._states) if state.own_rank is not None}
-        brought = saved.items()
-        return tensors + [StateTensor(key, tuple(value.shape), 0, value, key not in owned) for key, value in brought]
-
-    def wanted_tensors(
-        self,
-        names: Sequence[Sequence[str]],
-        header: dict[str, Any],
-        described: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    ) -> list[StateTensor]:
-        """What is to be read from a checkpoint with this header, and room for the masks and tensors that it brings.
-
-        Args:
-            names: Names of the trainable parameters, per group.
-            header: The checkpoint's header.
-            described: dtype and shape of each tensor of the checkpoint.
-
-        Raises:
-            ValueError: If what it brings cannot be this optimizer's.
-        """
-        if "class" in header:
-            return self._wanted_plain(names, described)
-        room = {
-            name: torch.empty(shape, dtype=dtype)
-            for name, (dtype, shape) in described.items()
-            if name.startswith((MASK_PREFIX, OPTIMIZER_PREFIX))
-        }
-        for number, state in enumerate(self._states):
-            if (mask := room.get(self._mask_name(number))) is not None:
-                check_mask(mask, state.params, number)
-        self._check_tensors(
-            {name.removeprefix(OPTIMIZER_PREFIX): t for name, t in room.items() if name.startswith(OPTIMIZER_PREFIX)},
-            header,
-        )
-        tensors = self.checkpoint_tensors(names, stage=Stage(header["stage"]), saved=room)
-        tensors = [tensor for tensor in tensors if not self._is_pending(tensor)]
-        for number, state in enumerate(self._states):
-            if self.communicator.world_size == 1 and state.compressed and f"server_error/group{number}" in described:
-                tensors += state.room_for_errors(number)
-        return tensors
-
-    def _wanted_plain(
-        self, names: Sequence[Sequence[str]], described: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    ) -> list[StateTensor]:
-        """As :meth:`wanted_tensors`, of a checkpoint of an ordinary Adam or AdamW."""
-        self._plain_rows, wanted = {}, []
-        numbers = self._numbers()
-        for state, called in zip(self._states, names, strict=True):
-            for param, name in zip(state.params, called, strict=True):
-                keys = {key: f"{SCALAR if key == 'step' else ''}{key}/{name}" for key in (*_MOMENTS, "step")}
-                found = [full in described for full in keys.values()]
-                if any(found) and not all(found):
-                    raise ValueError(f"it must have {' and '.join(keys.values())}, or none of them")
-                for key, full in keys.items() if any(found) else ():
-                    dtype, shape = described[full]
-                    if shape != (() if key == "step" else tuple(param.shape)):
-                        raise ValueError(f"{full} has shape {list(shape)}, the parameter {list(param.shape)}")
-                    local = torch.empty(shape, dtype=dtype)
-                    self._plain_rows.setdefault(numbers[param], {})[key] = local
-                    wanted.append(StateTensor(full, shape, 0, local, True))
-        return wanted
-
-    def _numbers(self) -> dict[Tensor, int]:
-        """The number of each parameter among all."""
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        return {param: number for number, param in enumerate(params)}
-
-    def _load_plain(self, groups: Sequence[dict[str, Any]]) -> None:
-        numbers = self._numbers()
-        packed = [
-            {**saved, "params": [numbers[param] for param in group["params"]]}
-            for group, saved in zip(self.param_groups, groups, strict=True)
-        ]
-        rows, self._plain_rows = self._plain_rows, {}
-        self._load_full({"state": rows, "param_groups": packed}, None)
 
     def _check_tensors(self, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
         """Check dtype and shape of the optimizer-wide tensors that a checkpoint brings; this class has none.
@@ -453,10 +339,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         if tensors:
             raise ValueError(f"{sorted(tensors)[0]!r} is no tensor of {type(self).__name__}")
 
-    def _is_pending(self, tensor: StateTensor) -> bool:
-        """Whether this is an error that a single rank has still to send: a checkpoint may have one or not."""
-        return self.communicator.world_size == 1 and tensor.is_error
-
     @property
     def last_plan(self) -> StepPlan:
         """Plan of the last step; before the first one its own."""
@@ -465,55 +347,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _own_tensors(self, stage: Stage) -> Sequence[str]:
         """State tensors that are each rank's own in this stage, beside the errors; "param" for the parameters."""
         return ()
-
-    def checkpoint_header(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors, for JSON: the header, and each group's hyperparameters."""
-        return {**self._header(), "param_groups": [plain_group(group) for group in self.param_groups]}
-
-    def check_checkpoint_header(self, header: dict[str, Any]) -> None:
-        """Check that a checkpoint's header fits this optimizer.
-
-        Raises:
-            ValueError: If it does not; nothing has changed.
-        """
-        plain = "class" in header  # of an ordinary optimizer
-        self._check_header(self._plain_header(header["step"]) if plain else header)
-        own = [number for number, state in enumerate(self._states) if state.own_rank is not None]
-        if plain and own:
-            raise ValueError(
-                f"it is of {header['class']}, and the param groups {own} have a process_group of their own"
-            )
-        check_ranks(header["world_size"], self.communicator.world_size, own)
-        saved = header.get("param_groups")
-        if not isinstance(saved, list) or len(saved) != len(self.param_groups):
-            raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer {len(self.param_groups)}")
-        for number, (group, values) in enumerate(zip(self.param_groups, saved, strict=True)):
-            values = loadable_group(group_from_plain(values)) if plain else group_from_plain(values)
-            check_group({**group, **values}, number)
-
-    def load_checkpoint_header(self, header: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Take over a checkpoint's header, and what ``saved`` made room for, after the rest was copied in."""
-        groups = [group_from_plain(group) for group in header["param_groups"]]
-        if "class" in header:
-            self._load_plain(groups)
-            return
-        self._load_groups(groups)
-        for number, group in enumerate(self.param_groups):
-            if (mask := tensors.get(self._mask_name(number))) is not None:
-                group["exp_avg_mask"] = mask.to(self._states[number].device)
-        for number, state in enumerate(self._states if self.communicator.world_size == 1 else ()):
-            worker_error = tensors.get(f"worker_error/group{number}/rank0", _NOTHING)
-            state.take_errors(worker_error, tensors.get(f"server_error/group{number}", _NOTHING))
-        self._tensors = {
-            name.removeprefix(OPTIMIZER_PREFIX): tensor
-            for name, tensor in tensors.items()
-            if name.startswith(OPTIMIZER_PREFIX)
-        }
-        self._load_header(header)
-        self._state_loaded()
-
-    def _mask_name(self, group: int) -> str:
-        return MASK_PREFIX + self._states[group].name_of_group(group)
 
 
 def _assign(target: Tensor, value: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
-from hf_compressopt.flat import Bucket, FlatLayout, Piece, StateTensor, chunk_range
+from hf_compressopt.flat import Bucket, FlatLayout, Piece
 from hf_compressopt.kernels import Average, Segment, SignFormat
 from hf_compressopt.kernels.memory import in_memory, is_direct
 
@@ -200,72 +200,6 @@ class GroupState:
         for index, tensor in contiguous.items():
             if tensor is not None and not is_direct(self.params[index]):
                 self.params[index].copy_(tensor)
-
-    def checkpoint_tensors(self, group: int, names: Sequence[str], own: Sequence[str] = ()) -> Iterator[StateTensor]:
-        """Every tensor of this state as a checkpoint sees it.
-
-        Args:
-            group: The group's number.
-            names: Names of ``params``.
-            own: The state tensors that are each rank's own at this moment; "param" stands for the parameters.
-        """
-        rank = self.communicator.rank if self.own_rank is None else self.own_rank
-        shared = self.own_rank is None
-        flat = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        flat |= {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "element"}
-        for index, (name, param) in enumerate(zip(names, self.params, strict=True)):
-            tensors = {key: self.view(buffer, index) for key, buffer in flat.items()}
-            if "param" in own:
-                tensors["param"] = param.detach() if self.own_params is None else self.own_params[index]
-            for key, tensor in tensors.items():
-                mine = key in own or not shared
-                full_name = f"{key}/rank{rank}/{name}" if mine else f"{key}/{name}"
-                # what only some ranks hold is no matter of averages
-                of_ranks = _of_ranks(f"{key}/", f"/{name}") if mine and shared else ""
-                yield StateTensor(full_name, tuple(param.shape), 0, tensor, not mine, of_ranks)
-        place = self.name_of_group(group)
-        yield StateTensor(f"step/{place}", (len(self.params),), 0, self.steps, shared)
-        for extra in self.extras:
-            if extra.per != "element":
-                tensor = self.extra[extra.name]
-                yield StateTensor(f"{extra.name}/{place}", tuple(tensor.shape), 0, tensor, shared)
-        if self.worker_error.numel() == 0:
-            return
-        of_ranks = _of_ranks(f"worker_error/group{group}/") if shared else ""
-        whole = (self.layout.numel,)
-        yield StateTensor(
-            f"worker_error/group{group}/rank{rank}", whole, 0, self.worker_error, False, of_ranks, is_error=True
-        )
-        if not shared:
-            yield StateTensor(f"server_error/{place}", tuple(self.server_error.shape), 0, self.server_error, False)
-            return
-        for bucket, feedback in zip(self.layout.buckets, self.feedback, strict=True):
-            if feedback.server_error.numel():
-                start, error = self._server_start(bucket), feedback.server_error
-                yield StateTensor(f"server_error/{place}", whole, start, error, False, is_error=True)
-
-    def room_for_errors(self, group: int) -> list[StateTensor]:
-        """Room for the errors that a single rank is to take over with :meth:`take_errors`: worker and server error."""
-        whole, of_ranks = (self.layout.numel,), _of_ranks(f"worker_error/group{group}/")
-        worker, server = (torch.empty(self.layout.numel, dtype=torch.float32, device="cpu") for _ in range(2))
-        return [
-            StateTensor(f"worker_error/group{group}/rank0", whole, 0, worker, False, of_ranks, is_error=True),
-            StateTensor(f"server_error/group{group}", whole, 0, server, False, is_error=True),
-        ]
-
-    def name_of_group(self, group: int) -> str:
-        """What a checkpoint calls the param group of this number, as this rank has it."""
-        return f"group{group}" if self.own_rank is None else f"group{group}/rank{self.own_rank}"
-
-    def _server_start(self, bucket: Bucket) -> int:
-        communicator = self.communicator
-        return bucket.start + chunk_range(bucket.numel, communicator.world_size, communicator.rank)[0]
-
-
-def _of_ranks(before: str, after: str = "") -> str:
-    """The name of what is each rank's own, with a place for the rank's number."""
-    braced = before.replace("{", "{{").replace("}", "}}"), after.replace("{", "{{").replace("}", "}}")
-    return f"{braced[0]}rank{{rank}}{braced[1]}"
 
 
 def by_communicator(states: Iterable[GroupState]) -> list[tuple[Communicator, list[GroupState]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -87,6 +88,23 @@ def check_betas(betas: Any) -> None:
     for index, beta in enumerate(betas):
         if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < 1:
             raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
+
+
+def check_names(names: Sequence[str], count: int) -> None:
+    """Check that there is a different name for each of the trainable parameters.
+
+    Args:
+        names: The names.
+        count: Trainable parameters.
+
+    Raises:
+        ValueError: If there are more or fewer, or if one occurs twice.
+    """
+    if len(names) != count or len(set(names)) != len(names):
+        raise ValueError(
+            f"there must be a different name for each of the {count} trainable parameters, got {len(names)} names, "
+            f"{len(set(names))} different ones: give names=..."
+        )
 
 
 def check_group(group: dict[str, Any], number: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.flat import Bucket, StateTensor
+from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, LocalUpdate, ParameterSync
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.consensus import digest_of
@@ -266,13 +266,9 @@ class ZeroOneAdam(CompressedOptimizer):
         super()._state_loaded()
         self._interval.expect_anything()
 
-    def checkpoint_tensors(
-        self, *args: Any, saved: dict[str, Tensor] | None = None, **kwargs: Any
-    ) -> list[StateTensor]:
-        """As the base class's; what is loaded goes into the parameters, not into what was kept while they were away."""
-        if saved is not None:
-            self._interval.put_back()
-        return super().checkpoint_tensors(*args, saved=saved, **kwargs)
+    def _before_load(self) -> None:
+        """Put each rank's own parameters back: what is loaded goes into these."""
+        self._interval.put_back()
 
 
 def _descend(

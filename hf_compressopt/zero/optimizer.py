@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -20,6 +20,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.access import AccessByParameter
 from hf_compressopt.zero.averages import GradientAverages
@@ -29,7 +30,6 @@ from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters
 from hf_compressopt.zero.ranks import Ranks
-from hf_compressopt.zero.state import CheckpointView
 from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
 from hf_compressopt.zero.torch_clipping import guard_torch_clipping
 from hf_compressopt.zero.update import update_parameters
@@ -37,7 +37,7 @@ from hf_compressopt.zero.update import update_parameters
 logger = logging.getLogger(__name__)
 
 
-class ZeroOptimizer(CheckpointView, AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs):
+class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
     Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
@@ -296,6 +296,20 @@ class ZeroOptimizer(CheckpointView, AccessByParameter, torch.optim.Optimizer, Jo
         return not math.isfinite(float(square))
 
     # -- for others ---------------------------------------------------------------------------------------------------
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.
+
+        Raises:
+            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        """
+        order, known = self.partition.in_order(), self.partition.known
+        names = [known[number].name for number in order] if names is None else names
+        check_names(names, len(known))
+        grouped: list[list[str]] = [[] for _ in self.param_groups]
+        for name, number in zip(names, order, strict=True):
+            grouped[known[number].group].append(name)
+        return grouped
 
     @property
     def trainable_parameters(self) -> list[Tensor]:

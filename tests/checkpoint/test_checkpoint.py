@@ -471,24 +471,23 @@ def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any
 def damage_after_check(rank: int, world_size: int, directory: str) -> None:
     """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
     from hf_compressopt import load_state
-    from hf_compressopt.checkpoint import loading
+    from hf_compressopt.checkpoint.loading import _Reading
 
-    together, turns = loading.run_together, []
+    read, turns = _Reading.read, []
 
-    def between(communicator: Any, action: Any, **options: Any) -> Any:
-        if getattr(action, "__name__", "") == "read":
-            turns.append(action)
-            if rank == 0:
-                flip_a_bit(Path(directory))
-            communicator.all_gather_object(None)
-        return together(communicator, action, **options)
+    def damage_and_read(self: Any) -> None:
+        turns.append(self)
+        if rank == 0:
+            flip_a_bit(Path(directory))
+        self.communicator.all_gather_object(None)
+        read(self)
 
     _, optimizer = make(world_size)
-    loading.run_together = between
+    _Reading.read = damage_and_read  # type: ignore[method-assign]
     try:
         load_state(optimizer, directory)
     finally:
-        loading.run_together = together
+        _Reading.read = read  # type: ignore[method-assign]
         assert len(turns) == 1
 
 

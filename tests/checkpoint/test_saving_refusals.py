@@ -51,7 +51,7 @@ def save_with_names(rank: int, world_size: int, directory: str, names: list[Any]
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("a\ud800b", "'a\\ud800b' is no valid Unicode"), (3, "names must be strings, got 3")]
+    ("name", "said"), [("a\ud800b", "'a\\ud800b' is not valid Unicode"), (3, "names must be strings, got 3")]
 )
 def test_names_that_files_cannot_hold_are_refused_by_all(name: Any, said: str, tmp_path: Path) -> None:
     errors = run_ranks_expecting_error(2, save_with_names, str(tmp_path / "out"), ["a", name])

@@ -8,22 +8,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_compressopt.format.index import CHECKSUM, DTYPES, CheckpointIndex, Piece, Shard, TensorEntry
-from hf_compressopt.format.reshard import Plan, Wanted, plan_reads
+from hf_compressopt.format.record import StateTensor, TensorKey
+from hf_compressopt.format.reshard import Plan, plan_reads
 
 Contents = dict[tuple[int, str], bytes]
+SHARED, W = TensorKey("x", "shared"), TensorKey("x", "w")
+
+
+def error_of(rank: int) -> StateTensor:
+    key = TensorKey("e", group=0, rank=rank)
+    return StateTensor(key, "float32", (3,), 0, 3, of_each_rank=True, is_error=True)
 
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> tuple[CheckpointIndex, Contents, dict[str, bytes]]:
-    """An index, the bytes of each piece, and those of each tensor: "shared" is cut up, "own/rank<r>/x" is not."""
+    """An index, the bytes of each piece, and those of each tensor: "x/shared" is cut up, "own/rank<r>/x" is not."""
     ranks = draw(st.integers(1, 5))
     dtype = draw(st.sampled_from(["bfloat16", "float32", "float64"]))
     numel, itemsize = draw(st.integers(0, 40)), DTYPES[dtype][1]
     block_bytes = draw(st.sampled_from([1, 8, 24, 1000]))
-    names = ["shared", *(f"own/rank{rank}/x" for rank in range(ranks))]
+    names = ["x/shared", *(f"own/rank{rank}/x" for rank in range(ranks))]
     whole = {name: draw(st.binary(min_size=numel * itemsize, max_size=numel * itemsize)) for name in names}
     cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=6)))
-    edges = {name: [0, *(cuts if name == "shared" else []), numel] for name in names}
+    edges = {name: [0, *(cuts if name == "x/shared" else []), numel] for name in names}
     tensors, contents = {}, {}
     for name in names:
         pieces = []
@@ -59,11 +66,11 @@ def carry_out(plan: Plan, contents: Contents) -> list[bytes]:
 @given(data=st.data())
 def test_a_range_of_what_is_shared_is_read_once_and_alone(data: st.DataObject) -> None:
     index, contents, whole = data.draw(checkpoints())
-    entry = index.tensors["shared"]
+    entry = index.tensors["x/shared"]
     start = data.draw(st.integers(0, entry.numel))
     stop = data.draw(st.integers(start, entry.numel))
-    plan = plan_reads(index, Wanted("shared", entry.dtype, entry.shape, start, stop), data.draw(st.integers(1, 6)))
-    expected = whole["shared"][start * entry.itemsize : stop * entry.itemsize]
+    plan = plan_reads(index, StateTensor(SHARED, entry.dtype, entry.shape, start, stop), data.draw(st.integers(1, 6)))
+    expected = whole["x/shared"][start * entry.itemsize : stop * entry.itemsize]
     assert carry_out(plan, contents) == [expected]
     windows = list(plan.windows(data.draw(st.sampled_from([1, 7, 64, 1000]))))
     assert b"".join(carry_out(window, contents)[0] for window in windows) == expected
@@ -78,7 +85,7 @@ def test_what_is_each_ranks_own_has_one_source_on_as_many_ranks_and_all_on_other
     index, contents, whole = checkpoint
     rank, saved_ranks = rank % world_size, len(index.shards)
     entry = index.tensors["own/rank0/x"]
-    wanted = Wanted(f"own/rank{rank}/x", entry.dtype, entry.shape, 0, entry.numel, "own/rank{rank}/x")
+    wanted = StateTensor(TensorKey("own", "x", rank=rank), entry.dtype, entry.shape, 0, entry.numel, of_each_rank=True)
     sources = [rank] if world_size == saved_ranks else list(range(saved_ranks))
     plan = plan_reads(index, wanted, world_size)
     assert carry_out(plan, contents) == [whole[f"own/rank{source}/x"] for source in sources]
@@ -105,26 +112,26 @@ X = TensorEntry("float32", (3,), (Piece(0, "x", 0, 3, ("", "")),))
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (Wanted("y", "float32", (3,), 0, 3), "has no tensor 'y'"),
-        (Wanted("x", "bfloat16", (3,), 0, 3), "has 'x' as float32 [3], needed is bfloat16 [3]"),
-        (Wanted("x", "float32", (1, 3), 0, 3), "needed is float32 [1, 3]"),
-        (Wanted("x", "float32", (3,), 2, 4), "has 'x' with 3 elements, needed are 2 to 4"),
-        (Wanted("e/rank0", "float32", (3,), 0, 3, "e/rank{rank}", is_error=True), "has no tensor 'e/rank0'"),
+        (StateTensor(TensorKey("y", "w"), "float32", (3,), 0, 3), "has no tensor 'y/w'"),
+        (StateTensor(W, "bfloat16", (3,), 0, 3), "has 'x/w' as float32 [3], needed is bfloat16 [3]"),
+        (StateTensor(W, "float32", (1, 3), 0, 3), "needed is float32 [1, 3]"),
+        (StateTensor(W, "float32", (3,), 2, 4), "has 'x/w' with 3 elements, needed are 2 to 4"),
+        (error_of(0), "has no tensor 'e/group0/rank0'"),
     ],
 )
-def test_what_is_not_there_is_named(wanted: Wanted, said: str) -> None:
+def test_what_is_not_there_is_named(wanted: StateTensor, said: str) -> None:
     for world_size in (2, 3):
         with pytest.raises(ValueError, match=re.escape(said)):
-            plan_reads(index_of({"x": X}), wanted, world_size)
+            plan_reads(index_of({"x/w": X}), wanted, world_size)
 
 
 def test_errors_that_one_rank_did_not_save_are_zero_but_not_those_of_more() -> None:
-    wanted = Wanted("e/rank1", "float32", (3,), 0, 3, "e/rank{rank}", is_error=True)
-    assert plan_reads(index_of({"x": X}, ranks=1), wanted, 2) == Plan((), 12)
+    wanted = error_of(1)
+    assert plan_reads(index_of({"x/w": X}, ranks=1), wanted, 2) == Plan((), 12)
     error = TensorEntry("float32", (3,), (Piece(0, "e", 0, 3, ("", "")),))
-    assert len(plan_reads(index_of({"e/rank0": error}, ranks=1), wanted, 2).sources) == 1
-    with pytest.raises(ValueError, match="has no tensor 'e/rank1'"):
-        plan_reads(index_of({"e/rank0": error}, ranks=2), wanted, 3)
+    assert len(plan_reads(index_of({"e/group0/rank0": error}, ranks=1), wanted, 2).sources) == 1
+    with pytest.raises(ValueError, match="has no tensor 'e/group0/rank1'"):
+        plan_reads(index_of({"e/group0/rank0": error}, ranks=2), wanted, 3)
 
 
 @pytest.mark.parametrize(

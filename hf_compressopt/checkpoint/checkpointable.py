@@ -1,0 +1,165 @@
+"""The protocol by which each optimizer's state becomes a checkpoint, and helpers that its adapters share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.format.index import TensorEntry
+from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
+
+#: Kind of the float32 copy of a 16-bit parameter.
+MASTER = "master"
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a load does to an optimizer.
+
+    Attributes:
+        tensors: What is read, and the memory that it is read into, some of it the optimizer's own.
+        commit: Takes over the header, and what was read into other memory. It is called after all tensors are read.
+    """
+
+    tensors: Sequence[StateTensor]
+    commit: Callable[[], None]
+
+
+class Checkpointable(Protocol):
+    """An optimizer's state as a checkpoint sees it.
+
+    Attributes:
+        communicator: The ranks that save and load it.
+    """
+
+    communicator: Communicator
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """Names of the trainable parameters, per param group.
+
+        Args:
+            names: A name for each of them, in the optimizer's order; torch's ``param_names`` if None.
+
+        Raises:
+            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        """
+
+    def shared_parameters(self) -> list[list[Tensor]]:
+        """The trainable parameters of each param group; none for a group with a process group of its own."""
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """Every state tensor that this rank holds a part of, for a save.
+
+        Args:
+            names: Names of the trainable parameters, per param group.
+
+        Raises:
+            ValueError: If a checkpoint cannot hold one.
+        """
+
+    def header(self) -> dict[str, Any]:
+        """What a checkpoint holds beside tensors, in values that JSON holds."""
+
+    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+        """Check that a checkpoint fits, and say what to read. The optimizer does not change.
+
+        Args:
+            names: Names of the trainable parameters, per param group.
+            header: The checkpoint's header.
+            entries: Its tensors, by name.
+
+        Raises:
+            ValueError: If it does not fit.
+            TypeError: Likewise.
+        """
+
+
+def describe_parameters(state: Checkpointable, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
+    """Name, shape and dtype of the parameters of each param group that all ranks hold."""
+    return [
+        [
+            {"name": name, "shape": list(param.shape), "dtype": dtype_name(param)}
+            for name, param in zip(called, params, strict=False)
+        ]
+        for called, params in zip(names, state.shared_parameters(), strict=True)
+    ]
+
+
+def checked_names(state: Checkpointable, names: Sequence[str] | None) -> list[list[str]]:
+    """Names of the trainable parameters, per group, that files can hold.
+
+    Raises:
+        TypeError: If one is no string.
+        ValueError: If their number does not fit, or if one occurs twice or is not valid Unicode.
+    """
+    for name in names or ():
+        if not isinstance(name, str):
+            raise TypeError(f"names must be strings, got {name!r}")
+    grouped = state.parameter_names(names)
+    for name in chain.from_iterable(grouped):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"the parameter name {name!r} is not valid Unicode, so files cannot hold it: give names=..."
+            ) from None
+    return grouped
+
+
+def check_keys(state: Mapping[Any, Any], optimizer: str) -> None:
+    """Check that a checkpoint can name what an optimizer has for a parameter.
+
+    Raises:
+        ValueError: For a key that would be read as something else.
+    """
+    for key in state:
+        if not isinstance(key, str) or "/" in key or key == MASTER or TensorKey.parse(key).per is not Per.ELEMENT:
+            raise ValueError(
+                f"the state {key!r} of {optimizer} cannot be saved by this name: a key must be a string without '/', "
+                f"other than {MASTER!r}, that does not begin with {Per.SCALAR.value!r} or {Per.NUMBER.value!r}; rename "
+                "it in the optimizer"
+            )
+
+
+def value_of_parameter(kind: str, name: str, value: Any, *, replicated: bool = False) -> StateTensor:
+    """Describe what an optimizer has once per parameter: a tensor, or a number of Python's.
+
+    Args:
+        kind: Its key in the optimizer's state.
+        name: Name of the parameter.
+        value: The tensor or number.
+        replicated: Whether every rank holds it.
+
+    Raises:
+        ValueError: For a value of another type, or a number of more than 64 bits.
+    """
+    if isinstance(value, Tensor):
+        return StateTensor.of(TensorKey(kind, name, per=Per.SCALAR), value, replicated=replicated)
+    key, dtype = TensorKey(kind, name, per=Per.NUMBER), _NUMBERS.get(type(value))
+    if dtype is None or (dtype is torch.int64 and not -(2**63) <= value < 2**63):
+        raise ValueError(f"{key} must be a tensor, a boolean or a number of 64 bits to be saved, got {value!r}")
+    return StateTensor.of(key, torch.tensor(value, dtype=dtype, device="cpu"), replicated=replicated)
+
+
+def room_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
+    """Memory that a tensor of a checkpoint is read into: the state's own if it is such a tensor, else new memory."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == wanted and live.is_contiguous():
+        return live
+    return torch.empty(tuple(shape), dtype=wanted, device="cpu")
+
+
+def keys_by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorKey]]:
+    """The keys of a checkpoint's tensors by the parameter that they belong to."""
+    found: dict[str, list[TensorKey]] = {}
+    for key in map(TensorKey.parse, entries):
+        found.setdefault(key.owner, []).append(key)
+    return found

@@ -1,0 +1,160 @@
+"""An optimizer that is not partitioned, as a checkpoint sees it: with the tensors of a ZeroOptimizer around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.checkpoint.checkpointable import (
+    MASTER,
+    LoadPlan,
+    check_keys,
+    keys_by_parameter,
+    room_for,
+    value_of_parameter,
+)
+from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.torch_dist import make_communicator
+from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.format.index import TensorEntry
+from hf_compressopt.format.record import Per, StateTensor, TensorKey
+from hf_compressopt.optim.options import check_count, check_names, check_plain, group_from_plain, plain_group
+from hf_compressopt.zero.state_dict import FUNCTIONAL
+
+#: Number of a parameter in state dicts, a key of its state, and what was read for it.
+_Row = tuple[int, TensorKey, Tensor]
+
+
+class PlainState:
+    """The state of an ordinary optimizer, which every rank holds alike.
+
+    Attributes:
+        communicator: The ranks that hold it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator | None = None) -> None:
+        """Wrap an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            communicator: The ranks that hold it; all ranks if None.
+
+        Raises:
+            TypeError: For an optimizer whose state is shared out among the ranks, or belongs to no parameter.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "the state of LBFGS belongs to no parameter, so that a checkpoint cannot hold it: save "
+                "optimizer.state_dict() with torch.save"
+            )
+        self._optimizer, self._name = optimizer, type(optimizer).__name__
+        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        if self._name == "ZeroRedundancyOptimizer" or any(hasattr(p, "placements") for p in params):
+            raise TypeError(
+                f"the state of {self._name} must be alike on all ranks, and here each has a part of it: "
+                "use ZeroOptimizer, or save it as its own documentation says"
+            )
+        device = next((param.device for param in params), torch.device("cpu"))
+        self.communicator = communicator or make_communicator(None, None, device=device, traffic=Traffic())
+
+    def _params(self) -> Iterator[tuple[int, int, Tensor, str]]:
+        """Each trainable parameter: its number in state dicts, the number of its group, itself, and torch's name."""
+        number = 0
+        for index, group in enumerate(self._optimizer.param_groups):
+            names = group.get("param_names", [f"group{index}.{place}" for place in range(len(group["params"]))])
+            for param, name in zip(group["params"], names, strict=True):
+                if param.requires_grad:
+                    yield number, index, param, name
+                number += 1
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """See the protocol."""
+        params = list(self._params())
+        names = [name for *_, name in params] if names is None else names
+        check_names(names, len(params))
+        grouped: list[list[str]] = [[] for _ in self._optimizer.param_groups]
+        for (_, group, _, _), name in zip(params, names, strict=True):
+            grouped[group].append(name)
+        return grouped
+
+    def shared_parameters(self) -> list[list[Tensor]]:
+        """The trainable parameters of each param group."""
+        grouped: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
+        for _, group, param, _ in self._params():
+            grouped[group].append(param)
+        return grouped
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """See the protocol."""
+        tensors = []
+        for (_, _, param, _), name in zip(self._params(), chain.from_iterable(names), strict=True):
+            state = self._optimizer.state.get(param, {})
+            self._check_keys(state)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or key != "step"):
+                    tensors.append(StateTensor.of(TensorKey(key, name), value, replicated=True))
+                elif value is not None:
+                    tensors.append(value_of_parameter(key, name, value, replicated=True))
+        return tensors
+
+    def _check_keys(self, state: Mapping[Any, Any]) -> None:
+        check_keys(state, self._name)
+
+    def header(self) -> dict[str, Any]:
+        """The header of a ZeroOptimizer around it, of stage 0."""
+        steps = [int(state["step"]) for state in self._optimizer.state.values() if "step" in state]
+        return {
+            "class": f"ZeroOptimizer({self._name})",
+            "stage": 0,
+            "step": max(steps, default=0),
+            "skipped_steps": 0,
+            "world_size": self.communicator.world_size,
+            "loss_scale": [1.0, 0],
+            "bytes_sent": 0,
+            "param_groups": [plain_group(group) for group in self._optimizer.param_groups],
+        }
+
+    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+        """See the protocol."""
+        if header.values.get("class") != f"ZeroOptimizer({self._name})":
+            raise ValueError(f"the state is of {header.title}, this optimizer is {self._name}")
+        check_count("world_size", header.values.get("world_size"))
+        saved = header.param_groups(len(self._optimizer.param_groups))
+        for number, (group, values) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
+            check_plain(group, values, number)
+        rows = list(self._rows(names, entries))
+        groups = [group_from_plain(values) for values in saved]
+        wanted = [StateTensor.of(key, local, entries[str(key)].shape, replicated=True) for _, key, local in rows]
+        return LoadPlan(wanted, lambda: self._commit(rows, groups))
+
+    def _rows(self, names: Sequence[Sequence[str]], entries: Mapping[str, TensorEntry]) -> Iterator[_Row]:
+        of_parameter = keys_by_parameter(entries)
+        # a load_state_dict of the optimizer's own may refuse what was read, and then the state must be as it was
+        in_place = type(self._optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        in_place = in_place and not self._optimizer._optimizer_load_state_dict_pre_hooks
+        for (number, _, param, _), name in zip(self._params(), chain.from_iterable(names), strict=True):
+            for key in of_parameter.get(name, []):
+                entry = entries[str(key)]
+                if key.kind == MASTER:
+                    raise ValueError(f"it has a master copy of {name}, which an optimizer without ZeRO does not use")
+                if entry.shape != tuple(param.shape) and key.per is Per.ELEMENT:
+                    raise ValueError(f"{key} has shape {list(entry.shape)}, the parameter {list(param.shape)}")
+                in_use = in_place and key.per is Per.ELEMENT
+                live = self._optimizer.state.get(param, {}).get(key.kind) if in_use else None
+                yield number, key, room_for(live, entry.shape, entry.dtype)
+
+    def _commit(self, rows: Sequence[_Row], groups: Sequence[dict[str, Any]]) -> None:
+        packed = self._optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for number, key, value in rows:
+            state.setdefault(number, {})[key.kind] = value.item() if key.per is Per.NUMBER else value
+        for mine, saved in zip(packed["param_groups"], groups, strict=True):
+            for name, value in saved.items():
+                if name in mine and name not in FUNCTIONAL:
+                    mine[name] = torch.full_like(mine[name], value) if isinstance(mine[name], Tensor) else value
+        self._optimizer.load_state_dict({**packed, "state": state})

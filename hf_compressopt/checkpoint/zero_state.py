@@ -1,0 +1,186 @@
+"""A ZeroOptimizer as a checkpoint sees it: the parts of each parameter's state, wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hf_compressopt.checkpoint.checkpointable import (
+    MASTER,
+    LoadPlan,
+    check_keys,
+    keys_by_parameter,
+    room_for,
+    value_of_parameter,
+)
+from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.format.index import TensorEntry
+from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
+from hf_compressopt.optim.options import check_plain, check_ranks, group_from_plain, plain_group
+from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
+from hf_compressopt.zero.state_dict import check_header, header_of, load_groups, load_header, set_state
+
+
+class _Staged(NamedTuple):
+    """What was read for a part of a parameter, by the key of its state."""
+
+    bucket: UpdateBucket
+    part: Part
+    key: TensorKey
+    local: Tensor
+
+
+class PartitionedState:
+    """The state of a ZeroOptimizer, of which each rank holds some parts.
+
+    Attributes:
+        communicator: All ranks.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        """Wrap an optimizer."""
+        self._optimizer, self.communicator = optimizer, optimizer.communicator
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """See the protocol."""
+        return self._optimizer.parameter_names(names)
+
+    def shared_parameters(self) -> list[list[Tensor]]:
+        """See the protocol."""
+        partition = self._optimizer.partition
+        grouped: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
+        for number in partition.in_order():
+            if partition.known[number].owner is None:
+                grouped[partition.known[number].group].append(partition.tensors[number])
+        return grouped
+
+    def header(self) -> dict[str, Any]:
+        """See the protocol."""
+        optimizer = self._optimizer
+        return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """See the protocol; tensors with a value per element share memory with the optimizer."""
+        optimizer, called = self._optimizer, self._qualified(names)
+        tensors: list[StateTensor] = []
+        singles: dict[TensorKey, str] = {}
+        for bucket, part in optimizer.partition.parts():
+            state = bucket.state_of(part)
+            shape, name = tuple(optimizer.partition.tensors[part.param].shape), called[part.param]
+            check_keys(state, optimizer.optimizer_class.__name__)
+            whole = {key: state[key] for key in element_state(state, part)}
+            if not part.direct:
+                whole[MASTER] = part.tensor
+            for kind, value in whole.items():
+                tensors.append(StateTensor.of(TensorKey(kind, name), value, shape, part.span.start))
+            for kind, value in state.items():  # a value per parameter is beside every part of it
+                if kind not in whole and value is not None:
+                    single = self._single(kind, name, value)
+                    same = repr(single.local.item())
+                    if singles.setdefault(single.key, same) != same:
+                        raise ValueError(not_alike(single.key))
+                    tensors.append(single)
+        return tensors
+
+    def _single(self, kind: str, name: str, value: Any) -> StateTensor:
+        """What the wrapped optimizer has once per parameter.
+
+        Raises:
+            ValueError: For a tensor of several elements.
+        """
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"the state {kind!r} of {self._optimizer.optimizer_class.__name__} has the shape {list(value.shape)} "
+                f"for a part of {name}: it is neither one value for each element nor one number, so that a checkpoint "
+                "cannot cut it into other parts; use this optimizer without ZeRO, or save optimizer.state_dict() on "
+                "every rank"
+            )
+        return value_of_parameter(kind, name, value)
+
+    def _qualified(self, names: Sequence[Sequence[str]]) -> list[str]:
+        """One name per parameter; if only some ranks hold copies of it, with the first of them."""
+        partition = self._optimizer.partition
+        rest = [iter(group) for group in names]
+        result = [""] * len(partition.known)
+        for number in partition.in_order():
+            known = partition.known[number]
+            result[number] = ("" if known.owner is None else f"from{known.owner}.") + next(rest[known.group])
+        return result
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+        """See the protocol."""
+        optimizer = self._optimizer
+        check_header(optimizer, header.values)
+        own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
+        check_ranks(header.values["world_size"], self.communicator.world_size, own)
+        saved = header.param_groups(len(optimizer.param_groups))
+        for number, (group, values) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+            check_plain(group, values, number)
+        staged, wanted = [], []
+        for row, tensor in self._wanted(names, header, entries):
+            staged.append(row)
+            wanted.append(tensor)
+        groups = [group_from_plain(values) for values in saved]
+        return LoadPlan(wanted, lambda: self._commit(staged, header, groups))
+
+    def _wanted(
+        self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]
+    ) -> Iterator[tuple[_Staged, StateTensor]]:
+        """What a checkpoint holds of this rank's parts, and memory for it.
+
+        Raises:
+            ValueError: If the shape of a tensor is not that of its parameter.
+        """
+        optimizer, of_parameter, called = self._optimizer, keys_by_parameter(entries), self._qualified(names)
+        for bucket, part in optimizer.partition.parts():
+            name, param = called[part.param], optimizer.partition.tensors[part.param]
+            keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
+            if part.tensor.dtype != param.dtype and master not in keys and header.is_partitioned:
+                keys = [*keys, master]  # its absence is an error; an ordinary optimizer has none to save
+            for key in keys:
+                entry = entries.get(str(key)) or TensorEntry(dtype_name(part.tensor), tuple(param.shape), ())
+                shape, start = entry.shape, 0
+                if key.per is Per.ELEMENT:
+                    fits, shape, start = shape == tuple(param.shape), (part.span.numel,), part.span.start
+                else:
+                    fits = shape == () if key.per is Per.NUMBER else prod(shape) == 1
+                if not fits:
+                    raise ValueError(f"{key} has shape {list(entry.shape)}, the parameter {list(param.shape)}")
+                live = bucket.state_of(part).get(key.kind) if key.per is Per.ELEMENT else None
+                local = room_for(part.tensor if key.kind == MASTER else live, shape, entry.dtype)
+                yield _Staged(bucket, part, key, local), StateTensor.of(key, local, entry.shape, start)
+
+    def _commit(self, staged: Sequence[_Staged], header: Header, groups: Sequence[dict[str, Any]]) -> None:
+        optimizer = self._optimizer
+        states: dict[int, dict[str, Any]] = {id(part): {} for _, part in optimizer.partition.parts()}
+        with_master = {id(part) for _, part, key, _ in staged if key.kind == MASTER}
+        for _, part in optimizer.partition.parts():
+            if id(part) not in with_master:
+                part.read_from(optimizer.partition.tensors[part.param])
+        for _, part, key, local in staged:
+            if key.kind == MASTER:
+                part.tensor.copy_(local)
+            elif key.per is Per.NUMBER:
+                states[id(part)][key.kind] = local.item()
+            elif key.per is Per.ELEMENT and not part.direct and not header.is_partitioned:
+                states[id(part)][key.kind] = local.to(part.tensor.dtype)  # it was a 16-bit parameter's
+            else:
+                states[id(part)][key.kind] = local
+        for bucket, part in optimizer.partition.parts():
+            set_state(optimizer, bucket, part, states[id(part)])
+        load_groups(optimizer.param_groups, groups)
+        load_header(optimizer, header.values)
+
+
+def not_alike(key: object) -> str:
+    """The error for a number of a parameter that differs between the parts of it."""
+    return (
+        f"{key} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
+        "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"
+    )
