@@ -83,7 +83,7 @@ def train(rank: int, world_size: int, directory: str, what: dict[str, Any], resu
         use_cpu=True,
         report_to="none",
         logging_steps=100,
-        ddp_find_unused_parameters=False,
+        ddp_find_unused_parameters=world_size > 2,  # else DDP orders its bucket anew after a resume, and 3 terms round
         disable_tqdm=True,
     )
     torch.manual_seed(0)
