@@ -18,18 +18,9 @@ from hf_compressopt.kernels.choice import implementation, on
 from hf_compressopt.kernels.formats import MessageFormat, SignFormat
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    Descent,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-)
+from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.protocol import Kernels
+from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
 
 _CPU = torch.device("cpu")
 _LARGE_COPY = 1 << 16  # elements

@@ -18,18 +18,9 @@ class _Row(ctypes.Structure):
     """``co_adam_tensor``."""
 
     _fields_ = [
-        ("param", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("exp_avg", ctypes.c_void_p),
-        ("exp_avg_sq", ctypes.c_void_p),
-        ("master", ctypes.c_void_p),
-        ("copy", ctypes.c_void_p),
-        ("step", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master", "copy", "step")),
         ("numel", ctypes.c_int64),
-        ("param_dtype", ctypes.c_int32),
-        ("grad_dtype", ctypes.c_int32),
-        ("moment_dtype", ctypes.c_int32),
-        ("copy_dtype", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("param_dtype", "grad_dtype", "moment_dtype", "copy_dtype")),
     ]
 
 
@@ -37,19 +28,9 @@ class _Options(ctypes.Structure):
     """``co_adam_options``."""
 
     _fields_ = [
-        ("lr", ctypes.c_double),
-        ("beta1", ctypes.c_double),
-        ("beta2", ctypes.c_double),
-        ("eps", ctypes.c_double),
-        ("weight_decay", ctypes.c_double),
-        ("lr_pointer", ctypes.c_void_p),
-        ("grad_scale", ctypes.c_void_p),
-        ("found_inf", ctypes.c_void_p),
-        ("clip_factor", ctypes.c_void_p),
-        ("adam_w_mode", ctypes.c_int32),
-        ("bias_correction", ctypes.c_int32),
-        ("maximize", ctypes.c_int32),
-        ("write_grads", ctypes.c_int32),
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+        *((name, ctypes.c_void_p) for name in ("lr_pointer", "grad_scale", "found_inf", "clip_factor")),
+        *((name, ctypes.c_int32) for name in ("adam_w_mode", "bias_correction", "maximize", "write_grads")),
     ]
 
 

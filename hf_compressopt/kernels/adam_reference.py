@@ -13,23 +13,10 @@ def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
     torch._foreach_add_(tensors.steps, 1)
     operator = torch._fused_adamw_ if step.adam_w_mode else torch._fused_adam_
     found_inf = None if step.found_inf is None else step.found_inf.ne(0).float()
-    operator(
-        tensors.params,
-        tensors.grads,
-        tensors.exp_avgs,
-        tensors.exp_avg_sqs,
-        [],
-        tensors.steps,
-        lr=step.lr,
-        beta1=step.beta1,
-        beta2=step.beta2,
-        weight_decay=step.weight_decay,
-        eps=step.eps,
-        amsgrad=False,
-        maximize=step.maximize,
-        grad_scale=step.grad_scale,
-        found_inf=found_inf,
-    )
+    columns = tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs
+    names = ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize", "grad_scale")
+    options = {name: getattr(step, name) for name in names}
+    operator(*columns, [], tensors.steps, amsgrad=False, found_inf=found_inf, **options)
     if found_inf is not None:
         torch._foreach_sub_(tensors.steps, [found_inf] * len(tensors.steps))
 

@@ -14,7 +14,8 @@ from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct
 from hf_compressopt.kernels.messages import chunk_message_nbytes
-from hf_compressopt.kernels.operands import Average, Combination, Descent, LambOptions, Segment
+from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.updates import Descent, LambOptions
 
 #: Codes of the dtypes that native code knows.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -24,16 +24,8 @@ from hf_compressopt.kernels.c_operands import (
 from hf_compressopt.kernels.library import call
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-)
+from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.updates import AdamUpdate, LambMoments, LambOptions, LocalUpdate, ParameterSync
 
 
 def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
@@ -75,18 +67,11 @@ def apply_adam_(update: AdamUpdate) -> None:
     """See :meth:`Kernels.apply_adam_`."""
     use = Operands(update.exp_avg.device, update.y.numel)
     table = use.segments("parameters", update.params)
-    call(
-        "co_apply_adam",
-        use.device,
-        use.average(update.y),
-        use.floats("exp_avg", update.exp_avg),
-        use.floats("exp_avg_sq", update.exp_avg_sq, written=False),
-        table.address,
-        table.count,
-        None if update.corrections is None else use.per_tensor("corrections", update.corrections, table, 2),
-        update.beta,
-        descent_record(update.descent),
-    )
+    moments = use.floats("exp_avg", update.exp_avg), use.floats("exp_avg_sq", update.exp_avg_sq, written=False)
+    given = update.corrections
+    corrections = None if given is None else use.per_tensor("corrections", given, table, 2)
+    rest = corrections, update.beta, descent_record(update.descent)
+    call("co_apply_adam", use.device, use.average(update.y), *moments, table.address, table.count, *rest)
     mark_written([update.exp_avg], update.params)
 
 
@@ -97,20 +82,11 @@ def local_step_(update: LocalUpdate) -> None:
     if update.grads is not None and len(update.grads) != table.count:
         counts = f"{len(update.grads)} and {table.count}"
         raise ValueError(f"gradients and parameters must have the same segments, got {counts}")
-    call(
-        "co_local_step",
-        use.device,
-        use.floats("exp_avg", update.exp_avg),
-        use.floats("exp_avg_sq", update.exp_avg_sq, written=False),
-        use.floats("local_update", update.local_update),
-        None if update.grads is None else use.segments("gradients", update.grads, written=False).address,
-        table.address,
-        table.count,
-        use.numel,
-        update.beta1,
-        1 - update.beta1,
-        descent_record(update.descent),
-    )
+    moments = use.floats("exp_avg", update.exp_avg), use.floats("exp_avg_sq", update.exp_avg_sq, written=False)
+    local_update = use.floats("local_update", update.local_update)
+    grads = None if update.grads is None else use.segments("gradients", update.grads, written=False).address
+    rest = use.numel, update.beta1, 1 - update.beta1, descent_record(update.descent)
+    call("co_local_step", use.device, *moments, local_update, grads, table.address, table.count, *rest)
     mark_written([update.exp_avg, update.local_update], update.params)
 
 
@@ -118,19 +94,11 @@ def sync_parameters_(sync: ParameterSync) -> None:
     """See :meth:`Kernels.sync_parameters_`."""
     use = Operands(sync.exp_avg.device, sync.y.numel)
     table = use.segments("parameters", sync.params)
-    call(
-        "co_sync_parameters",
-        use.device,
-        use.average(sync.y),
-        use.floats("exp_avg", sync.exp_avg),
-        use.floats("anchor", sync.anchor),
-        use.floats("exp_avg_sq", sync.exp_avg_sq, written=False),
-        use.floats("local_update", sync.local_update),
-        table.address,
-        table.count,
-        sync.lr_sum,
-        descent_record(sync.descent),
-    )
+    written = use.floats("exp_avg", sync.exp_avg), use.floats("anchor", sync.anchor)
+    variance = use.floats("exp_avg_sq", sync.exp_avg_sq, written=False)
+    flats = *written, variance, use.floats("local_update", sync.local_update)
+    rest = sync.lr_sum, descent_record(sync.descent)
+    call("co_sync_parameters", use.device, use.average(sync.y), *flats, table.address, table.count, *rest)
     mark_written([sync.exp_avg, sync.anchor, sync.local_update], sync.params)
 
 
@@ -138,19 +106,12 @@ def lamb_moments_(moments: LambMoments) -> None:
     """See :meth:`Kernels.lamb_moments_`."""
     use = Operands(moments.exp_avg.device, moments.y.numel)
     table = use.segments("parameters", moments.params, written=False)
-    call(
-        "co_lamb_moments",
-        use.device,
-        use.average(moments.y),
-        use.floats("exp_avg", moments.exp_avg),
-        use.floats("exp_avg_sq_fresh", moments.exp_avg_sq_fresh),
-        use.floats("exp_avg_sq", moments.exp_avg_sq, written=False),
-        table.address,
-        table.count,
-        use.per_tensor("factors", moments.factors, table),
-        use.per_tensor("sums", moments.sums, table, 3),
-        lamb_record(moments.options),
-    )
+    fresh = use.floats("exp_avg_sq_fresh", moments.exp_avg_sq_fresh)
+    frozen = use.floats("exp_avg_sq", moments.exp_avg_sq, written=False)
+    flats = use.floats("exp_avg", moments.exp_avg), fresh, frozen
+    factors = use.per_tensor("factors", moments.factors, table)
+    rest = factors, use.per_tensor("sums", moments.sums, table, 3), lamb_record(moments.options)
+    call("co_lamb_moments", use.device, use.average(moments.y), *flats, table.address, table.count, *rest)
     mark_written([moments.exp_avg, moments.exp_avg_sq_fresh, moments.sums])
 
 
@@ -160,17 +121,9 @@ def lamb_apply_(
     """See :meth:`Kernels.lamb_apply_`."""
     use = Operands(exp_avg.device, exp_avg.numel())
     table = use.segments("parameters", params)
-    call(
-        "co_lamb_apply",
-        use.device,
-        use.floats("exp_avg", exp_avg, written=False),
-        use.floats("exp_avg_sq", exp_avg_sq, written=False),
-        table.address,
-        table.count,
-        use.numel,
-        use.per_tensor("rates", rates, table),
-        lamb_record(options),
-    )
+    read = use.floats("exp_avg", exp_avg, written=False), use.floats("exp_avg_sq", exp_avg_sq, written=False)
+    rest = use.numel, use.per_tensor("rates", rates, table), lamb_record(options)
+    call("co_lamb_apply", use.device, *read, table.address, table.count, *rest)
     mark_written([], params)
 
 

@@ -8,16 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-)
+from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.updates import AdamUpdate, LambMoments, LambOptions, LocalUpdate, ParameterSync
 
 
 class Kernels(Protocol):

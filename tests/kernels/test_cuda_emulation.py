@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hf_compressopt.kernels import library, native
-from hf_compressopt.kernels.operands import Combination, LambMoments, LambOptions, Segment
+from hf_compressopt.kernels.operands import Combination, Segment
+from hf_compressopt.kernels.updates import LambMoments, LambOptions
 from tests.support import kernel_cases as cases
 from tests.support.kernel_suite import KernelSuite
 

@@ -11,17 +11,8 @@ from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam,
 from hf_compressopt.kernels import library, native, reference
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    Descent,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-)
+from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 CPU = torch.device("cpu")

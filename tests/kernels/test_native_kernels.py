@@ -20,16 +20,8 @@ from hf_compressopt import kernels
 from hf_compressopt.kernels import library, native, reference, signs
 from hf_compressopt.kernels.c_operands import AverageRecord, Operands, SegmentTable
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    Descent,
-    LambMoments,
-    LambOptions,
-    ParameterSync,
-    Segment,
-)
+from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, ParameterSync
 from tests.support import kernel_cases as cases
 
 CPU = torch.device("cpu")

@@ -19,17 +19,8 @@ from hf_compressopt.kernels.adam_native import AdamTable
 from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
 from hf_compressopt.kernels.adam_reference import reference_
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes, num_blocks
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    Descent,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-)
+from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
 
 _GUARD = 64  # bytes on either side of every buffer
 _PATTERN = 0xA5

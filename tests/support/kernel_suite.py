@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_compressopt.kernels.operands import LambOptions
+from hf_compressopt.kernels.updates import LambOptions
 from tests.support import kernel_cases as cases
 
 
