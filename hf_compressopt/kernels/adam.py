@@ -1,4 +1,4 @@
-"""Adam and AdamW over many tensors at once: native code, torch's fused operator, or the reference, whichever fits."""
+"""Adam and AdamW over many tensors at once, by native code, torch's fused operator, or the reference."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from hf_compressopt.kernels.adam_reference import reference_, torch_fused_
 from hf_compressopt.kernels.c_operands import DTYPES
 from hf_compressopt.kernels.memory import holds_values, in_memory
 
-_PLAIN = {Tensor, torch.nn.Parameter}  # other types, such as DTensor, are torch's to work on
+_PLAIN = {Tensor, torch.nn.Parameter}  # torch updates other types, such as DTensor
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
 _Places = list[tuple[ref[Tensor], int] | None] | None
 
 
 def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) -> AdamPlan:
-    """One step of Adam or AdamW, in place, with the numbers of torch.optim.
+    """Take one step of Adam or AdamW, in place, with the numbers of torch.optim.
 
     For each parameter p with gradient g and moments m and v, each operation rounded to float32 (float64 for float64)::
 
-        t <- t + 1;  g <- g / grad_scale * clip_factor, negated where maximize
+        t <- t + 1;  g <- g / grad_scale * clip_factor, negated if maximize
         L2: g <- g + weight_decay p;  AdamW: p <- p (1 - lr weight_decay)
         m <- m + (1 - beta1) (g - m);  v <- beta2 v + (1 - beta2) g g
         p <- p - (lr / (1 - beta1^t)) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
     Args:
-        tensors: What is updated; parameters may differ in dtype and device.
-        step: What is done.
-        plan: What the step before returned; it saves time, and changes no number.
+        tensors: The tensors to update. Parameters may differ in dtype and device.
+        step: The options of the step.
+        plan: The result of the previous step. It saves time, and changes no number.
 
     Returns:
         A plan for the next step.
@@ -62,7 +62,7 @@ def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) ->
 
 
 class AdamPlan:
-    """Which implementation updates which tensors, with the tables that native code reads.
+    """The choice of an implementation for each tensor, with the tables that native code reads.
 
     Args:
         tensors: The tensors; they are checked.
@@ -85,10 +85,10 @@ class AdamPlan:
             self._masters, self._copies = _places(tensors.masters), _places(tensors.copies)
 
     def holds(self, tensors: AdamTensors) -> bool:
-        """Whether it fits these tensors too: new gradients may lie elsewhere, all else must be the same.
+        """Return whether the plan fits these tensors. Gradients may lie elsewhere; all else must be the same.
 
-        torch keeps a gradient and its parameter alike in shape and dtype, so that looking at the one is enough. Nobody
-        moves steps without their moments.
+        torch gives a gradient the shape and dtype of its parameter, so one look at the gradient is enough. Steps never
+        move without their moments. Gradients must not be lazily negated: :func:`adam_` resolves them first.
         """
         if not self._reusable or len(tensors.params) != len(self._seen):
             return False
@@ -117,7 +117,7 @@ class AdamPlan:
 
 
 class _Kind(Enum):
-    """Who can update a tensor, beside the reference."""
+    """The implementation that can update a tensor, besides the reference."""
 
     NATIVE = auto()
     TORCH = auto()  # torch's fused operator, for most steps
@@ -166,10 +166,9 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
     fits = t.dtype == torch.float32 and t.device == p.device and t.numel() == 1 and type(t) is Tensor
     if not fits or not dtypes <= DTYPES.keys() or m.dtype != v.dtype or not _aligned(tensors):
         return _Kind.OTHER
-    if not all(map(holds_values, (*tensors, t))):
+    if types <= _PLAIN and not all(map(holds_values, (*tensors, t))):
         for name, tensor in others.items():
-            if type(tensor) in _PLAIN:
-                in_memory(f"the {name} of a parameter", tensor)
+            in_memory(f"the {name} of a parameter", tensor)
         return _Kind.OTHER
     if types <= _PLAIN and library.available(p.device) and (master is None or master.dtype == torch.float32):
         return _Kind.NATIVE
@@ -187,7 +186,7 @@ def _is_dtensor(tensor: Tensor) -> bool:
 
 
 def _aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether each element lies at the same place in all of them, with no gaps between elements."""
+    """Return whether each element lies at the same place in all tensors, without gaps between elements."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     strides = torch.empty_like(tensors[0], device="meta").stride()
@@ -195,7 +194,7 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def _seen(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
-    """What :meth:`AdamPlan.holds` compares. Moments are not kept alive: they may be moved elsewhere to save memory."""
+    """Return what :meth:`AdamPlan.holds` compares. Weak references let moments move elsewhere to save memory."""
     strides = None if g.is_contiguous() else g.stride()
     places = p, p.data_ptr(), ref(m), m.data_ptr(), ref(v), v.data_ptr()
     return *places, t, g.numel(), g.dtype, strides
@@ -208,7 +207,7 @@ def _places(tensors: list[Tensor | None] | None) -> _Places:
 
 
 def _still(tensors: list[Tensor | None] | None, places: _Places) -> bool:
-    """Whether these are the same tensors, where they were."""
+    """Return whether these are the same tensors, at the same addresses."""
     if tensors is None or places is None:
         return tensors is places
     for tensor, place in zip(tensors, places, strict=True):

@@ -1,4 +1,4 @@
-"""The native Adam of ``csrc/compressopt.h``: its tables of tensors, kept from step to step."""
+"""The native Adam of ``csrc/compressopt.h``, and its tables of tensors, which stay from step to step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Options(ctypes.Structure):
 
 
 class AdamTable:
-    """Where the tensors of one device lie, as native code reads it.
+    """The addresses of the tensors of one device, as native code reads them.
 
     Args:
         tensors: Tensors with the same strides for each parameter, none of them with gaps.
@@ -49,7 +49,7 @@ class AdamTable:
         self._grads_at = self._grads.tolist()
 
     def run(self, grads: list[Tensor], step: AdamStep, device: torch.device) -> None:
-        """Take a step with these gradients, which have the dtypes and strides of the table's.
+        """Take a step with gradients that have the dtypes and strides of the table.
 
         Raises:
             RuntimeError: If the device reports an error.

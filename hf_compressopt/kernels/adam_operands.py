@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdamStep:
-    """What one step does to every tensor of a list.
+    """The options of one step, alike for all tensors.
 
     Attributes:
-        lr: Learning rate; a tensor of one element is read where it is, without a host synchronization on its device.
+        lr: Learning rate. A tensor of one element is read on its own device, without a host synchronization.
         beta1: Coefficient of the first running average.
         beta2: Coefficient of the second running average.
         eps: Added to the denominator.
@@ -24,9 +24,9 @@ class AdamStep:
         bias_correction: Whether Adam's bias corrections apply.
         maximize: Whether the gradients are negated.
         grad_scale: [] or [1]; gradients are divided by it.
-        found_inf: [] or [1]; where it is not 0, nothing is changed.
+        found_inf: [] or [1]; if it is not 0, nothing is changed.
         clip_factor: [] or [1]; gradients are multiplied by it.
-        write_grads: Whether the gradients are left divided and multiplied so.
+        write_grads: Whether the divided and multiplied gradients are written back.
     """
 
     lr: float | Tensor
@@ -43,7 +43,7 @@ class AdamStep:
     write_grads: bool = False
 
     def on(self, device: torch.device) -> AdamStep:
-        """The same with every tensor [] float32 on this device; an lr that lies on another one is read."""
+        """Return the options with every tensor [] float32 on a device. An lr on another device becomes a number."""
         lr = self.lr
         if isinstance(lr, Tensor):
             lr = _scalar(lr, device) if lr.device == device and device.type != "cpu" else float(lr)
@@ -65,12 +65,12 @@ class AdamTensors:
 
     Attributes:
         grads: Any shapes; float32, bfloat16, float16 or float64.
-        params: Shaped like the gradients, and of these dtypes; where there is a master, they are written only.
+        params: Shaped like the gradients, of the same dtypes. A parameter with a master is only written.
         exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
         exp_avg_sqs: As exp_avgs.
-        steps: [] float32 each, on the parameter's device: steps that it has seen; counted up.
-        masters: float32 weights that are updated in the parameter's place, or None; None where there are no masters.
-        copies: Tensors that get the new parameter too, rounded to their dtype, or None; None where there are none.
+        steps: [] float32 each, on the parameter's device: its number of steps, counted up.
+        masters: float32 weights that are updated in place of the parameter, or None for each. None: no masters.
+        copies: Tensors that also receive the new parameter, rounded to their dtype, or None for each. None: no copies.
     """
 
     grads: list[Tensor]
@@ -82,13 +82,13 @@ class AdamTensors:
     copies: list[Tensor | None] | None = None
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """For each parameter gradient, parameter, exp_avg, exp_avg_sq, step, master and copy."""
+        """Yield gradient, parameter, exp_avg, exp_avg_sq, step, master and copy of each parameter."""
         none = [None] * len(self.params)
         required = (self.grads, self.params, self.exp_avgs, self.exp_avg_sqs, self.steps)
         return zip(*required, self.masters or none, self.copies or none, strict=True)
 
     def take(self, indices: Sequence[int]) -> AdamTensors:
-        """Those of some parameters."""
+        """Return the tensors of some parameters."""
         if len(indices) == len(self.params):
             return self
         return AdamTensors(*(values and [values[i] for i in indices] for values in vars(self).values()))

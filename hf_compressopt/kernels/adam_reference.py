@@ -9,7 +9,7 @@ from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
 
 
 def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
-    """:func:`adam_` by torch's operator: on one device, float32, with bias corrections, no clipping, master or copy."""
+    """Take the step by torch's operator: on one device, float32, with bias corrections, no clipping, master or copy."""
     torch._foreach_add_(tensors.steps, 1)
     operator = torch._fused_adamw_ if step.adam_w_mode else torch._fused_adam_
     found_inf = None if step.found_inf is None else step.found_inf.ne(0).float()
@@ -22,7 +22,7 @@ def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
 
 
 def reference_(tensors: AdamTensors, step: AdamStep) -> None:
-    """:func:`adam_` on one device, in PyTorch: the specification, and the fallback for every tensor that torch has."""
+    """Take the step on one device, in PyTorch: the specification, and the fallback for all tensors."""
     if step.found_inf is not None and bool(step.found_inf):
         return
     lr = step.lr.double() if isinstance(step.lr, Tensor) else step.lr
@@ -60,7 +60,7 @@ def _direction_(
     lr: float | Tensor,
     step: AdamStep,
 ) -> Tensor:
-    """Update the moments in place; returns lr m^ / (sqrt(v^) + eps)."""
+    """Update the moments in place. Returns lr m^ / (sqrt(v^) + eps)."""
     if not step.adam_w_mode and step.weight_decay != 0:
         grad = grad + weights * step.weight_decay
     m, v = _wide(exp_avg), _wide(exp_avg_sq)
@@ -69,7 +69,7 @@ def _direction_(
     for moment, wide in ((exp_avg, m), (exp_avg_sq, v)):
         if moment is not wide:
             moment.copy_(wide)
-    denominator = v.double().sqrt().to(v.dtype)  # MKL's float32 square root, which torch calls, is not rounded right
+    denominator = v.double().sqrt().to(v.dtype)  # torch calls MKL's float32 square root, which is not correctly rounded
     if step.bias_correction:
         count = float(t) if t.device.type == "cpu" else t.double()  # a GPU's host does not wait
         lr = lr / (1 - step.beta1**count)

@@ -1,7 +1,7 @@
-"""The libraries of native code: which are there, whether they work, and calls of their C interface.
+"""The libraries of native code: loading, checks of devices, and calls of their C interface, ``csrc/compressopt.h``.
 
-The interface is ``csrc/compressopt.h``. ``HF_COMPRESSOPT_KERNELS`` chooses: ``native`` (an error where there is none),
-``reference``, or, where it is not set, native where there is one.
+``HF_COMPRESSOPT_KERNELS`` chooses the kernels: ``native`` (an error if there is no working library) or ``reference``.
+If it is not set, native kernels are used if there is a working library.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
 
 
 def chosen() -> str | None:
-    """What ``HF_COMPRESSOPT_KERNELS`` asks for: "native", "reference", or None.
+    """Return the choice of ``HF_COMPRESSOPT_KERNELS``: "native", "reference", or None.
 
     Raises:
         ValueError: If it is set to anything else.
@@ -58,11 +58,11 @@ def chosen() -> str | None:
 
 
 def available(device: torch.device) -> bool:
-    """Whether native kernels work on the tensors of a device.
+    """Return whether native kernels work on the tensors of a device.
 
     Raises:
         ValueError: If ``HF_COMPRESSOPT_KERNELS`` is set to something unknown.
-        RuntimeError: If it is "native", and there are none; the message says why.
+        RuntimeError: If it is "native", and there are no native kernels; the message gives the reason.
     """
     choice = chosen()
     if choice == "reference":
@@ -74,14 +74,14 @@ def available(device: torch.device) -> bool:
 
 
 def why_not(device: torch.device) -> str:
-    """Why there are no native kernels for a device; "" where there are."""
+    """Return the reason why there are no native kernels for a device, or "" if there are."""
     if device.type not in _DEVICES:
         return f"there is no library for {device.type}; there are libraries for {' and '.join(_DEVICES)}"
     return _why_not(device.type, 0 if device.type == "cpu" else _index(device))
 
 
 def instruction_set(device_type: str) -> str:
-    """What the library of a device type has code for, such as "avx512".
+    """Return the instruction set of the library of a device type, such as "avx512".
 
     Raises:
         RuntimeError: If the library cannot be loaded.
@@ -100,15 +100,15 @@ def use_instruction_set(name: str) -> None:
 
 
 def call(function: str, device: torch.device, *arguments: Any) -> None:
-    """Call a function of the C interface on this device, with torch's number of threads, or on its current stream.
+    """Call a function of the C interface on a device, with torch's number of threads or on the current stream.
 
     Args:
-        function: Its name.
-        device: The device that the pointers belong to.
-        arguments: All but the last, ``co_exec``.
+        function: Name of the function.
+        device: Device of the pointers.
+        arguments: All arguments except the last, ``co_exec``.
 
     Raises:
-        RuntimeError: With the library's own words, if it fails.
+        RuntimeError: If the function fails; the message is the library's.
     """
     library = _library(device.type)
     if device.type == "cpu":
@@ -121,11 +121,11 @@ def call(function: str, device: torch.device, *arguments: Any) -> None:
 
 @lru_cache
 def _host_threads() -> int | None:
-    """Address of GOMP_parallel of torch's OpenMP runtime; None where its threads are not there.
+    """Return the address of GOMP_parallel of torch's OpenMP runtime, or None if its threads do not run.
 
-    They are awake when a kernel follows an operator, and would be in the way of others. A process that was forked from
-    one that had them has none, and the runtime does not know: it would wait for them for ever. That they are there is
-    seen by the number of threads, once, at the first kernel on several: later there may be others.
+    Kernels reuse torch's OpenMP threads: these spin after each operator, and would compete with a second pool. A child
+    of fork() has no such threads, while the runtime would wait for them forever. The number of threads of the process
+    shows whether they run. It is read once, at the first kernel on several threads: later there may be other threads.
     """
     if _forked or "OpenMP" not in torch.__config__.parallel_info():
         return None

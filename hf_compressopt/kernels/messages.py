@@ -1,4 +1,4 @@
-"""How long a message is. Its layout is in the docstring of :mod:`hf_compressopt.kernels`."""
+"""The length of sign messages. :class:`hf_compressopt.kernels.formats.SignFormat` documents their layout."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _SCALE_BYTES = 4
 
 
 def num_blocks(numel: int, scale_block: int | None) -> int:
-    """Scales in the message of a chunk of ``numel`` elements."""
+    """Return the number of scales in the message of a chunk of ``numel`` elements."""
     if numel == 0:
         return 0
     return 1 if scale_block is None else -(-numel // scale_block)
 
 
 def message_nbytes(numel: int, scale_block: int | None) -> int:
-    """Bytes of the message of a chunk of ``numel`` elements."""
+    """Return the bytes of the message of a chunk of ``numel`` elements."""
     used = _SCALE_BYTES * num_blocks(numel, scale_block) + -(-numel // SIGNS_PER_BYTE)
     return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
 
 def chunk_message_nbytes(numel: int, world_size: int, scale_block: int | None) -> list[int]:
-    """Bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
+    """Return the bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
     ranges = (chunk_range(numel, world_size, rank) for rank in range(world_size))
     return [message_nbytes(stop - start, scale_block) for start, stop in ranges]

@@ -1,4 +1,4 @@
-"""What the kernels work on: runs of the user's tensors, what a rank wants to send, and what comes back."""
+"""Operands of the kernels: runs of tensors, the values that a rank sends, and the average that comes back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Segment:
     """Consecutive elements of one tensor. The segments of a bucket, in order, cover it without gaps.
 
     Attributes:
-        tensor: The whole tensor, contiguous (float32, bfloat16 or float16); None where there is no gradient, or where
-            the parameter is to be left alone.
+        tensor: The whole tensor, contiguous (float32, bfloat16 or float16). None if there is no gradient, or if the
+            parameter must not change.
         start: First element, within the flattened tensor.
         numel: Elements.
         index: The tensor's entry in per-tensor arrays (factors, corrections, rates, sums).
-        still: Whether the tensor has no variance: what comes back for it counts as 0.
+        still: Whether the tensor stands still because it has no variance: its average counts as 0.
     """
 
     tensor: Tensor | None
@@ -30,22 +30,22 @@ class Segment:
 
     @property
     def part(self) -> Tensor:
-        """The elements, [numel], sharing memory with the tensor, which must not be None."""
+        """The elements, [numel]; they share memory with the tensor, which must not be None."""
         assert self.tensor is not None
         return self.tensor.detach().view(-1)[self.start : self.start + self.numel]
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What a rank wants to send of a bucket: z = (alpha x + beta g) * factor, each operation rounded to float32.
+    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation rounded to float32.
 
     Attributes:
         numel: Elements of the bucket.
-        device: Where it lies.
-        x: [numel] float32, or None: the term is left out.
-        alpha: Its coefficient.
-        grads: Segments that cover the bucket, or None: the term is left out, as for a segment without a tensor.
-        beta: Their coefficient.
+        device: Device of the bucket.
+        x: [numel] float32, or None to leave the term out.
+        alpha: Coefficient of x.
+        grads: Segments that cover the bucket, or None to leave the term out, as for a segment without a tensor.
+        beta: Coefficient of the gradients.
         factors: [tensors] float32, one factor per tensor, or None.
     """
 
@@ -59,7 +59,7 @@ class Combination:
 
     @classmethod
     def of(cls, x: Tensor) -> Combination:
-        """The values of x, [n] float32, themselves."""
+        """Return the combination whose values are x, [n] float32."""
         return cls(x.numel(), x.device, x)
 
 
@@ -70,8 +70,8 @@ class Average:
     Attributes:
         numel: Elements of the bucket.
         values: [numel] float32, or None.
-        messages: [world_size * stride] uint8, the message of chunk j begins at ``j * stride``; None where values are
-            given.
+        messages: [world_size * stride] uint8, the message of chunk j begins at ``j * stride``; None if there are
+            values.
         world_size: Number of chunks.
         scale_block: Elements per scale, a positive multiple of 8, or None.
         stride: Bytes from one message to the next.
@@ -86,5 +86,5 @@ class Average:
 
     @classmethod
     def of(cls, values: Tensor) -> Average:
-        """Values, [n] float32, that are known."""
+        """Return the average whose values are known, [n] float32."""
         return cls(values.numel(), values)

@@ -12,7 +12,7 @@ from hf_compressopt.kernels.operands import Average, Segment
 
 @dataclass(frozen=True)
 class Descent:
-    """How a parameter follows a direction d: p <- p * decay - lr * d.
+    """The rate and the denominator of a step along a direction d: p <- p * decay - lr * d.
 
     Attributes:
         lr: Learning rate.

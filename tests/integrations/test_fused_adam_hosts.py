@@ -1,5 +1,6 @@
 """FusedAdam in Trainer and Accelerate, with two real processes."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,9 @@ def fsdp_loop(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list
         model(torch.randn(16, 10, generator=generator).to(dtype)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    if cls is FusedAdam and os.environ.get("HF_COMPRESSOPT_KERNELS") != "reference":
+        kinds = {part.kind.name for part in optimizer._plans[0]._parts}
+        assert kinds == ({"SHARDED"} if dtype == torch.float32 else {"OTHER"})
     return [p.to_local().detach().clone() for p in model.parameters()]
 
 
