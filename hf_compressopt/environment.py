@@ -1,6 +1,6 @@
-"""What this machine and installation offer, and what of it is used: ``hf-compressopt env``.
+"""Facts about this machine and installation: ``hf-compressopt env``.
 
-Nothing that is missing or broken stops the rest from being told.
+A missing or broken part does not stop the report of the others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def collect() -> dict[str, Any]:
-    """Everything, in values that JSON holds.
+    """Collect all facts, in values that JSON can hold.
 
     Returns:
         ``package``, ``python``, ``packages`` (version or None by name), ``libraries`` (by "cpu" and "cuda": ``path``,
-        ``interface``, ``instruction_set``, None where it does not load, and the ``problem``, None where there is
-        none), ``gpu``, ``communicators``, ``kernels`` (the ``setting``, and what is in use for ``cpu`` and ``cuda``
-        tensors; None without torch), and ``problems``, sentences on what cannot work as it is set up.
+        ``interface``, ``instruction_set``, None if it does not load, and the ``problem`` or None), ``gpu``,
+        ``communicators``, ``kernels`` (the ``setting``, and the kernels in use for ``cpu`` and ``cuda`` tensors; None
+        without torch), and ``problems``, a sentence for each thing that cannot work.
     """
     problems: list[str] = []
     try:
@@ -49,7 +49,7 @@ def collect() -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The text for people of what :func:`collect` found."""
+    """Render the facts of :func:`collect` as text."""
     gpu, kernels, mpi = facts["gpu"], facts["kernels"], facts["communicators"]["mpi"]
     devices = {f"GPU {index}": text for index, text in enumerate(gpu["devices"])}
     sections = {
@@ -110,7 +110,7 @@ def _library_text(library: dict[str, Any]) -> str:
 
 
 def _driver() -> str | None:
-    """NVIDIA's driver: its version, and the CUDA that it offers."""
+    """The version of NVIDIA's driver, and the CUDA version that it supports."""
     try:
         query = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion
     except (OSError, AttributeError):
@@ -135,7 +135,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _backends() -> list[str]:
-    """The backends of torch.distributed that are there, those of other packages included."""
+    """The available backends of torch.distributed, also those of other packages."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -152,7 +152,7 @@ def _mpi() -> dict[str, Any] | None:
         mpi4py = importlib.import_module("mpi4py")
         mpi4py.rc.initialize = False
         library = importlib.import_module("mpi4py.MPI").Get_library_version()
-    except Exception as error:  # whatever a library of the system makes of it
+    except Exception as error:  # a library of the system may raise anything
         return {"problem": f"mpi4py does not load: {error}"}
     from hf_compressopt.collectives.mpi import has_cuda_support
 

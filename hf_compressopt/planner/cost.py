@@ -1,20 +1,21 @@
-"""Predicted seconds and bytes of a step: a model of few terms, each the time of a physical thing.
+"""Predicted seconds and bytes of a step: a model of a few terms, each the time of one physical process.
 
-N ranks on M nodes, g on each; R the bytes per second of a node's link, L those between ranks of a node, B a message.
+N ranks on M nodes, g on each; R the bytes per second of a node's link, L those between ranks of a node, B the bytes of
+a message.
 
 Wire. A ring passes every link once each way; an all-to-all sends all that leaves a node over its one link:
     all-reduce  2 (N-1)/N B / min(R, L)       all-gather  (N-1)/N B / min(R, L)                            (1)
     all-to-all  max(g (N-g)/N B / R, (g-1)/N B / L)                                                        (2)
-    of these rates a message reaches WIRE_EFFICIENCY; it takes latency once for each hop that waits for another, and no
-    less than its bytes over host_bandwidth, where processors move them.
-DDP. With f, b, u the seconds of forward, backward and update, and k buckets that become ready evenly over b (which host
-work stretches by h):
+    A message reaches WIRE_EFFICIENCY of these rates. It takes the latency once for each hop that waits for another
+    hop, and at least its bytes over host_bandwidth if processors move them.
+DDP. With f, b, u the seconds of forward, backward and update, and k buckets that become ready evenly over b (host
+work makes b longer by h):
     f + max(ready_1 + sum of all messages, b + h + last message) + u                                       (3)
-ZeRO-1 and 2. (3) with all-to-alls and u/N, then packing, and the all-gather of the parameters, which nothing hides.
-Compressed step, of k buckets that go through passes over memory, P seconds, and messages, C seconds, side by side:
+ZeRO-1 and 2. (3) with all-to-alls and u/N, then packing and the all-gather of the parameters, not overlapped.
+Compressed step, of k buckets. Passes over memory, P seconds, and messages, C seconds, overlap:
     f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
 Sources: the ring, Patarasuk and Yuan 2009; overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a
-backward pass has two products for each of the forward pass.
+backward pass has two products for each product of the forward pass.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from hf_compressopt.optim.scheduled import BYTES_PER_MB, FLOAT_BYTES
 WIRE_EFFICIENCY = 0.9
 #: Share of the memory's bandwidth that the passes below reach, by docs/benchmarks.md (0.73 to 0.87).
 MEMORY_EFFICIENCY = 0.8
-#: Of forward and backward, the backward's share.
+#: Share of the backward pass in forward and backward.
 BACKWARD_SHARE = 2 / 3
 
-_FIRST_DDP_BUCKET = 1 << 20  # torch's: a small one, so that sending starts early
+_FIRST_DDP_BUCKET = 1 << 20  # torch's first bucket is small, so that sending starts early
 #: Bytes over memory per parameter.
 _FUSED_ADAM = 28  # p, m and v read and written, g read
 _HALF_CASTS = 16  # DDP's hook: float32 -> 16 bits, divided; and back
@@ -45,9 +46,9 @@ class Passes:
     """Bytes over memory per parameter in a step of a compressed optimizer.
 
     Attributes:
-        alone: What every step takes before, or without, a message.
-        compress: What makes the message, error and all.
-        apply: What is done with the one that comes back.
+        alone: Of every step, before a message or without one.
+        compress: To make the message and the new error.
+        apply: To apply the average that comes back.
     """
 
     alone: float
@@ -67,17 +68,17 @@ ONEBIT_LAMB = Passes(_NORM, 16, 40)
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the ranks run on. Rates are in bytes per second, infinity where something costs no time.
+    """The machines and their links. Rates are in bytes per second; infinity costs no time.
 
     Attributes:
-        nodes: Machines, >= 1; with one, ``bandwidth`` has no part in anything.
-        gpus_per_node: Ranks on each.
-        bandwidth: Of a node's link, each way, shared by its ranks.
-        local_bandwidth: Between the ranks of a node, each way and for each of them.
-        memory_bandwidth: Of a rank's memory; on processors that ranks share, its part of it.
-        host_bandwidth: At which a rank's own processor moves messages, where it has to compute as well; infinity where
-            network cards do.
-        latency: Seconds of one hop.
+        nodes: Machines, >= 1; with one, ``bandwidth`` is not used.
+        gpus_per_node: Ranks on each machine.
+        bandwidth: Rate of a node's link, each way, shared by its ranks.
+        local_bandwidth: Rate of each rank to the others of its node, each way.
+        memory_bandwidth: Rate of a rank's memory; its share, if ranks share a processor.
+        host_bandwidth: Rate at which a rank's processor moves messages while it also computes; infinity if network
+            cards move them.
+        latency: Seconds of one hop between nodes.
     """
 
     nodes: int
@@ -102,23 +103,23 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """The number of all ranks."""
         return self.nodes * self.gpus_per_node
 
     def pass_seconds(self, nbytes: float) -> float:
-        """Seconds in which the kernels move so many bytes over a rank's memory."""
+        """Seconds that the kernels take to move this many bytes over a rank's memory."""
         return nbytes / (self.memory_bandwidth * MEMORY_EFFICIENCY)
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one collective takes.
+    """Cost of one collective.
 
     Attributes:
         sent: Bytes that a rank sends.
         on_link: Bytes that leave a node over its link.
-        seconds: From its start to its end, where nothing else is under way.
-        host: Of a rank's own processor.
+        seconds: Time from start to end, if nothing else runs.
+        host: Seconds of a rank's own processor.
     """
 
     sent: float
@@ -127,13 +128,13 @@ class Message:
     host: float
 
     def __add__(self, other: Message) -> Message:
-        """One after the other."""
+        """Add the cost of a collective that follows this one."""
         return Message(
             self.sent + other.sent, self.on_link + other.on_link, self.seconds + other.seconds, self.host + other.host
         )
 
     def __mul__(self, count: float) -> Message:
-        """So many of them, one after the other."""
+        """Multiply: this many collectives in a row."""
         return Message(self.sent * count, self.on_link * count, self.seconds * count, self.host * count)
 
 
@@ -141,7 +142,7 @@ _NOTHING = Message(0, 0, 0, 0)
 
 
 def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Message:
-    """An all-reduce (``passes`` 2) or all-gather (1) of ``nbytes`` in all, (1); ``work``: see :func:`_message`."""
+    """Cost of an all-reduce (``passes`` 2) or all-gather (1) of ``nbytes``, (1); ``work``: see :func:`_message`."""
     count, several = cluster.ranks, cluster.nodes > 1
     sent = passes * (count - 1) / count * nbytes
     rates = [cluster.bandwidth] * several + [cluster.local_bandwidth] * (cluster.gpus_per_node > 1)
@@ -151,7 +152,7 @@ def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Mes
 
 
 def all_to_all(cluster: Cluster, nbytes: float) -> Message:
-    """Every rank sends each other its part of ``nbytes``, (2)."""
+    """Cost of an all-to-all: every rank sends each other rank its part of ``nbytes``, (2)."""
     count, local = cluster.ranks, cluster.gpus_per_node
     on_link = local * (count - local) / count * nbytes
     inside = (local - 1) / count * nbytes
@@ -160,22 +161,22 @@ def all_to_all(cluster: Cluster, nbytes: float) -> Message:
 
 
 def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Message:
-    """``work``: bytes that the host's sums are worth, where these are more than those sent."""
+    """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
     host = max(sent, work) / cluster.host_bandwidth
     return Message(sent, on_link, hops * cluster.latency + max(wire, host), host)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and what a step takes without any message.
+    """The model that is trained, and the time of its step without communication.
 
     Attributes:
         params: Trainable parameters, >= 1.
-        compute_seconds: Of a step that exchanges nothing: forward, backward and the update of an ordinary AdamW.
-        update_seconds: Of these, AdamW's; None is one pass over memory, as of a fused AdamW.
+        compute_seconds: Seconds of a step without communication: forward, backward and the update of AdamW.
+        update_seconds: AdamW's share of compute_seconds; None is one pass over memory, as of a fused AdamW.
         itemsize: Bytes of a parameter, and of its gradient: 4 or 2.
-        bucket_cap_mb: MiB that are sent together: of gradients in DDP, of float32 values elsewhere.
-        scale_block: As of the compressed optimizers.
+        bucket_cap_mb: MiB sent together: of gradients in DDP, of float32 values otherwise.
+        scale_block: As in the compressed optimizers.
     """
 
     params: int
@@ -205,7 +206,7 @@ class Step:
     """A predicted step.
 
     Attributes:
-        seconds: Of the whole step.
+        seconds: Time of the whole step.
         sent: Bytes that a rank sends.
         on_link: Bytes that leave a node over its link.
     """
@@ -226,7 +227,7 @@ class Model:
     """Predicts the steps of one training on one cluster."""
 
     def __init__(self, training: Training, cluster: Cluster) -> None:
-        """Take apart what a step computes.
+        """Split the computation of a step into forward, backward and update.
 
         Raises:
             ValueError: If AdamW's own update would take longer than the whole step.
@@ -245,7 +246,7 @@ class Model:
         self.forward = forward_backward - self.backward
 
     def ddp(self, itemsize: int | None = None) -> Step:
-        """DDP with gradients of the parameters' dtype, or of ``itemsize`` bytes by its 16-bit hook, (3)."""
+        """A step of DDP with gradients of the parameters' dtype, or of ``itemsize`` bytes by a 16-bit hook, (3)."""
         params, own = self.training.params, self.training.itemsize
         sent_as = itemsize or own
         casts = self.cluster.pass_seconds(_HALF_CASTS * params) if sent_as < own else 0.0
@@ -255,7 +256,7 @@ class Model:
         shrunk = sent_as / own
 
         def reduce(nbytes: float) -> Message:
-            # a processor takes as long for the sum of two 16-bit values as for that of two in float32
+            # a processor adds two 16-bit values no faster than two float32 values
             work = 2 * (self.cluster.ranks - 1) / self.cluster.ranks * nbytes * FLOAT_BYTES / own
             return ring(self.cluster, nbytes * shrunk, passes=2, work=work)
 
@@ -264,7 +265,7 @@ class Model:
         return Step(seconds, every.sent, every.on_link)
 
     def zero(self) -> Step:
-        """ZeRO-1 or ZeRO-2 with one micro-batch per step: both send the same."""
+        """A step of ZeRO-1 or ZeRO-2 with one micro-batch: both send the same bytes."""
         params, itemsize, count = self.training.params, self.training.itemsize, self.cluster.ranks
         total = params * itemsize
         bucket = min(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES * itemsize, total)
@@ -282,7 +283,7 @@ class Model:
         nbytes = chunk_message_nbytes(bucket, world_size, block)
         one = all_to_all(self.cluster, sum(nbytes)) + ring(self.cluster, world_size * nbytes[0], passes=1)
         messages = (one if world_size > 1 else _NOTHING) * number
-        serve = 2 + 8 / world_size  # averages this rank's share of everybody's signs; its error, read and written
+        serve = 2 + 8 / world_size  # average this rank's share of all signs; read and write its error
         moved = self.cluster.pass_seconds((passes.compress + serve + passes.apply) * params)
         before = self.cluster.pass_seconds(passes.alone * params)
         wire = messages.seconds
@@ -296,15 +297,15 @@ class Model:
         return Step(seconds, 0, 0)
 
     def local_steps(self, interval: int) -> Step:
-        """0/1 Adam's steps in local intervals of this length: the mean of one with a sync, and the others."""
+        """The mean step of 0/1 Adam in local intervals of this length, of which one step has a sync."""
         sync, alone = self.compressed(ZERO_ONE_LOCAL), self.alone(ZERO_ONE_LOCAL)
         return average([(1, sync), (interval - 1, alone)])
 
     def at(self, bandwidth: float) -> Model:
-        """The same over another link."""
+        """The same model with another bandwidth."""
         return Model(self.training, replace(self.cluster, bandwidth=bandwidth))
 
     def _overlapped(self, first_share: float, messages: Message, last: Message) -> float:
-        """Forward and backward, and the messages that leave while the latter runs, (3) but for the update."""
+        """Seconds of forward and backward, overlapped with the messages: (3) without the update."""
         backward = self.backward + messages.host
         return self.forward + max(first_share * backward + messages.seconds, backward + last.seconds)

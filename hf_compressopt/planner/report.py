@@ -1,4 +1,4 @@
-"""The planner's answer: memory, bytes and predicted times of every way to train, as data and as a table."""
+"""The planner's report: memory, bytes and predicted times of every optimizer, as data and as tables."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 _MEMORY = ("parameters", "gradients", "states", "buckets", "total")
 _HALF_BYTES = 2
 _MOMENTS = 2
-_ENOUGH_STEPS = 100_000  # of a longer run the shares of the stages are the same
-_SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # bytes per second between which a crossover is sought, in steps of 10 %
+_ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
+_SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # range of the search for a crossover, in bytes per second, in steps of 10 %
 _WHOLE_RUN = "whole run"
 
 
@@ -37,7 +37,7 @@ def compressed_memory(
 ) -> MemoryEstimate:
     """Bytes on each rank under a compressed optimizer: moments, both errors, and the algorithm's own state.
 
-    Messages under way are left out: they are a thirty-second of the buckets.
+    Messages in flight are left out: they have 1/32 of the buckets' bytes.
 
     Args:
         optimizer_class: One of the compressed optimizers.
@@ -55,7 +55,7 @@ def compressed_memory(
 def memory_rows(
     params: int, world_size: int, dtype: torch.dtype, states_per_parameter: int, bucket_cap_mb: float
 ) -> dict[str, dict[str, int]]:
-    """Bytes on each rank, by way to train and by what they hold."""
+    """Bytes on each rank, by optimizer and by content."""
     estimates = {
         name: estimate_zero_memory(
             params,
@@ -74,11 +74,11 @@ def memory_rows(
 
 @cache
 def zero_one_shares(steps: int) -> Counter[tuple[Stage, int]]:
-    """How many of so many steps 0/1 Adam takes in each stage, by Trainer's default schedule.
+    """Count the steps that 0/1 Adam takes in each stage, by Trainer's default schedule.
 
     Returns:
-        Counts by stage, and in the variance stage by 1 for a step in full precision and 0 for one with a 1-bit
-        gradient, in the local-step stage by the interval in force.
+        Counts by stage and kind. The kind is 1 for a step in full precision and 0 for a 1-bit gradient in the variance
+        stage; in the local-step stage it is the length of the interval.
     """
     fitted = ZeroOneSchedule().fitted(steps, ())
     schedule = fitted.frozen_at(fitted.max_freeze_step)
@@ -91,11 +91,11 @@ def zero_one_shares(steps: int) -> Counter[tuple[Stage, int]]:
 
 
 def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
-    """Predicted steps, by way to train and by stage.
+    """Predicted steps, by optimizer and by stage.
 
     Args:
-        model: Of the training and the cluster.
-        steps: Of the whole run; the compressed optimizers' first stages take the shares of it that Trainer gives them.
+        model: Model of the training and the cluster.
+        steps: Length of the run. The first stages of the compressed optimizers have the shares that Trainer gives them.
     """
     ddp, zero, itemsize = model.ddp(), model.zero(), model.training.itemsize
     halves = {f"DDP, {8 * _HALF_BYTES}-bit gradients": {"": model.ddp(_HALF_BYTES)}}
@@ -132,11 +132,11 @@ def last_stage(stages: dict[str, Step]) -> str:
 
 
 def crossovers(model: Model, steps: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Below which bandwidth the compressed optimizers are faster than DDP, over every slower link.
+    """The bandwidths below which the compressed optimizers are faster than DDP.
 
     Returns:
-        Bytes per second of a node's link, by optimizer, stage (its last one, and the whole run) and way of DDP;
-        infinity where it is faster over all links, 0 where it is slower over the slowest.
+        Bytes per second of a node's link, by optimizer, stage (the last one, and the whole run) and kind of DDP.
+        Infinity means faster over every link, 0 slower over the slowest link.
     """
     number = round(math.log(_FASTEST / _SLOWEST) / _GRID)
     links = [_SLOWEST * math.exp(_GRID * index) for index in range(number + 1)]
@@ -166,7 +166,7 @@ def crossovers(model: Model, steps: int) -> dict[str, dict[str, dict[str, float]
 
 
 def as_json(model: Model, steps: int) -> dict[str, Any]:
-    """Times, bytes and crossovers as JSON holds them; a rate that is infinite is null."""
+    """Times, bytes and crossovers in values that JSON can hold; an infinite rate is None."""
     rates = {
         name: {
             stage: {other: None if math.isinf(rate) else rate for other, rate in others.items()}
@@ -190,7 +190,7 @@ def as_json(model: Model, steps: int) -> dict[str, Any]:
 
 
 def memory_table(rows: dict[str, dict[str, int]]) -> str:
-    """GB on each rank."""
+    """Render GB on each rank as a table."""
     lines = [f"{'':12}" + "".join(f"{part:>12}" for part in _MEMORY)]
     lines += [
         f"{name:12}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
@@ -199,7 +199,7 @@ def memory_table(rows: dict[str, dict[str, int]]) -> str:
 
 
 def time_table(model: Model, steps: int) -> str:
-    """Predicted steps, and the bandwidths below which compression pays."""
+    """Render predicted steps, and the bandwidths below which compression pays, as a table."""
     compute = model.training.compute_seconds
     titles = ("sent by a rank", "out of a node", "step", "of compute")
     lines = [f"{'':26}{'stage':>12}" + "".join(f"{title:>16}" for title in titles)]

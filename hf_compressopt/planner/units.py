@@ -6,8 +6,8 @@ import re
 
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SCALES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
-_SLOWEST, _FASTEST = 1.0, 1e18  # bytes per second
-_SHORTEST, _LONGEST = 1e-12, 1e7  # seconds
+_RATES = (1.0, 1e18)  # bytes per second
+_TIMES = (1e-12, 1e7)  # seconds
 _SMALLEST_MIB, _LARGEST_MIB = 4 / 2**20, 1e6  # one float32 value
 
 
@@ -47,11 +47,8 @@ def bandwidth(text: str) -> float:
     found = re.fullmatch(r"(\S*?)\s*([kKmMgGtT]?)(bit|b|B|byte)(/s|ps|)", text.strip())
     if found is None or (found[3] in ("b", "B") and not found[4]):
         raise ValueError(f"must be {legal}; got {text!r}")
-    bits = found[3] in ("bit", "b")
-    value = _positive(found[1], text, legal) * _PREFIXES[found[2].lower()] / (8 if bits else 1)
-    if not _SLOWEST <= value <= _FASTEST:
-        raise ValueError(f"must be from {_SLOWEST:g} to {_FASTEST:g} bytes per second, got {text!r}")
-    return value
+    scale = _PREFIXES[found[2].lower()] / (8 if found[3] in ("bit", "b") else 1)
+    return _scaled(found[1], scale, text, legal, _RATES, "bytes per second")
 
 
 def seconds(text: str) -> float:
@@ -64,17 +61,17 @@ def seconds(text: str) -> float:
     found = re.fullmatch(r"(\S*?)\s*(s|ms|us|)", text.strip())
     if found is None:
         raise ValueError(f"must be {legal}; got {text!r}")
-    value = _positive(found[1], text, legal) * _SCALES[found[2]]
-    if not _SHORTEST <= value <= _LONGEST:
-        raise ValueError(f"must be from {_SHORTEST:g} to {_LONGEST:g} seconds, got {text!r}")
-    return value
+    return _scaled(found[1], _SCALES[found[2]], text, legal, _TIMES, "seconds")
 
 
-def _positive(digits: str, text: str, legal: str) -> float:
+def _scaled(digits: str, scale: float, text: str, legal: str, bounds: tuple[float, float], unit: str) -> float:
+    """A positive number times the scale of its unit, within bounds."""
     value = _float(digits, legal, text)
     if not 0 < value < float("inf"):
         raise ValueError(f"must be above zero and finite, {legal}; got {text!r}")
-    return value
+    if not bounds[0] <= value * scale <= bounds[1]:
+        raise ValueError(f"must be from {bounds[0]:g} to {bounds[1]:g} {unit}, got {text!r}")
+    return value * scale
 
 
 def _float(digits: str, legal: str, text: str | None = None) -> float:
