@@ -18,6 +18,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, c
 from hf_compressopt.flat import Bucket
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
+from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.functional import adam_options, adam_step_, correct_bias_, floor_variance_, variance_norm
 from hf_compressopt.optim.gradients import Grads
@@ -224,10 +225,7 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
                 the ranks. If gradients are local, or given, errors are raised on all ranks together (a RuntimeError on
                 ranks whose own gradients are valid).
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         plan = self._begin_step()
         gradients, finite = self._consensus.final_gradients(plan, grads, self.max_grad_norm)
         if not finite and self._consensus.asks(plan):

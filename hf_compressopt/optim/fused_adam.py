@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
+from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.functional import clip_factor
 from hf_compressopt.optim.grad_norm import grad_square_sum
 from hf_compressopt.optim.options import check_at_least, check_betas, check_parameter
@@ -26,36 +27,36 @@ _NOT_LOADED = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """torch's AdamW or Adam in one pass over memory, with float32 moments whatever the parameters' dtype.
+    """A drop-in replacement for torch's AdamW and Adam: one pass over memory, with float32 moments for any dtype.
 
-    Its numbers are torch's, and state dicts cross over both ways. Parameters of one group may differ in dtype and
-    device. It steps by ``grad_scale`` and ``found_inf`` as torch's fused optimizers do, so that a GradScaler needs no
-    pass over the gradients of its own: these are left unscaled (and clipped), unless ``write_grads`` is False.
+    The results are torch's, and state dicts load in both directions. Parameters of one group may differ in dtype and
+    device. Like torch's fused optimizers it reads ``grad_scale`` and ``found_inf``, so that a GradScaler needs no pass
+    of its own over the gradients. A step leaves these unscaled (and clipped), unless ``write_grads`` is False.
 
-    ``copies`` may hold, for a parameter, a tensor of its shape that every step leaves the new parameter in as well,
-    rounded to that tensor's dtype.
+    ``copies`` may hold a tensor for a parameter, of its shape. Every step also writes the new parameter there, rounded
+    to that tensor's dtype.
 
     Args:
         params: Parameters, named parameters or param groups, as for any torch optimizer.
         lr: Learning rate, >= 0; or a tensor of one element, which is read at each step.
-        bias_correction: Whether Adam's bias corrections apply.
-        betas: Coefficients of the running averages, each in [0, 1).
-        eps: Added to the denominator, >= 0.
         adam_w_mode: Decoupled weight decay (AdamW); False is L2 regularization (Adam).
         weight_decay: Weight decay, >= 0.
+        betas: Coefficients of the running averages, each in [0, 1).
+        eps: Added to the denominator, >= 0.
+        bias_correction: Apply Adam's bias corrections.
         amsgrad: Must be False.
-        set_grad_none: What ``zero_grad()`` does unless it is told: True drops the gradients, False fills them with 0.
+        set_grad_none: Default of ``zero_grad()``: True drops the gradients, False fills them with 0.
         maximize: Ascend instead of descend.
-        capturable: Whether a step may be captured in a CUDA graph. Give lr as a tensor on the GPU then, since a graph
-            keeps a number as it was.
-        max_grad_norm: Gradients are clipped to this norm in the same pass; 0 is off. (Trainer clips by itself.) The
-            norm of FSDP2's DTensors is taken over all ranks; parameters of FSDP1 are refused.
+        capturable: Allow capturing a step in a CUDA graph. Give lr as a tensor on the GPU then, because a graph keeps
+            a number as it was.
+        max_grad_norm: Clip gradients to this norm in the same pass; 0 is off. (Trainer clips by itself.) For FSDP2's
+            DTensors it is the norm over all ranks; parameters of FSDP1 are refused.
         master_weights: Keep float32 weights for bfloat16 and float16 parameters, which become their rounded copies.
-            They are taken from the parameters at the first step; delete ``state[p]["master_param"]`` where a
-            parameter is written by other hands later.
-        fp32_moments: Whether moments are float32; False gives them the parameter's dtype, as torch does.
-        write_grads: Whether a step with a grad_scale leaves the gradients unscaled (and clipped), as torch's does;
-            False leaves open what they hold after it, and saves their way back to memory.
+            They are taken from the parameters at the first step. If other code writes a parameter later, delete
+            ``state[p]["master_param"]``.
+        fp32_moments: Keep moments in float32; False gives them the parameter's dtype, as torch does.
+        write_grads: Leave the gradients unscaled (and clipped) after a step with a grad_scale, as torch does. False
+            leaves undefined values in them, and saves writing them.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -69,11 +70,11 @@ class FusedAdam(torch.optim.Optimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        bias_correction: bool = True,
         amsgrad: bool = False,
         set_grad_none: bool = True,
         maximize: bool = False,
@@ -92,11 +93,11 @@ class FusedAdam(torch.optim.Optimizer):
         self._last_found_inf: Tensor | None = None
         defaults = {
             "lr": lr,
+            "adam_w_mode": adam_w_mode,
+            "weight_decay": weight_decay,
             "betas": betas,
             "eps": eps,
-            "weight_decay": weight_decay,
             "bias_correction": bias_correction,
-            "adam_w_mode": adam_w_mode,
             "amsgrad": amsgrad,
             "maximize": maximize,
             "capturable": capturable,
@@ -119,11 +120,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing because a GradScaler had found an overflow; the host waits for it."""
+        """True if the last step changed nothing because a GradScaler found an overflow. The host waits for it."""
         return self._last_found_inf is not None and bool(self._last_found_inf)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Reset the gradients: drop them, or fill them with 0; ``set_grad_none`` decides where None is given."""
+        """Reset the gradients: drop them, or fill them with 0. None means the option ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -135,16 +136,13 @@ class FusedAdam(torch.optim.Optimizer):
         scale: None = None,
         grad_norms: None = None,
     ) -> float | None:
-        """Take one step. Returns what the closure returned.
+        """Take one step. Returns the closure's return value.
 
         Raises:
-            TypeError: For the arguments after the closure, which optimizers of this name once took.
+            TypeError: For the arguments after the closure, which earlier optimizers of this name took.
         """
         _refuse(grads=grads, output_params=output_params, scale=scale, grad_norms=grad_norms)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         self._update()
         return loss
 
@@ -218,18 +216,18 @@ class FusedAdam(torch.optim.Optimizer):
     # -- copies and state dicts ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: torch's part, and the options that no group has."""
+        """Return the contents of a copy or a pickle: torch's part, and the options that are not in param groups."""
         own = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "write_grads", "copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore; plans and overflows of another state are forgotten."""
+        """Restore a copy, without the plans and overflows of the original."""
         super().__setstate__(state)
         self._plans, self._last_found_inf = {}, None
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, and from torch's Adam and AdamW; moments and masters get the dtypes that this optimizer gives.
+        """Load a state dict of FusedAdam, Adam or AdamW; moments and masters get the dtypes of this optimizer.
 
         Raises:
             ValueError: For a state dict that does not fit; nothing is changed then.
@@ -252,7 +250,7 @@ class FusedAdam(torch.optim.Optimizer):
                 handle.remove()
 
     def _groups_to_load(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """The saved param groups, checked and with what torch's Adam does not say."""
+        """Check the saved param groups, and add the options that torch's Adam does not have."""
         groups: list[dict[str, Any]] = given["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             return groups  # torch refuses them
@@ -264,7 +262,7 @@ class FusedAdam(torch.optim.Optimizer):
         return [_loadable(own, saved) for own, saved in zip(self.param_groups, groups, strict=True)]
 
     def _finish_load(self, given: dict[str, Any], lrs: list[float | Tensor]) -> None:
-        """Take moments and masters in their own dtypes, where torch took the parameter's; a tensor lr stays itself."""
+        """Load moments and masters in their own dtypes, not in the parameter's as torch does; keep a tensor lr."""
         for group, saved, lr in zip(self.param_groups, given["param_groups"], lrs, strict=True):
             if isinstance(lr, Tensor):
                 group["lr"] = lr.fill_(float(group["lr"]))
@@ -283,14 +281,14 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Known:
-    """The states of one step in their order, which is mostly that of the parameters: then no parameter is hashed."""
+    """The states of one step in their order. It is mostly that of the parameters, which then need not be hashed."""
 
     def __init__(self, state: dict[Tensor, dict[str, Tensor]]) -> None:
         self._params, self._states = [*state], [*state.values()]
         self._begin = 0
 
     def next(self, params: list[Tensor]) -> list[dict[str, Tensor]] | None:
-        """Those of the parameters of the next group; None where they lie otherwise, or one is missing or empty."""
+        """Return the states of the next group's parameters; None if the order differs, or one is missing or empty."""
         begin, end = self._begin, self._begin + len(params)
         self._begin = end
         states = self._states[begin:end]
@@ -302,7 +300,7 @@ def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise TypeError(
-                f"step() takes no {name}, which optimizers of this name once had: gradients are read from .grad; "
+                f"step() takes no {name}, unlike earlier optimizers of this name: gradients are read from .grad; "
                 "torch.amp.GradScaler hands over a loss scale, FusedAdam(max_grad_norm=...) clips, and "
                 "FusedAdam(master_weights=True) or the copies attribute writes low-precision parameters"
             )
@@ -318,7 +316,7 @@ def _check_saved(values: dict[str, Any], param: Tensor) -> None:
     if not values:
         return
     if missing := {"step", "exp_avg", "exp_avg_sq"} - values.keys():
-        raise ValueError(f"the state dict is of no Adam: it has no {sorted(missing)} for a parameter")
+        raise ValueError(f"the state dict is not one of Adam: it has no {sorted(missing)} for a parameter")
     for name in ("exp_avg", "exp_avg_sq", "master_param"):
         if name in values and values[name].shape != param.shape:
             raise ValueError(
@@ -328,7 +326,7 @@ def _check_saved(values: dict[str, Any], param: Tensor) -> None:
 
 
 def _loadable(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """A saved group's parameters and hyperparameters; what it does not say, and how to run, stays as it is here."""
+    """Merge a saved group into an own one: options that it lacks, and choices of an implementation, stay."""
     loaded = {**own, **{key: value for key, value in saved.items() if key not in _NOT_LOADED}}
     loaded["adam_w_mode"] = saved.get("adam_w_mode", saved.get("decoupled_weight_decay", own["adam_w_mode"]))
     return loaded

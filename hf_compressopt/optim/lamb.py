@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import sum_of_squares
+from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.functional import (
     AdamOptions,
     adam_options,
@@ -29,18 +30,18 @@ from hf_compressopt.optim.options import check_at_least, check_last_group
 
 
 class Lamb(torch.optim.Optimizer):
-    """LAMB for gradients that are averaged already: an ordinary optimizer, and the warmup stage of OnebitLamb.
+    """LAMB for averaged gradients: an ordinary optimizer, and the warmup stage of OnebitLamb.
 
     Args:
         params: Parameters, named parameters or param groups, as for any torch optimizer.
         lr: Learning rate, >= 0.
-        bias_correction: Whether Adam's bias corrections apply.
+        min_coeff: Lower bound of the trust ratio, >= 0.
+        max_coeff: Upper bound of the trust ratio.
         betas: Coefficients of the running averages, each in [0, 1).
         eps: Added to the denominator, >= 0.
-        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
-        weight_decay: Weight decay, part of the update that the trust ratio scales, >= 0.
-        max_coeff: Upper bound of the trust ratio.
-        min_coeff: Lower bound of the trust ratio, >= 0.
+        eps_inside_sqrt: Use sqrt(v + eps) instead of sqrt(v) + eps.
+        bias_correction: Apply Adam's bias corrections.
+        weight_decay: Weight decay, >= 0; a part of the update that the trust ratio scales.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -52,26 +53,19 @@ class Lamb(torch.optim.Optimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
-        bias_correction: bool = True,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         eps_inside_sqrt: bool = False,
+        bias_correction: bool = True,
         weight_decay: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
     ) -> None:
         """See the class."""
         check_coefficients(min_coeff, max_coeff)
         self.max_coeff, self.min_coeff = max_coeff, min_coeff
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "eps_inside_sqrt": eps_inside_sqrt,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group.
@@ -93,11 +87,8 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step. Returns what the closure returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Take one step. Returns the closure's return value."""
+        loss = evaluate(closure)
         for group in self.param_groups:
             options = adam_options(group)
             for param in group["params"]:
@@ -181,7 +172,7 @@ def lamb_step_(
         grad: Shaped like param.
         exp_avg: float32, shaped like param.
         exp_avg_sq: float32, shaped like param.
-        step: [] float32 on the CPU: steps that the parameter has seen; counted up here.
+        step: [] float32 on the CPU: steps of the parameter so far; incremented.
         options: The group's hyperparameters.
         min_coeff: Lower bound of the trust ratio.
         max_coeff: Upper bound of the trust ratio.

@@ -20,6 +20,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.access import AccessByParameter
@@ -173,10 +174,7 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
             TypeError: As :meth:`finish_gradients`.
             RuntimeError: As :meth:`finish_gradients`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         if self._states_are_away:
             self.reload_states()
         self.partition.follow()
