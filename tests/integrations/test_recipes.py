@@ -95,6 +95,7 @@ def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(tmp_path: Pat
     assert same_model(whole, resumed)
 
 
+@pytest.mark.full
 def test_causal_lm_has_the_losses_of_adamw_with_zero_and_the_fused_one(tmp_path: Path) -> None:
     losses = {}
     for optim in ("adamw_torch", "zero2_adamw", "fused_adam"):
@@ -244,6 +245,7 @@ def test_the_slurm_script_says_how_it_is_used(slurm: dict[str, str]) -> None:
     assert done.returncode == 2 and "usage: sbatch" in done.stderr
 
 
+@pytest.mark.full
 def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None:
     script = [sys.executable, str(REPO_ROOT / "scripts" / "demo.py")]
     done = run([*script, "--steps", "10", "--batch_size", "1", "--output_dir", str(tmp_path)])

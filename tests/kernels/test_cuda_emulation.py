@@ -28,6 +28,7 @@ FLAGS = [
 # A misaligned access, which a GPU refuses, and an overflowing index are reported on stderr.
 CHECKS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-static-libubsan"]
 ORDERS = {"downwards": 1, "at random": 20}  # of the threads of a block, and of blocks
+BOTH = [pytest.param("downwards"), pytest.param("at random", marks=pytest.mark.full)]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels are compiled with g++, not found here")
 
@@ -58,7 +59,7 @@ def run(*command: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.fixture(autouse=True, params=ORDERS)
+@pytest.fixture(autouse=True, params=BOTH)
 def emulation(
     request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[None]:

@@ -8,18 +8,24 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.support.launching import REPO_ROOT, environment
 
 SCRIPT = str(REPO_ROOT / "scripts" / "benchmark_checkpoint.py")
 TINY = ["--parameters", "1e5", "--width", "64", "--rounds", "2", "--keep-cache"]
 
 
-def test_every_variant_saves_and_loads_and_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
-    folder, out = tmp_path / "disk", tmp_path / "found.json"
+def command_in(folder: Path) -> list[str]:
     folder.mkdir()
-    command = [sys.executable, SCRIPT, *TINY, "--folder", str(folder)]
+    return [sys.executable, SCRIPT, *TINY, "--folder", str(folder)]
+
+
+@pytest.mark.full
+def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
     interrupted = subprocess.Popen(
-        command,
+        command_in(folder),
         env=environment(),
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -31,6 +37,11 @@ def test_every_variant_saves_and_loads_and_ctrl_c_leaves_no_files(tmp_path: Path
     assert list(folder.glob("*/store")), "the ranks did not begin"
     interrupted.send_signal(signal.SIGINT)
     assert interrupted.wait(60) != 0 and list(folder.iterdir()) == []
+
+
+def test_every_variant_saves_and_loads(tmp_path: Path) -> None:
+    folder, out = tmp_path / "disk", tmp_path / "found.json"
+    command = command_in(folder)
     done = subprocess.run([*command, "--out", str(out)], env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     assert list(folder.iterdir()) == []

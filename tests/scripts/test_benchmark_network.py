@@ -50,6 +50,7 @@ def test_loopback(tmp_path: Path) -> None:
     assert "| OnebitAdam | " in text
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
     report = tmp_path / "network.md"
@@ -82,6 +83,7 @@ def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
     assert "OnebitAdam against DDP fp32" in report.read_text() and own_namespaces(process.pid) == []
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_ctrl_c_leaves_nothing_behind() -> None:
     process = subprocess.Popen(
@@ -105,6 +107,7 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
     assert not subprocess.run(("pgrep", "-s", str(process.pid)), capture_output=True, text=True).stdout.split()
 
 
+@pytest.mark.full
 def test_time_to_loss(tmp_path: Path) -> None:
     report = tmp_path / "time.md"
     small = ["--methods", "adamw", "onebit_adam", "--steps", "10", "--batch-size", "1", "--evaluated", "4"]

@@ -4,25 +4,28 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "compare_convergence.py"
 OPTIMIZERS = ["AdamW", "Lamb", "OnebitAdam", "ZeroOneAdam", "OnebitLamb"]
 
 
-def run_script(*arguments: object) -> str:
+def run_script(*arguments: object, only: Sequence[str] = ("optimizers",)) -> str:
     words = [
         sys.executable,
         SCRIPT,
         "--steps",
         10,
-        "--only",
-        "optimizers",
         "--world-sizes",
         2,
         "--seeds",
         0,
+        "--only",
+        *only,
         *arguments,
     ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -31,6 +34,15 @@ def run_script(*arguments: object) -> str:
     return result.stdout
 
 
+def test_a_run_becomes_a_row_of_the_report_and_is_not_repeated(tmp_path):
+    assert "[1/1] OnebitAdam, 2 ranks" in run_script("--output", tmp_path, only=["OnebitAdam"])
+    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert 3 < row["eval_loss"] < 9 and row["rounds"] == 10
+    assert f"| OnebitAdam | 2 | 1 | {row['eval_loss']:.4f} (" in (tmp_path / "convergence.md").read_text()
+    assert "[1/" not in run_script("--output", tmp_path, only=["OnebitAdam"])
+
+
+@pytest.mark.full
 def test_rows_and_report_come_out_and_a_finished_run_is_not_repeated(tmp_path):
     assert "[5/5] OnebitLamb, 2 ranks" in run_script("--output", tmp_path)
     lines = (tmp_path / "rows.jsonl").read_text()
