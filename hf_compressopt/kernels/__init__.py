@@ -3,6 +3,7 @@
 :class:`Kernels` states the contract of each kernel, and :func:`on` returns the kernels of a device. They are native
 code if the library for that device works, else :mod:`hf_compressopt.kernels.reference`: pure PyTorch, the
 specification, and the oracle of all tests. :class:`MessageFormat` states the contract of a message format.
+:class:`IntegerFormat` has kernels of its own, :class:`IntegerKernels`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels import library, native, reference
 from hf_compressopt.kernels.choice import implementation, on
 from hf_compressopt.kernels.formats import MessageFormat, SignFormat
+from hf_compressopt.kernels.integer_messages import IntegerAverage
+from hf_compressopt.kernels.integer_protocol import IntegerKernels
+from hf_compressopt.kernels.integers import IntegerFormat, any_nan, integer_kernels
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination, Segment
@@ -67,6 +71,9 @@ __all__ = [
     "Average",
     "Combination",
     "Descent",
+    "IntegerAverage",
+    "IntegerFormat",
+    "IntegerKernels",
     "Kernels",
     "LambMoments",
     "LambOptions",
@@ -75,10 +82,12 @@ __all__ = [
     "ParameterSync",
     "Segment",
     "SignFormat",
+    "any_nan",
     "chunk_message_nbytes",
     "chunk_numel",
     "copy_",
     "implementation",
+    "integer_kernels",
     "message_nbytes",
     "num_blocks",
     "on",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 
@@ -32,6 +32,10 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_average_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_decompress": [c_void_p, c_void_p],
     "co_combine": [c_void_p, c_void_p, c_int64],
+    "co_compress_integers": [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32],
+    "co_average_integers": [c_void_p] * 4 + [c_int64, c_int32, c_int32],
+    "co_decode_integers": [c_void_p, c_void_p],
+    "co_commit_integers": [c_void_p] * 5 + [c_int64, c_float],
     "co_apply_adam": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p],
     "co_local_step": [c_void_p] * 5 + [c_int64, c_int64, c_float, c_float, c_void_p],
     "co_sync_parameters": [c_void_p] * 6 + [c_int64, c_float, c_void_p],
@@ -39,6 +43,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_lamb_apply": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "co_adam": [c_void_p, c_int64, c_void_p],
     "co_square_sums": [c_void_p, c_int64, c_void_p],
+    "co_sketch": [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_void_p],
     "co_copy": [c_void_p, c_void_p, c_int64],
 }
 

@@ -14,7 +14,9 @@ from hf_compressopt import FusedAdam, kernels
 from hf_compressopt.kernels import Average, Combination, Segment, library, native, signs
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from tests.support import kernel_cases as cases
+from tests.support.integer_suite import IntegerSuite
 from tests.support.kernel_suite import KernelSuite
+from tests.support.sketch_suite import SketchSuite
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
@@ -27,6 +29,14 @@ def device() -> torch.device:
 
 
 class TestKernels(KernelSuite):
+    """The suite, on the GPU."""
+
+
+class TestIntegers(IntegerSuite):
+    """The suite, on the GPU."""
+
+
+class TestSketch(SketchSuite):
     """The suite, on the GPU."""
 
 

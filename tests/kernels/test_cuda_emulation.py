@@ -16,7 +16,9 @@ from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.operands import Combination, Segment
 from hf_compressopt.kernels.updates import LambMoments, LambOptions
 from tests.support import kernel_cases as cases
+from tests.support.integer_suite import IntegerSuite
 from tests.support.kernel_suite import KernelSuite
+from tests.support.sketch_suite import SketchSuite
 
 CPU = torch.device("cpu")
 EMULATION = Path(__file__).parents[1] / "support" / "emulation"
@@ -73,6 +75,14 @@ def emulation(
 
 
 class TestKernels(KernelSuite):
+    """The suite, on the emulated GPU."""
+
+
+class TestIntegers(IntegerSuite):
+    """The suite, on the emulated GPU."""
+
+
+class TestSketch(SketchSuite):
     """The suite, on the emulated GPU."""
 
 

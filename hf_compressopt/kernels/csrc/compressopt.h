@@ -27,7 +27,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 2
+#define CO_ABI_VERSION 3
 
 typedef enum {
     CO_OK = 0,
@@ -114,6 +114,36 @@ CO_API int32_t co_decompress(const co_average *y, float *out, const co_exec *exe
 /* out <- z. */
 CO_API int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_exec *exec);
 
+/* ---- messages of b-bit integers ---------------------------------------------------------------------------------- */
+
+/* W messages of b-bit integers, the j-th at messages + j * stride (see kernels/integers.py). */
+typedef struct {
+    const uint8_t *messages;
+    int64_t numel;      /* of the bucket */
+    int64_t stride;     /* a multiple of 16 */
+    int32_t world_size;
+    int32_t bits;       /* 4 or 8 */
+} co_integers;
+
+/* u = z + error; messages <- Q(u), world_size messages one after another, padding included. */
+CO_API int32_t co_compress_integers(const co_combination *z, const float *error, uint8_t *messages, int64_t numel,
+                                    int32_t bits, int32_t world_size, const co_exec *exec);
+
+/* a = (the sum of world_size decoded messages, in co_average_compress's order) * (1 / world_size) + error;
+ * out <- Q(a), padding included; new_error <- a - Q(a). new_error may be error. */
+CO_API int32_t co_average_integers(const uint8_t *messages, const float *error, float *new_error, uint8_t *out,
+                                   int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec);
+
+/* out <- y. */
+CO_API int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec);
+
+/* error <- z + error - (what the messages own stand for); outputs <- y * output_scale, rounded to their dtype.
+ * own: as co_compress_integers wrote them, for y's world_size and bits.
+ * outputs: data == NULL leaves the output alone. They may be the gradients that z reads, at the same places. Where z has
+ * segments, those of the outputs must have the same lengths and indices. */
+CO_API int32_t co_commit_integers(const co_combination *z, float *error, const uint8_t *own, const co_integers *y,
+                                  const co_segment *outputs, int64_t count, float output_scale, const co_exec *exec);
+
 /* ---- what the optimizers do with the average --------------------------------------------------------------------- */
 
 typedef struct {
@@ -199,6 +229,13 @@ CO_API int32_t co_adam(const co_adam_tensor *tensors, int64_t count, const co_ad
 /* sums[i] <- the sum of the squares of segment i (double; squares of float32 values are exact in it; not finite where an
  * element is not). Segments need not belong together; data == NULL only where numel == 0. */
 CO_API int32_t co_square_sums(const co_segment *segments, int64_t count, double *sums, const co_exec *exec);
+
+/* y <- y + the sketch of the segments (see kernels/sketch.py), and squares[0] <- squares[0] + the sum of their squares
+ * (double). y has 4096 numbers. The segments, in order, are the elements from offset >= 0 on of a group; data == NULL:
+ * these elements count as 0. The bits of y are the same everywhere; the sum is one of doubles in an order that depends on
+ * the segments and on the device only. */
+CO_API int32_t co_sketch(const co_segment *segments, int64_t count, int64_t offset, uint64_t seed, float *y,
+                         double *squares, const co_exec *exec);
 
 /* ---- copies ------------------------------------------------------------------------------------------------------ */
 

@@ -60,6 +60,7 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
+inline int __float2int_rn(float a) { return static_cast<int>(nearbyintf(a)); }
 template <typename To, typename From>
 inline To with_bits_of(From x) {
     static_assert(sizeof(To) == sizeof(From));

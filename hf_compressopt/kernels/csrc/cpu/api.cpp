@@ -107,6 +107,22 @@ int32_t check_average(const char *function, const co_average *y) {
     return check_blocks(function, y->scale_block, y->world_size);
 }
 
+int32_t check_integers(const char *function, int64_t numel, int32_t bits, int32_t world_size) {
+    CO_TRY(check_numel(function, numel));
+    CO_CHECK(bits == 4 || bits == 8, "%s: bits must be 4 or 8, got %d", function, bits);
+    CO_CHECK(world_size >= 1, "%s: world_size must be >= 1, got %d", function, world_size);
+    return CO_OK;
+}
+
+int32_t check_integers(const char *function, const co_integers *y) {
+    CO_CHECK(y != nullptr, "%s: y is null", function);
+    CO_TRY(check_integers(function, y->numel, y->bits, y->world_size));
+    CO_CHECK(y->numel == 0 || y->messages != nullptr, "%s: the messages of y are null", function);
+    CO_CHECK(y->stride >= 0 && y->stride % 16 == 0, "%s: stride must be a multiple of 16, got %lld", function,
+             static_cast<long long>(y->stride));
+    return CO_OK;
+}
+
 }  // namespace
 
 int32_t fail(int32_t code, const char *format, ...) {
@@ -185,6 +201,54 @@ int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_
     if (numel == 0) return CO_OK;
     CO_NOT_NULL(out);
     return kernels().combine(z, out, numel, exec);
+}
+
+int32_t co_compress_integers(const co_combination *z, const float *error, uint8_t *messages, int64_t numel,
+                             int32_t bits, int32_t world_size, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_integers(__func__, numel, bits, world_size));
+    CO_TRY(check_combination(__func__, z, numel));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(error);
+    CO_NOT_NULL(messages);
+    return kernels().compress_integers(z, error, messages, numel, bits, world_size, exec);
+}
+
+int32_t co_average_integers(const uint8_t *messages, const float *error, float *new_error, uint8_t *out, int64_t numel,
+                            int32_t bits, int32_t world_size, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_integers(__func__, numel, bits, world_size));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(messages);
+    CO_NOT_NULL(error);
+    CO_NOT_NULL(new_error);
+    CO_NOT_NULL(out);
+    return kernels().average_integers(messages, error, new_error, out, numel, bits, world_size, exec);
+}
+
+int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_integers(__func__, y));
+    if (y->numel == 0) return CO_OK;
+    CO_NOT_NULL(out);
+    return kernels().decode_integers(y, out, exec);
+}
+
+int32_t co_commit_integers(const co_combination *z, float *error, const uint8_t *own, const co_integers *y,
+                           const co_segment *outputs, int64_t count, float output_scale, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_integers(__func__, y));
+    CO_TRY(check_combination(__func__, z, y->numel));
+    CO_TRY(check_segments(__func__, outputs, count, y->numel, false));
+    CO_CHECK(z->grads == nullptr || z->count == count, "%s: outputs and gradients are cut at different places", __func__);
+    for (int64_t i = 0; z->grads != nullptr && i < count; ++i) {
+        CO_CHECK(z->grads[i].numel == outputs[i].numel && z->grads[i].index == outputs[i].index,
+                 "%s: outputs and gradients are cut at different places, or have different indices", __func__);
+    }
+    if (y->numel == 0) return CO_OK;
+    CO_NOT_NULL(error);
+    CO_NOT_NULL(own);
+    return kernels().commit_integers(z, error, own, y, outputs, count, output_scale, exec);
 }
 
 int32_t co_apply_adam(const co_average *y, float *exp_avg, const float *exp_avg_sq, const co_segment *params,
@@ -288,6 +352,19 @@ int32_t co_square_sums(const co_segment *segments, int64_t count, double *sums, 
     if (count == 0) return CO_OK;
     CO_NOT_NULL(sums);
     return kernels().square_sums(segments, count, sums, exec);
+}
+
+int32_t co_sketch(const co_segment *segments, int64_t count, int64_t offset, uint64_t seed, float *y, double *squares,
+                  const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_CHECK(offset >= 0, "co_sketch: offset must be >= 0, got %lld", static_cast<long long>(offset));
+    int64_t numel = 0;
+    for (int64_t i = 0; i < count; ++i) numel += segments == nullptr || segments[i].numel < 0 ? 0 : segments[i].numel;
+    CO_TRY(check_segments(__func__, segments, count, numel, false));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(y);
+    CO_NOT_NULL(squares);
+    return kernels().sketch(segments, count, offset, seed, y, squares, exec);
 }
 
 int32_t co_copy(const float *in, float *out, int64_t numel, const co_exec *exec) {

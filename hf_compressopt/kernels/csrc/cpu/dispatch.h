@@ -20,6 +20,11 @@ struct Kernels {
     decltype(&co_adam) adam;
     decltype(&co_square_sums) square_sums;
     decltype(&co_copy) copy;
+    decltype(&co_compress_integers) compress_integers;
+    decltype(&co_average_integers) average_integers;
+    decltype(&co_decode_integers) decode_integers;
+    decltype(&co_commit_integers) commit_integers;
+    decltype(&co_sketch) sketch;
 };
 
 extern const Kernels portable_kernels;

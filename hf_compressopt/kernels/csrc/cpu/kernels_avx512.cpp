@@ -1,6 +1,10 @@
 #include "vector_avx512.h"
 
 #include "compression.h"
+#include "integer_avx512.h"
+#include "integer.h"
 #include "updates.h"
 #include "adam.h"
+#include "sketch_avx512.h"
+#include "sketch.h"
 #include "table.h"

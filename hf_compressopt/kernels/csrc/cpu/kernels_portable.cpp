@@ -1,6 +1,10 @@
 #include "vector_portable.h"
 
 #include "compression.h"
+#include "integer_portable.h"
+#include "integer.h"
 #include "updates.h"
 #include "adam.h"
+#include "sketch_portable.h"
+#include "sketch.h"
 #include "table.h"

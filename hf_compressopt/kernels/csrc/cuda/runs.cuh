@@ -161,4 +161,28 @@ co_status for_tables(int64_t count, int tile_bits, EntryAt entry_at, Launch run)
     return CO_OK;
 }
 
+// ---- one pass over elements -------------------------------------------------------------------------------------------
+
+// An Operation is called with a run, the place i of a quad in the bucket, and which of its elements belong to the run.
+template <class Runs, class Operation>
+__global__ void __launch_bounds__(kThreads, 4)
+    over_runs(const Runs __grid_constant__ runs, const Operation __grid_constant__ operation) {
+    static_assert(sizeof(Runs) + sizeof(Operation) <= kMaxParameters);
+    const Item item = find_item(runs);
+    const Run& run = runs.entries[item.entry];
+    for_quads(item, [&](int64_t i, Span span) { operation(run, i, span); });
+}
+
+template <class Operation>
+co_status run(const Operation& operation, RunsOf runs, int64_t count, const Place& place) {
+    const DeviceGuard guard(place.device);
+    CO_TRY(guard.status());
+    return for_tables<FewRuns, ManyRuns>(
+        runs.count(count), kTileBits, runs, [&](const auto& table, int64_t items) -> co_status {
+            if (items == 0) return CO_OK;
+            using Runs = std::decay_t<decltype(table)>;
+            return launch(over_runs<Runs, Operation>, items, place, table, operation);
+        });
+}
+
 }  // namespace compressopt

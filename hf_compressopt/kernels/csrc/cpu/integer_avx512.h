@@ -1,0 +1,101 @@
+/* Blocks of b-bit integers in AVX-512 registers. See integer_portable.h for what every function means. */
+#pragma once
+#include "common.h"
+
+namespace compressopt {
+namespace CO_VECTOR {
+namespace {
+
+struct Block {
+    Vec v[8];
+};
+
+inline uint32_t largest_pattern(const Block &u) {
+    const __m512i size = _mm512_set1_epi32(0x7fffffff);
+    __m512i most[4];
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+        __m512i a = _mm512_and_si512(_mm512_castps_si512(u.v[2 * k].v), size);
+        __m512i b = _mm512_and_si512(_mm512_castps_si512(u.v[2 * k + 1].v), size);
+        most[k] = _mm512_max_epu32(a, b);
+    }
+    __m512i all = _mm512_max_epu32(_mm512_max_epu32(most[0], most[1]), _mm512_max_epu32(most[2], most[3]));
+    return _mm512_reduce_max_epu32(all);
+}
+
+/* Sixty-four integers as bytes. Packing stays in lanes of 128 bits; the order of the elements is restored at the end. */
+inline __m512i pack(const __m512i *q) {
+    __m512i low = _mm512_packs_epi32(q[0], q[1]), high = _mm512_packs_epi32(q[2], q[3]);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
+}
+
+/* Of two neighbours the four lowest bits each, in 16 bits. */
+inline __m512i join_pairs(__m512i bytes) {
+    return _mm512_maddubs_epi16(_mm512_and_si512(bytes, _mm512_set1_epi8(15)), _mm512_set1_epi16(0x1001));
+}
+
+template <int kBits, bool kRest>
+inline void quantize(Block &u, float inverse, float scale, uint8_t *out) {
+    const __m512 by = _mm512_set1_ps(inverse), unit = _mm512_set1_ps(scale);
+    __m512i q[8];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) {
+        q[k] = _mm512_cvtps_epi32(_mm512_mul_ps(u.v[k].v, by));
+        /* the product is exact, so that fusing it with the difference rounds no differently */
+        if (kRest) u.v[k].v = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(q[k]), unit, u.v[k].v);
+    }
+    __m512i first = pack(q), second = pack(q + 4);
+    if (kBits == 8) {
+        _mm512_storeu_si512(out, first);
+        _mm512_storeu_si512(out + 64, second);
+    } else {
+        __m512i joined = _mm512_packus_epi16(join_pairs(first), join_pairs(second));
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), joined));
+    }
+}
+
+template <int kBits>
+inline Block sum_of_integers(const uint8_t *q, int64_t stride, int count, const float *scales) {
+    Block sum;
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) sum.v[k].v = _mm512_setzero_ps();
+    if (kBits == 8) {
+        for (int j = 0; j < count; ++j, q += stride) {
+            const __m512 unit = _mm512_set1_ps(scales[j]);
+#pragma GCC unroll 8
+            for (int k = 0; k < 8; ++k) {
+                __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 16 * k));
+                /* the product is exact */
+                sum.v[k].v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), unit, sum.v[k].v);
+            }
+        }
+        return sum;
+    }
+    /* The sixteen values of a block make a table; even and odd elements are summed apart. */
+    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+    for (int j = 0; j < count; ++j, q += stride) {
+        const __m512 values = _mm512_mul_ps(levels, _mm512_set1_ps(scales[j]));
+#pragma GCC unroll 4
+        for (int k = 0; k < 8; k += 2) {
+            __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 8 * k)));
+            __m512 even = _mm512_permutexvar_ps(pairs, values); /* bits above the lowest four count for nothing */
+            __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), values);
+            sum.v[k].v = _mm512_add_ps(sum.v[k].v, even);
+            sum.v[k + 1].v = _mm512_add_ps(sum.v[k + 1].v, odd);
+        }
+    }
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+#pragma GCC unroll 4
+    for (int k = 0; k < 8; k += 2) {
+        __m512 even = sum.v[k].v, odd = sum.v[k + 1].v;
+        sum.v[k].v = _mm512_permutex2var_ps(even, low, odd);
+        sum.v[k + 1].v = _mm512_permutex2var_ps(even, high, odd);
+    }
+    return sum;
+}
+
+}  // namespace
+}  // namespace CO_VECTOR
+}  // namespace compressopt

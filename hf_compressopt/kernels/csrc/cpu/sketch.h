@@ -1,0 +1,121 @@
+/* The sketch of a group's elements, and their sum of squares in the same pass. */
+#pragma once
+#include "../sketch_hash.h"
+#include "common.h"
+
+namespace compressopt {
+namespace CO_VECTOR {
+namespace {
+
+constexpr int64_t kSketchAhead = 2048; /* elements */
+static_assert(kRowLanes == kLanes);
+
+/* The sketch of one span. */
+struct SpanSketch {
+    const SketchKeys &keys;
+    float *y;
+    SquareSum squares;
+
+    /* Adds elements [i, i + n) of the group. */
+    template <class T>
+    void add(const T *x, int64_t i, int64_t n) {
+        SquareSum sum = squares; /* in registers: stores to y might change it */
+        while (n > 0) {
+            int64_t run = i / kSketch, place = i % kSketch, some = least(n, kSketch - place);
+            add_to_run(x, run, place, some, sum);
+            x += some;
+            i += some;
+            n -= some;
+        }
+        squares = sum;
+    }
+
+    template <class T>
+    inline void add_to_run(const T *x, int64_t run, int64_t place, int64_t n, SquareSum &sum) const {
+        uint32_t both = keys.rotation(run);
+        uint32_t rows = both & (kRows - 1);
+        LaneRotation rotation(both / kRows);
+        auto add_row = [&](Vec value, int64_t at, uint64_t signs) {
+            float *to = y + kLanes * ((at / kLanes + rows) & (kRows - 1));
+            sum.add(value);
+            store(to, load(to) + rotation(with_signs_changed(value, static_cast<uint32_t>(signs))));
+        };
+        auto signs_at = [&](int64_t at) { return keys.sign_word((run * kSketch + at) / kSignWord) >> at % kSignWord; };
+        auto add_some = [&](int64_t some) { /* of one row; 0 in the other lanes changes nothing */
+            float lanes[kLanes] = {};
+            store(lanes + place % kLanes, load(x, static_cast<int>(some)), static_cast<int>(some));
+            add_row(load(lanes), place / kLanes * kLanes, signs_at(place / kLanes * kLanes) & 0xffff);
+            x += some;
+            place += some;
+            n -= some;
+        };
+        if (place % kLanes != 0) add_some(least(n, kLanes - place % kLanes));
+        while (n >= kLanes && place % kSignWord != 0) {
+            add_row(load(x), place, signs_at(place) & 0xffff);
+            x += kLanes;
+            place += kLanes;
+            n -= kLanes;
+        }
+        for (; n >= kSignWord; n -= kSignWord) {
+            uint64_t signs = signs_at(place);
+#pragma GCC unroll 4
+            for (int k = 0; k < kSignWord / kLanes; ++k) {
+                prefetch(x + kLanes * k + kSketchAhead);
+                add_row(load(x + kLanes * k), place + kLanes * k, signs >> kLanes * k & 0xffff);
+            }
+            x += kSignWord;
+            place += kSignWord;
+        }
+        while (n >= kLanes) {
+            add_row(load(x), place, signs_at(place) & 0xffff);
+            x += kLanes;
+            place += kLanes;
+            n -= kLanes;
+        }
+        if (n > 0) add_some(n);
+    }
+};
+
+int32_t sketch(const co_segment *segments, int64_t count, int64_t offset, uint64_t seed, float *y, double *squares,
+               const co_exec *exec) {
+    Segments table(segments, count);
+    if (table.missing()) return out_of_memory();
+    int64_t numel = table.starts.at[count], bytes = 0;
+    for (int64_t i = 0; i < count; ++i) bytes += segments[i].data == nullptr ? 0 : 4 * segments[i].numel;
+    Spans spans(offset, numel);
+    SketchKeys keys(seed);
+    Array<float, 1> sketches((spans.count + 3) * kSketch); /* and twice as much for the sums of the spans */
+    Array<double, kMostSpans> sums(spans.count);
+    if (sketches.data == nullptr || sums.data == nullptr) return out_of_memory();
+    uintptr_t after = reinterpret_cast<uintptr_t>(sketches.data) % 64;
+    float *first = sketches.data + (after == 0 ? 0 : (64 - after) / 4);
+    parallel(exec, bytes, spans.count, 1, [&](int64_t span) {
+        SpanSketch sketch{keys, first + span * kSketch, {}};
+        memset(sketch.y, 0, kSketch * sizeof(float));
+        table.each(spans.begin(span), spans.end(span),
+                   [&](const co_segment &segment, int64_t inside, int64_t start, int64_t n) {
+                       if (segment.data == nullptr) return;
+                       with_dtype(segment.dtype, [&](auto type) {
+                           using T = typename decltype(type)::type;
+                           sketch.add(static_cast<const T *>(segment.data) + inside, offset + start, n);
+                       });
+                   });
+        double lanes[kLanes];
+        sketch.squares.lanes(lanes);
+        sums[span] = 0;
+        for (double lane : lanes) sums[span] += lane;
+    });
+    for (int64_t span = 0; span < spans.count; ++span) *squares += sums[span];
+    double *total = reinterpret_cast<double *>(first + spans.count * kSketch);
+    memset(total, 0, kSketch * sizeof(double));
+    for (int64_t span = 0; span < spans.count; ++span) {
+        const float *add = first + span * kSketch;
+        for (int64_t p = 0; p < kSketch; ++p) total[p] += static_cast<double>(add[p]);
+    }
+    for (int64_t p = 0; p < kSketch; ++p) y[p] = static_cast<float>(static_cast<double>(y[p]) + total[p]);
+    return CO_OK;
+}
+
+}  // namespace
+}  // namespace CO_VECTOR
+}  // namespace compressopt

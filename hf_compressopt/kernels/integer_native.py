@@ -1,0 +1,105 @@
+"""The native kernels of b-bit integers: calls of the C interface, ``csrc/compressopt.h``.
+
+The functions implement :class:`hf_compressopt.kernels.integer_protocol.IntegerKernels`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.kernels.c_operands import Operands, mark_written, pointer_to
+from hf_compressopt.kernels.integer_messages import (
+    IntegerAverage,
+    chunk_integer_message_nbytes,
+    integer_message_nbytes,
+)
+from hf_compressopt.kernels.library import call
+from hf_compressopt.kernels.operands import Combination, Segment
+
+
+class IntegersRecord(ctypes.Structure):
+    """``co_integers``."""
+
+    _fields_ = [
+        ("messages", c_void_p),
+        ("numel", c_int64),
+        ("stride", c_int64),
+        ("world_size", c_int32),
+        ("bits", c_int32),
+    ]
+
+
+def _average(use: Operands, y: IntegerAverage) -> Any:
+    """Return a ``co_integers`` by reference."""
+    nbytes = chunk_integer_message_nbytes(y.numel, y.world_size, y.bits)
+    if max(nbytes) > y.stride and y.world_size > 1:
+        raise ValueError(f"stride must be at least {max(nbytes)}, the length of a message, got {y.stride}")
+    last = max((rank for rank, size in enumerate(nbytes) if size), default=0)
+    needed = last * y.stride + nbytes[last]
+    if y.messages.numel() < needed:
+        raise ValueError(f"messages must have {needed} bytes or more, got {y.messages.numel()}")
+    pointer = use.read("messages", y.messages, torch.uint8)
+    return ctypes.byref(IntegersRecord(pointer, y.numel, y.stride, y.world_size, y.bits))
+
+
+def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, bits: int) -> None:
+    """See :meth:`IntegerKernels.compress_`."""
+    use, nbytes = Operands(error.device, z.numel), sum(chunk_integer_message_nbytes(z.numel, world_size, bits))
+    out = pointer_to("messages", messages, use.device, torch.uint8, nbytes)
+    arguments = use.combination(z), use.floats("error", error, written=False), out, z.numel, bits, world_size
+    call("co_compress_integers", use.device, *arguments)
+    mark_written([messages])
+
+
+def average_compress_(
+    messages: Tensor, error: Tensor, new_error: Tensor, out: Tensor, world_size: int, bits: int
+) -> None:
+    """See :meth:`IntegerKernels.average_compress_`."""
+    use, nbytes = Operands(error.device, error.numel()), integer_message_nbytes(error.numel(), bits)
+    received = use.read("messages", messages, torch.uint8, world_size * nbytes)
+    errors = use.floats("error", error, written=False), use.floats("new_error", new_error)
+    sent = pointer_to("out", out, use.device, torch.uint8, nbytes)
+    call("co_average_integers", use.device, received, *errors, sent, use.numel, bits, world_size)
+    mark_written([new_error, out])
+
+
+def decompress_(y: IntegerAverage, out: Tensor) -> None:
+    """See :meth:`IntegerKernels.decompress_`."""
+    use = Operands(out.device, y.numel)
+    call("co_decode_integers", use.device, _average(use, y), use.floats("out", out))
+    mark_written([out])
+
+
+def commit_(
+    z: Combination,
+    error: Tensor,
+    own: Tensor,
+    y: IntegerAverage,
+    outputs: Sequence[Segment],
+    output_scale: float = 1.0,
+) -> None:
+    """See :meth:`IntegerKernels.commit_`."""
+    use, nbytes = Operands(error.device, y.numel), sum(chunk_integer_message_nbytes(y.numel, y.world_size, y.bits))
+    if z.numel != y.numel:
+        raise ValueError(f"z and y must have as many elements, got {z.numel} and {y.numel}")
+    if z.grads is not None and [(s.numel, s.index) for s in z.grads] != [(s.numel, s.index) for s in outputs]:
+        raise ValueError("outputs must have segments of the same lengths and indices as the gradients of z")
+    table = use.segments("outputs", outputs)
+    call(
+        "co_commit_integers",
+        use.device,
+        use.combination(z),
+        use.floats("error", error),
+        use.read("own", own, torch.uint8, nbytes),
+        _average(use, y),
+        table.address,
+        table.count,
+        output_scale,
+    )
+    mark_written([error], outputs)

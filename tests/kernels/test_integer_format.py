@@ -1,0 +1,277 @@
+"""The integer format: layout, arithmetic, and whole steps, with the native CPU kernels and with the reference."""
+
+import math
+import struct
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels import library
+from hf_compressopt.kernels.integer_messages import (
+    IntegerAverage,
+    chunk_integer_message_nbytes,
+    integer_message_nbytes,
+    num_integer_blocks,
+    scales_of,
+)
+from hf_compressopt.kernels.integers import IntegerFormat, any_nan
+from hf_compressopt.kernels.operands import Combination, Segment
+
+CPU = torch.device("cpu")
+BITS = pytest.mark.parametrize("bits", [4, 8])
+
+
+@pytest.fixture(params=["native", "reference"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(library.VARIABLE, request.param)
+    return str(request.param)
+
+
+def normal(numel: int, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def compressed(u: Tensor, bits: int, world_size: int = 1) -> Tensor:
+    messages = torch.full((sum(chunk_integer_message_nbytes(u.numel(), world_size, bits)),), 7, dtype=torch.uint8)
+    IntegerFormat(bits).compress_(Combination.of(u), torch.zeros_like(u), messages, world_size)
+    return messages
+
+
+def decoded(messages: Tensor, numel: int, bits: int) -> Tensor:
+    out = torch.full((numel,), math.nan)
+    IntegerFormat(bits).decompress_(IntegerAverage(numel, messages, 1, bits, messages.numel()), out)
+    return out
+
+
+# -- layout -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("implementation")
+def test_a_message_of_four_bits_by_hand() -> None:
+    u = torch.tensor([7.0, -7.0, 1.0, -1.0, 0.4, 2.5, 3.5, -2.5, 6.0, -6.6])  # the scale is 1; ties go to even
+    #          7, -7 -> 9;  1, -1 -> f;  0, 2;  4, -2 -> e;  6, -7 -> 9; eight elements at a time
+    expected = bytes([0x97, 0xF1, 0x20, 0xE4, 0x96, 0, 0, 0]) + struct.pack("<H", 0x3F80) + bytes(6)
+    assert bytes(compressed(u, 4).tolist()) == expected
+    assert decoded(compressed(u, 4), 10, 4).tolist() == [7, -7, 1, -1, 0, 2, 4, -2, 6, -7]
+
+
+@pytest.mark.usefixtures("implementation")
+def test_a_message_of_eight_bits_by_hand() -> None:
+    u = torch.tensor([127.0, -127.0, 0.5, 1.5, -0.5, -1.5, 3.0, -100.0, 64.0])
+    integers_of_u = [127, -127, 0, 2, 0, -2, 3, -100, 64, 0, 0, 0, 0, 0, 0, 0]
+    expected = struct.pack("<16b", *integers_of_u) + struct.pack("<H", 0x3F80) + bytes(14)
+    assert bytes(compressed(u, 8).tolist()) == expected
+
+
+@pytest.mark.usefixtures("implementation")
+def test_blocks_are_counted_from_the_start_of_a_chunk() -> None:
+    numel = 2 * 136  # of two ranks: a block of 128, and one of 8
+    u = torch.cat([torch.full((128,), 7.0), torch.full((8,), 14.0), torch.full((128,), -28.0), torch.zeros(8)])
+    messages = compressed(u, 4, world_size=2)
+    assert chunk_integer_message_nbytes(numel, 2, 4) == [80, 80]  # 68 and 4 bytes
+    first = bytes([0x77] * 64 + [0x77] * 4) + struct.pack("<2H", 0x3F80, 0x4000) + bytes(8)
+    second = bytes([0x99] * 64 + [0x00] * 4) + struct.pack("<2H", 0x4080, 0x0000) + bytes(8)
+    assert bytes(messages.tolist()) == first + second
+
+
+def test_lengths() -> None:
+    assert [integer_message_nbytes(n, 4) for n in (0, 1, 8, 9, 112, 113, 128, 129)] == [0, 16, 16, 16, 64, 64, 80, 80]
+    assert [integer_message_nbytes(n, 8) for n in (0, 1, 8, 9, 112, 113, 128)] == [0, 16, 16, 32, 128, 128, 144]
+    assert chunk_integer_message_nbytes(8, 3, 4) == [16, 0, 0]
+    n = 25_000_000
+    assert integer_message_nbytes(n, 4) <= n * (4 + 16 / 128) / 8 + 18  # the published formula
+    with pytest.raises(ValueError, match="bits must be 4 or 8, got 5"):
+        IntegerFormat(5).compress_(Combination.of(normal(8)), normal(8), torch.zeros(16).byte(), 1)
+
+
+# -- arithmetic, against float64 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_against_float64(bits: int, size: float) -> None:
+    numel, limit = 70_001, 2 ** (bits - 1) - 1
+    u = normal(numel) * size * (1 + normal(numel, 1).abs().pow(8))  # some blocks have outliers
+    message = compressed(u, bits)
+    values = decoded(message, numel, bits)
+    blocks = num_integer_blocks(numel)
+    scale = scales_of(message, numel, bits).double()
+    rows = torch.nn.functional.pad(u, (0, blocks * 128 - numel)).double().view(blocks, 128)
+    exact = rows.abs().amax(1) / limit
+    assert bool((scale >= exact * (1 - 2**-24)).all() and (scale <= exact * (1 + 2**-7)).all())
+    wide = scale.repeat_interleave(128)[:numel]
+    quotient = u.double() / wide
+    levels = values.double() / wide
+    assert torch.equal(levels, levels.round()) and float(levels.abs().max()) <= limit
+    near_tie = ((quotient - quotient.floor()) - 0.5).abs() < 1e-4
+    assert torch.equal(levels[~near_tie], quotient[~near_tie].round())
+    residual = u - values
+    assert torch.equal(residual.double() + values.double(), u.double())  # nothing is lost
+    assert bool((residual.double().abs() <= wide / 2 * (1 + 2**-20)).all())
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+def test_every_scale_is_rounded_up_by_as_little_as_can_be(bits: int) -> None:
+    limit = 2 ** (bits - 1) - 1
+    largest = normal(3_000).abs() * torch.linspace(-60, 60, 3_000).exp2()
+    u = torch.zeros(3_000, 128)
+    u[:, 5] = largest
+    got = scales_of(compressed(u.view(-1), bits), u.numel(), bits)
+    exact = largest / torch.tensor(float(limit))
+    below = (got.view(torch.int16) - 1).view(torch.bfloat16)
+    assert bool((got.float() >= exact).all() and (below.float() < exact).all())
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 8])
+def test_the_average_against_float64(bits: int, world_size: int) -> None:
+    numel = 1_003
+    messages = torch.cat([compressed(normal(numel, k), bits) for k in range(world_size)])
+    mean = torch.stack([decoded(m, numel, bits).double() for m in messages.view(world_size, -1)]).mean(0)
+    error, new_error = normal(numel, 99), torch.empty(numel)
+    out = torch.empty(integer_message_nbytes(numel, bits), dtype=torch.uint8)
+    IntegerFormat(bits).average_compress_(messages, error, new_error, out, world_size)
+    torch.testing.assert_close(
+        decoded(out, numel, bits).double() + new_error.double(), mean + error.double(), rtol=0, atol=2e-6
+    )
+    assert torch.equal(error, normal(numel, 99))
+
+
+# -- numbers at the edges ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -1.8e38])
+def test_what_is_not_finite_marks_its_block_and_no_other(bits: int, value: float) -> None:
+    numel = 5 * 128 + 40
+    for place in (0, 127, 128, 400, numel - 1):
+        u = normal(numel)
+        clean = compressed(u, bits)
+        u[place] = value
+        message = compressed(u, bits)
+        block = place // 128
+        expected = scales_of(clean, numel, bits).clone()
+        expected[block] = math.nan
+        got = scales_of(message, numel, bits)
+        assert got.view(torch.int16)[block] == 0x7FC0
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+        values = decoded(message, numel, bits)
+        assert torch.equal(values.isnan(), torch.arange(numel) // 128 == block)
+        assert bool(any_nan(IntegerAverage(numel, message, 1, bits, message.numel())))
+        assert not bool(any_nan(IntegerAverage(numel, clean, 1, bits, clean.numel())))
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+def test_blocks_of_zeros_and_of_tiny_numbers_are_zero(bits: int) -> None:
+    limit = 2 ** (bits - 1) - 1
+    smallest = 2.0**-120 * limit
+    for value, kept in ((0.0, False), (-0.0, False), (1e-45, False), (smallest * 0.99, False), (smallest, True)):
+        message = compressed(torch.full((200,), value), bits)
+        assert bool((message == 0).all()) is not kept
+        assert torch.equal(decoded(message, 200, bits), torch.full((200,), value if kept else 0.0))
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+def test_the_largest_numbers_decode_to_finite_ones(bits: int) -> None:
+    u = torch.tensor([2.0**127, -(2.0**127), 2.0**126 * 1.99, 1.0])
+    values = decoded(compressed(u, bits), 4, bits)
+    assert bool(values.isfinite().all())
+    assert bool(((values - u).abs() <= 2.0**127 / (2**bits - 2) * (1 + 2**-7)).all())
+
+
+@pytest.mark.usefixtures("implementation")
+def test_any_nan_looks_at_every_chunk() -> None:
+    for world_size in (1, 2, 3, 5):
+        for numel in (8, 1_000, 1_001):
+            sizes = chunk_integer_message_nbytes(numel, world_size, 4)
+            messages = torch.zeros(world_size * sizes[0], dtype=torch.uint8)
+            y = IntegerAverage(numel, messages, world_size, 4, sizes[0])
+            part = messages[: sum(sizes)]
+            part.copy_(compressed(normal(numel), 4, world_size))
+            assert not any_nan(y)
+            for place in range(0, numel, 97):
+                u = normal(numel)
+                u[place] = math.inf
+                part.copy_(compressed(u, 4, world_size))
+                assert bool(any_nan(y))
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None:
+    """The sum of what all ranks sent is what came back, and what all errors still hold."""
+    numel, steps = 1_003, 6
+    errors = [torch.zeros(numel) for _ in range(world_size)]
+    sizes = chunk_integer_message_nbytes(numel, world_size, bits)
+    bounds = [chunk_range(numel, world_size, rank) for rank in range(world_size)]
+    server_errors = [torch.zeros(stop - start) for start, stop in bounds]
+    sent, received = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
+    for step in range(steps):
+        grads = [normal(numel, step * world_size + rank).bfloat16() for rank in range(world_size)]
+        sent += torch.stack([grad.double() for grad in grads]).mean(0)
+        zs = [Combination(numel, CPU, grads=[Segment(grad, 0, numel, 0)], beta=0.25) for grad in grads]
+        outgoing = [torch.zeros(sum(sizes), dtype=torch.uint8) for _ in range(world_size)]
+        for z, error, messages in zip(zs, errors, outgoing, strict=True):
+            IntegerFormat(bits).compress_(z, error, messages, world_size)
+        gathered = torch.zeros(world_size * sizes[0], dtype=torch.uint8)
+        for rank, (start, stop) in enumerate(bounds):
+            if start < stop:
+                byte = sum(sizes[:rank])
+                chunk = torch.cat([messages[byte : byte + sizes[rank]] for messages in outgoing])
+                out = gathered[rank * sizes[0] :][: sizes[rank]]
+                IntegerFormat(bits).average_compress_(chunk, server_errors[rank], server_errors[rank], out, world_size)
+        y = IntegerAverage(numel, gathered, world_size, bits, sizes[0])
+        results = [torch.zeros(numel) for _ in range(world_size)]
+        for z, error, messages, result in zip(zs, errors, outgoing, results, strict=True):
+            IntegerFormat(bits).commit_(z, error, messages, y, [Segment(result, 0, numel, 0)], output_scale=4.0)
+        assert all(torch.equal(result, results[0]) for result in results)
+        received += results[0].double()
+    left = 4 * (torch.stack([error.double() for error in errors]).mean(0) + torch.cat(server_errors).double())
+    torch.testing.assert_close(received + left, sent, rtol=0, atol=2e-5)
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+def test_until_the_commit_a_step_changes_no_error(bits: int) -> None:
+    grad, error, server_error = normal(700), normal(700, 1), normal(700, 2)
+    grad[300] = math.nan
+    z = Combination(700, CPU, grads=[Segment(grad, 0, 700, 0)])
+    message = torch.zeros(integer_message_nbytes(700, bits), dtype=torch.uint8)
+    IntegerFormat(bits).compress_(z, error, message, 1)
+    out, new_error = torch.zeros_like(message), torch.empty(700)
+    IntegerFormat(bits).average_compress_(message, server_error, new_error, out, 1)
+    assert bool(any_nan(IntegerAverage(700, out, 1, bits, out.numel())))
+    assert torch.equal(error, normal(700, 1)) and torch.equal(server_error, normal(700, 2))
+
+
+@pytest.mark.usefixtures("implementation")
+@BITS
+def test_a_commit_in_place_writes_what_a_commit_elsewhere_writes(bits: int) -> None:
+    numel = 1_001
+    grads = [normal(600).half(), normal(401, 1)]
+    error, message = normal(numel, 2), torch.zeros(integer_message_nbytes(numel, bits), dtype=torch.uint8)
+
+    def segments(tensors: list[Tensor]) -> list[Segment]:
+        return [Segment(tensors[0], 0, 600, 0), Segment(tensors[1], 0, 401, 1)]
+
+    z = Combination(numel, CPU, grads=segments(grads), beta=0.5)
+    IntegerFormat(bits).compress_(z, error, message, 1)
+    y = IntegerAverage(numel, message, 1, bits, message.numel())
+    elsewhere, other_error = [torch.zeros_like(grad) for grad in grads], error.clone()
+    IntegerFormat(bits).commit_(z, other_error, message, y, segments(elsewhere), output_scale=2.0)
+    IntegerFormat(bits).commit_(z, error, message, y, segments(grads), output_scale=2.0)
+    assert torch.equal(error, other_error)
+    assert all(torch.equal(grad, other) for grad, other in zip(grads, elsewhere, strict=True))
+    assert torch.equal(torch.cat([grad.float() for grad in grads])[600:], decoded(message, numel, bits)[600:] * 2)

@@ -1,0 +1,212 @@
+"""The count sketch: its definition, its statistics, and the native CPU kernels against the reference."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_compressopt.kernels import library
+from hf_compressopt.kernels.operands import Segment
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
+from tests.support import sketch_cases as cases
+from tests.support.kernel_cases import assert_same_bits
+from tests.support.sketch_suite import SketchSuite
+
+CPU = torch.device("cpu")
+BEST = "portable" if library.why_not(CPU) else library.instruction_set("cpu")
+KNOWN = ("portable", "avx2", "avx512", "avx512_gfni")
+
+
+@pytest.fixture(params=KNOWN[: KNOWN.index(BEST) + 1])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The CPU with each of its instruction sets."""
+    library.use_instruction_set(request.param)
+    yield CPU
+    library.use_instruction_set(BEST)
+
+
+@pytest.fixture(params=["native", "reference"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(library.VARIABLE, request.param)
+    return str(request.param)
+
+
+def sketch(x: Tensor, seed: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+    y, squares = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
+    sketch_([Segment(x, 0, x.numel(), 0)], offset, seed, y, squares)
+    return y, squares
+
+
+def normal(numel: int, seed: int = 0) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+# -- the definition ---------------------------------------------------------------------------------------------------
+
+GOLDEN, MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+
+
+def splitmix(x: int) -> int:
+    """The first number of SplitMix64 from the state x - GOLDEN, as its authors write it."""
+    x &= MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return x ^ (x >> 31)
+
+
+def test_the_hash_is_splitmix() -> None:
+    assert splitmix(GOLDEN) == 0xE220A8397B1DCDAF  # the published first number for the seed 0
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("offset", [0, 5, 4_000])
+def test_every_element_by_the_definition(offset: int) -> None:
+    numel, seed = 9_000, 77
+    x = normal(numel)
+    expected = [0.0] * SKETCH_NUMEL
+    signs = splitmix(seed + GOLDEN)
+    rotations = splitmix(signs + GOLDEN)
+    for i, value in enumerate(x.tolist(), start=offset):
+        run, row, lane = i // 4096, i // 16 % 256, i % 16
+        h = splitmix(rotations + run * GOLDEN)
+        place = (row + h % 256) % 256 * 16 + (lane + h // 256) % 16
+        negative = splitmix(signs + i // 64 * GOLDEN) >> i % 64 & 1
+        expected[place] += -value if negative else value
+    y, squares = sketch(x, seed, offset)
+    torch.testing.assert_close(y, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(squares, x.double().square().sum(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_it_is_linear_and_adds_to_what_is_there() -> None:
+    a, b = normal(30_000), normal(30_000, 1)
+    mean, _ = sketch((a + b) / 2, 3)
+    torch.testing.assert_close((sketch(a, 3)[0] + sketch(b, 3)[0]) / 2, mean, rtol=0, atol=1e-5)
+    y, squares = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
+    sketch_([Segment(a, 0, 12_345, 0)], 0, 3, y, squares)
+    sketch_([Segment(a, 12_345, 0, 0), Segment(a, 12_345, 30_000 - 12_345, 1)], 12_345, 3, y, squares)
+    torch.testing.assert_close(y, sketch(a, 3)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(squares, a.double().square().sum(), rtol=1e-13, atol=0)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_segments_without_a_tensor_count_as_zero() -> None:
+    x = normal(10_000)
+    y, squares = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
+    segments = [Segment(x, 0, 3_000, 0), Segment(None, 0, 4_000, 1), Segment(x, 7_000, 3_000, 2)]
+    sketch_(segments, 0, 9, y, squares)
+    x[3_000:7_000] = 0
+    assert_same_bits(y, sketch(x, 9)[0])
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_shows(value: float) -> None:
+    x = normal(10_000)
+    x[7_777] = value
+    y, squares = sketch(x, 4)
+    assert int((~y.isfinite()).sum()) == 1
+    assert not bool(squares.isfinite())
+
+
+def test_wrong_arguments_are_refused() -> None:
+    y, squares = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
+    with pytest.raises(ValueError, match="offset must be >= 0, got -1"):
+        sketch_([], -1, 0, y, squares)
+    for wrong in ((y[:4095], squares), (y.double(), squares), (y, squares.float())):
+        with pytest.raises(ValueError, match="y must|squares must|must have 4096"):
+            sketch_([Segment(y, 0, 8, 0)], 0, 0, *wrong)
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+def gradients_of_a_model() -> Tensor:
+    """The gradients of a small language model: rows never met, rows met often, and weights of all sizes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        layer = torch.nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        parts = torch.nn.Embedding(1_000, 64), layer, torch.nn.Linear(64, 1_000, bias=False)
+        tokens = (1_000 * torch.rand(16, 33).pow(4)).long()  # few words are frequent
+        logits = torch.nn.Sequential(*parts)(tokens[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return torch.cat([param.grad.flatten() for part in parts for param in part.parameters() if param.grad is not None])
+
+
+def one_lane() -> Tensor:
+    """All elements in the same column of a wide matrix, and so in the same lane of a row."""
+    x = torch.zeros(1_000, 768)
+    x[:, 5] = normal(1_000)
+    return x.view(-1)
+
+
+@pytest.mark.parametrize(
+    "gradients", [gradients_of_a_model, lambda: normal(100_000), one_lane], ids=["model", "normal", "one lane"]
+)
+def test_the_norm_over_many_seeds(gradients: Callable[[], Tensor]) -> None:
+    x = gradients()
+    exact = float(x.double().norm())
+    norms = torch.stack([sketch(x, seed)[0].double().norm() for seed in range(1_000)])
+    off = norms / exact - 1
+    assert int((off.abs() > 0.04).sum()) <= 1
+    assert abs(float(off.mean())) < 0.003
+    assert abs(float((norms / exact).square().mean()) - 1) < 0.003
+    assert float(off.std()) < 1.15 / math.sqrt(2 * SKETCH_NUMEL)
+
+
+def test_the_norm_of_the_mean_of_ranks() -> None:
+    """Eight ranks: each rank's own norm is far above that of the mean."""
+    common, count = normal(200_000) * 0.3, 8
+    grads = [common + normal(200_000, rank + 1) for rank in range(count)]
+    mean = torch.stack([grad.double() for grad in grads]).mean(0).norm()
+    assert float(grads[0].double().norm() / mean) > 2
+    for step in range(20):
+        y = torch.stack([sketch(grad, step)[0] for grad in grads]).mean(0)
+        assert abs(float(y.double().norm() / mean) - 1) < 0.04
+
+
+def test_seeds_and_elements_have_signs_of_their_own() -> None:
+    ones = torch.ones(SKETCH_NUMEL)
+    rows = torch.stack([sketch(ones, seed)[0] for seed in range(200)])  # the signs, rotated
+    assert bool((rows.abs() == 1).all())
+    assert abs(float(rows.mean())) < 0.01
+    other = torch.stack([sketch(ones, seed, offset=SKETCH_NUMEL)[0] for seed in range(200)])
+    assert abs(float((rows * other).mean())) < 0.01 and abs(float((rows[1:] * rows[:-1]).mean())) < 0.01
+
+
+# -- the native kernels -----------------------------------------------------------------------------------------------
+
+
+class TestSketch(SketchSuite):
+    """The suite, with each instruction set."""
+
+
+def test_spans_of_many_runs(device: torch.device) -> None:
+    cases.check_sketch(device, 5_000_003, 9, offset=77)
+
+
+def test_threads_change_no_bit() -> None:
+    number, x = torch.get_num_threads(), normal(1_500_001)
+    try:
+        results = []
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(sketch(x, 5, offset=33))
+        for y, squares in results[1:]:
+            assert_same_bits(y, results[0][0])
+            assert_same_bits(squares.view(1), results[0][1].view(1))
+    finally:
+        torch.set_num_threads(number)
+
+
+def test_instruction_sets_leave_the_same_sum_of_squares() -> None:
+    x, sums = normal(300_001), []
+    try:
+        for name in KNOWN[: KNOWN.index(BEST) + 1]:
+            library.use_instruction_set(name)
+            sums.append(float(sketch(x, 5)[1]))
+    finally:
+        library.use_instruction_set(BEST)
+    assert len(set(sums)) == 1
