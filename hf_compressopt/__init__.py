@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state
     from hf_compressopt.collectives.averaging import average_gradients
     from hf_compressopt.collectives.ddp_hook import GradientSync, attach_ddp, ddp_hook
+    from hf_compressopt.grad_compression import GradientCompression, compress_hook
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
     from hf_compressopt.integrations.plugin import CompressOptPlugin
     from hf_compressopt.integrations.transformers import register
@@ -33,6 +34,7 @@ _HOME = {
     "CompressOptPlugin": "hf_compressopt.integrations.plugin",
     "FusedAdam": "hf_compressopt.optim.fused_adam",
     "GradScaler": "hf_compressopt.amp",
+    "GradientCompression": "hf_compressopt.grad_compression",
     "GradientSync": "hf_compressopt.collectives.ddp_hook",
     "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
@@ -43,6 +45,7 @@ _HOME = {
     "async_save_state": "hf_compressopt.checkpoint.io",
     "attach_ddp": "hf_compressopt.collectives.ddp_hook",
     "average_gradients": "hf_compressopt.collectives.averaging",
+    "compress_hook": "hf_compressopt.grad_compression",
     "ddp_hook": "hf_compressopt.collectives.ddp_hook",
     "attach": "hf_compressopt.integrations.accelerate",
     "estimate_zero_memory": "hf_compressopt.zero.memory",
@@ -57,6 +60,7 @@ __all__ = [
     "CompressOptPlugin",
     "FusedAdam",
     "GradScaler",
+    "GradientCompression",
     "GradientSync",
     "Lamb",
     "OnebitAdam",
@@ -68,6 +72,7 @@ __all__ = [
     "attach",
     "attach_ddp",
     "average_gradients",
+    "compress_hook",
     "ddp_hook",
     "estimate_zero_memory",
     "load_state",

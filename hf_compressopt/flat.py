@@ -27,6 +27,18 @@ def chunk_range(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     return min(rank * chunk, numel), min((rank + 1) * chunk, numel)
 
 
+def bucket_numel_of(bucket_cap_mb: float) -> int:
+    """Elements of a bucket of ``bucket_cap_mb`` MiB of float32 values.
+
+    Raises:
+        ValueError: If not even one value fits.
+    """
+    numel = bucket_cap_mb * 2**20 / 4
+    if not 1 <= numel < float("inf"):
+        raise ValueError(f"bucket_cap_mb must be > 0, finite, and hold at least one float32 value, got {bucket_cap_mb}")
+    return int(numel)
+
+
 @dataclass(frozen=True)
 class Piece:
     """The part of one parameter that lies in one bucket.

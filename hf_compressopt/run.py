@@ -1,7 +1,10 @@
-"""Run an unmodified Trainer script with the compressed optimizers registered.
+"""Run an unmodified script of Trainer or Accelerate with the compressed optimizers.
 
 ``torchrun --nproc_per_node 2 -m hf_compressopt.run script.py --optim onebit_adam ...``
-``accelerate launch -m hf_compressopt.run script.py --optim onebit_adam ...``
+``COMPRESSOPT_OPTIM=onebit_adam accelerate launch -m hf_compressopt.run script.py ...``
+``COMPRESSOPT_GRAD_COMPRESSION=int4 accelerate launch -m hf_compressopt.run script.py ...``
+
+The first form is for scripts that take Trainer's arguments. The variables are for any script.
 """
 
 from __future__ import annotations
@@ -35,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{_USAGE}; {problem}", file=sys.stderr)
         return 2
     from hf_compressopt.integrations.transformers import register
+    from hf_compressopt.integrations.unmodified import adopt_accelerators
 
     register()
+    try:
+        adopt_accelerators()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     if is_module:
         sys.argv = argv[1:]
         runpy.run_module(target[0], run_name="__main__", alter_sys=True)

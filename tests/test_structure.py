@@ -16,6 +16,7 @@ ROWS = [
     ["checkpoint", "amp"],
     ["zero"],
     ["optim"],
+    ["grad_compression"],
     ["collectives"],
     ["kernels"],
     ["flat", "schedules", "hosts", "format"],

@@ -10,7 +10,7 @@ next bucket while a message is on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,7 +20,9 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import Average, Combination, MessageFormat
+from hf_compressopt.kernels import Average, Combination, MessageFormat, Segment
+from hf_compressopt.kernels.integer_messages import IntegerAverage
+from hf_compressopt.kernels.integers import IntegerFormat
 
 _Result = TypeVar("_Result")
 #: Work on one bucket: it yields before each wait, and returns a result.
@@ -93,27 +95,50 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
         The compressed mean, still as messages: the same bits on all ranks. A single rank gets what it wanted to send,
         plus the errors of a run on more ranks, which become zero.
     """
-    world_size, rank, form = communicator.world_size, communicator.rank, feedback.format
+    world_size, form = communicator.world_size, feedback.format
     if world_size == 1:
         return _with_old_errors(z, feedback)
     nbytes = form.chunk_nbytes(z.numel, world_size)
-    to_servers = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
-    form.compress_(z, feedback.worker_error, to_servers, world_size)
-    from_workers = to_servers.new_empty(world_size * nbytes[rank])
-    handle = communicator.all_to_all(
-        from_workers, to_servers, output_splits=[nbytes[rank]] * world_size, input_splits=nbytes
-    )
+
+    def compress() -> Tensor:
+        messages = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
+        form.compress_(z, feedback.worker_error, messages, world_size)
+        return messages
+
+    def serve(received: Tensor, out: Tensor) -> None:
+        form.average_compress_(received, feedback.server_error, out, world_size)
+
+    from_servers = yield from _two_phases(compress(), nbytes, serve, communicator)
+    return form.average(z.numel, from_servers, world_size, nbytes[0])
+
+
+def _two_phases(
+    to_servers: Tensor, nbytes: Sequence[int], serve: Callable[[Tensor, Tensor], None], communicator: Communicator
+) -> Task[Tensor]:
+    """Send each server its message, have ``serve(received, out)`` make this server's own, and gather all of these.
+
+    Args:
+        to_servers: [sum(nbytes)] uint8, this rank's messages, one after another.
+        nbytes: Bytes of the message of each chunk; the first one is the longest.
+        serve: Averages the messages of all ranks, [world_size * n] uint8, into one, [n].
+        communicator: The ranks.
+
+    Returns:
+        [world_size * nbytes[0]] uint8: the message of server j begins at ``j * nbytes[0]``.
+    """
+    world_size, own = communicator.world_size, nbytes[communicator.rank]
+    received = to_servers.new_empty(world_size * own)
+    handle = communicator.all_to_all(received, to_servers, output_splits=[own] * world_size, input_splits=nbytes)
     yield
     handle.wait()
-    stride = nbytes[0]  # the first chunk is the longest
-    to_all = from_workers.new_zeros(stride)
-    form.average_compress_(from_workers, feedback.server_error, to_all[: nbytes[rank]], world_size)
-    from_servers = to_all.new_empty(world_size * stride)
+    to_all = received.new_zeros(nbytes[0])
+    serve(received, to_all[:own])
+    from_servers = to_all.new_empty(world_size * nbytes[0])
     handle = communicator.all_gather(from_servers, to_all)
-    del to_servers, from_workers  # a bucket on its way holds one phase's messages
+    del to_servers, received  # a bucket on its way holds one phase's messages
     yield
     handle.wait()
-    return form.average(z.numel, from_servers, world_size, stride)
+    return from_servers
 
 
 def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Average:
@@ -146,3 +171,70 @@ def compressed_all_reduce_(x: Tensor, feedback: ErrorFeedback, communicator: Com
     pipeline.add(task())
     pipeline.drain()
     return x
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """A bucket that is back, with the errors of before the step, so that the step can still be dropped.
+
+    Attributes:
+        z: What this rank wanted to send; its gradients must not change before :meth:`commit`.
+        worker_error: [n] float32, the worker error before the step.
+        server_error: [n_own] float32, the server error before the step.
+        new_server_error: [n_own] float32, the server error after it.
+        sent: This rank's messages to the servers.
+        average: The compressed mean: the same bits on all ranks.
+        format: The form of the messages.
+    """
+
+    z: Combination
+    worker_error: Tensor
+    server_error: Tensor
+    new_server_error: Tensor
+    sent: Tensor
+    average: IntegerAverage
+    format: IntegerFormat
+
+    def commit(self, outputs: Sequence[Segment], scale: float) -> None:
+        """Write the errors of the step, and the average times ``scale`` into ``outputs``."""
+        self.server_error.copy_(self.new_server_error)
+        self.format.commit_(self.z, self.worker_error, self.sent, self.average, outputs, scale)
+
+    def discard(self, outputs: Sequence[Segment], scale: float) -> None:
+        """Write the average times ``scale`` into ``outputs``, and leave the errors as they are."""
+        values = torch.empty(self.average.numel, dtype=torch.float32, device=self.sent.device)
+        self.format.decompress_(self.average, values)
+        values.mul_(scale)
+        for segment, part in zip(outputs, torch.split(values, [s.numel for s in outputs]), strict=True):
+            if segment.tensor is not None:
+                segment.part.copy_(part)
+
+
+def integer_all_reduce(
+    z: Combination, worker_error: Tensor, server_error: Tensor, form: IntegerFormat, communicator: Communicator
+) -> Task[Exchanged]:
+    """Average one bucket over the ranks by messages of integers. All ranks call, for the same buckets in one order.
+
+    Args:
+        z: What this rank wants to send.
+        worker_error: [n] float32, the part of this rank's values that its messages to the servers missed.
+        server_error: [n_own] float32, the part of the average of its own chunk that this rank's message missed. Errors
+            change in :meth:`Exchanged.commit` only.
+        form: The form of the messages.
+        communicator: The ranks, at least two.
+
+    Returns:
+        The average, and what is needed to write the errors.
+    """
+    world_size = communicator.world_size
+    nbytes = form.chunk_nbytes(z.numel, world_size)
+    sent = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
+    form.compress_(z, worker_error, sent, world_size)
+    new_error = torch.empty_like(server_error)
+
+    def serve(received: Tensor, out: Tensor) -> None:
+        form.average_compress_(received, server_error, new_error, out, world_size)
+
+    from_servers = yield from _two_phases(sent, nbytes, serve, communicator)
+    average = form.average(z.numel, from_servers, world_size, nbytes[0])
+    return Exchanged(z, worker_error, server_error, new_error, sent, average, form)

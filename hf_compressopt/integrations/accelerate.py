@@ -26,12 +26,11 @@ from hf_compressopt.integrations.capabilities import (
     skips_steps,
 )
 from hf_compressopt.integrations.ddp_models import check_somebody_averages, undo_evaluation_mode
-from hf_compressopt.integrations.log import prefixed_metrics, show_log
+from hf_compressopt.integrations.log import prefix_of, prefixed_metrics, show_log
 from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
 from hf_compressopt.integrations.run_length import scheduler_steps, warn_if_nothing_is_compressed
 from hf_compressopt.integrations.saving_accelerator import Attachment, SavingAccelerator
-from hf_compressopt.integrations.shards import prefix_of
 from hf_compressopt.integrations.unsupported import check_distributed_type
 
 logger = logging.getLogger(__name__)
@@ -206,7 +205,17 @@ class CompressOptAccelerator(SavingAccelerator):
 
     def _bind(self) -> None:
         own_hook = getattr(self.ddp_handler, "comm_hook", None)
-        self._compressopt.models.bind([innermost(optimizer) for optimizer in self._optimizers], own_hook)
+        models, optimizers = self._compressopt.models, [innermost(optimizer) for optimizer in self._optimizers]
+        models.bind(optimizers, own_hook)
+        compression = self._compressopt.grad_compression
+        if compression != "none" and self.num_processes > 1:
+            models.compress(optimizers, own_hook, compression, self._loss_scale)
+        elif compression != "none" and optimizers:
+            logger.warning("grad_compression=%s has no effect: there is one process, which sends nothing", compression)
+            self._compressopt.grad_compression = "none"
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -255,6 +264,7 @@ class CompressOptAccelerator(SavingAccelerator):
         metrics: dict[str, float] = {}
         for number, optimizer in enumerate(self.our_optimizers()):
             metrics.update(prefixed_metrics(optimizer, prefix_of(number)))
+        metrics.update(self._compressopt.models.metrics())
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
 
 
@@ -304,6 +314,7 @@ def attach(
     if "_compressopt" in vars(accelerator):
         if plugin is not None:
             accelerator._compressopt.plugin = plugin
+            accelerator._compressopt.grad_compression = plugin.grad_compression
         return cast("CompressOptAccelerator", accelerator)
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
@@ -322,7 +333,8 @@ def _make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None, annou
         accelerator.__class__ = CompressOptAccelerator
     elif not issubclass(cls, CompressOptAccelerator):
         accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
-    accelerator._compressopt = Attachment(plugin, announce)
+    compression = "none" if plugin is None else plugin.grad_compression
+    accelerator._compressopt = Attachment(plugin, announce, grad_compression=compression)
     accelerator.register_save_state_pre_hook(accelerator._save_shards)
     accelerator.register_load_state_pre_hook(accelerator._load_shards)
     return cast("CompressOptAccelerator", accelerator)

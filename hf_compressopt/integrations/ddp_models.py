@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.ddp_hook import attach_ddp, find_sync
+from hf_compressopt.grad_compression import GradientCompression, compress_hook
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,
     OwnsGradients,
@@ -19,6 +21,9 @@ from hf_compressopt.integrations.capabilities import (
     owns_gradients,
     shares,
 )
+from hf_compressopt.integrations.log import prefix_of, prefixed_metrics
+
+logger = logging.getLogger(__name__)
 
 
 class DDPModels:
@@ -55,9 +60,58 @@ class DDPModels:
             owners = [o for o in optimizers if follows_plan(o) and shares(o.trainable_parameters, params)]
             if owners:
                 _check_no_other(owners, optimizers, params)
-                _check_no_hook(own_hook)
+                check_no_hook(own_hook, "a compressed optimizer")
             if owners or find_sync(model) is not None:
                 attach_ddp(model, *owners)
+
+    def compress(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        own_hook: Any,
+        compression: str,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages.
+
+        Args:
+            optimizers: All optimizers of the accelerator.
+            own_hook: The communication hook that the user asked Accelerate for, or None.
+            compression: "int4" or "int8".
+            loss_scale: Returns the factor that the gradients of the coming step carry.
+
+        Raises:
+            ValueError: If a model's parameters belong to a compressed optimizer, or if the model has another hook.
+        """
+        for model in self:
+            params = {id(p) for p in model.parameters() if p.requires_grad}
+            owners = [o for o in optimizers if shares(all_parameters(o), params)]
+            for owner in filter(follows_plan, owners):
+                raise ValueError(
+                    f"grad_compression={compression!r} compresses the gradients of ordinary optimizers, and "
+                    f"{type(owner).__name__} compresses by itself: leave one of the two out"
+                )
+            if owners and find_compression(model) is None:
+                check_no_hook(own_hook, "grad_compression")
+                state = GradientCompression(
+                    model.module.named_parameters(),
+                    compression,
+                    process_group=model.process_group,
+                    loss_scale=loss_scale,
+                )
+                model.register_comm_hook(state, compress_hook)
+                if state.communicator.rank == 0:
+                    logger.info("attached %s", state.describe())
+
+    def compressions(self) -> list[GradientCompression]:
+        """The states of the models' :func:`compress_hook`."""
+        return [state for model in self if (state := find_compression(model)) is not None]
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the models whose gradients are compressed, for a log line."""
+        found: dict[str, float] = {}
+        for number, state in enumerate(self.compressions()):
+            found.update(prefixed_metrics(state, prefix_of(number)))
+        return found
 
     def release(self) -> None:
         """Have the gradients of every model averaged in all steps, until an optimizer is bound again."""
@@ -91,10 +145,21 @@ def _check_no_other(
             )
 
 
-def _check_no_hook(hook: Any) -> None:
+def find_compression(model: DistributedDataParallel) -> GradientCompression | None:
+    """The state of the model's :func:`compress_hook`, or None if the model has none."""
+    registered: Iterable[tuple[Any, Any]] = model._comm_hooks
+    return next((state for hook, state in registered if hook is compress_hook), None)
+
+
+def check_no_hook(hook: Any, name: str) -> None:
+    """Check that the user asked Accelerate for no communication hook.
+
+    Raises:
+        ValueError: If there is one.
+    """
     if hook is not None and getattr(hook, "name", str(hook)) != "NO":
         raise ValueError(
-            "a compressed optimizer needs DDP's communication hook for itself, but the accelerator has one already: "
+            f"{name} needs DDP's communication hook for itself, but the accelerator has one already: "
             f"remove your own comm_hook (DistributedDataParallelKwargs(comm_hook={hook}))"
         )
 

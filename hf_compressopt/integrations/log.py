@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
+from typing import Protocol
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
-from hf_compressopt.integrations.capabilities import SavesShards
 
 _LOGGED = ("stage", "bytes_sent", "bytes_sent_step", "compression_ratio", "seconds_communication")
+
+
+class HasMetrics(Protocol):
+    """An optimizer, or a compression of gradients, that counts what it does."""
+
+    def metrics(self) -> dict[str, float]: ...  # noqa: D102
 
 
 class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -34,7 +40,12 @@ def show_log() -> None:
         package.propagate = False
 
 
-def prefixed_metrics(optimizer: SavesShards, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
-    """The optimizer's metrics for a log line, as ``<prefix>/<name>``."""
+def prefix_of(number: int) -> str:
+    """The start of the file names, and of the metrics, of an accelerator's optimizer with this number."""
+    return DEFAULT_PREFIX if number == 0 else f"{DEFAULT_PREFIX}_{number}"
+
+
+def prefixed_metrics(optimizer: HasMetrics, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
+    """The metrics for a log line, as ``<prefix>/<name>``."""
     metrics = optimizer.metrics()
     return {f"{prefix}/{name}": metrics[name] for name in _LOGGED if name in metrics}

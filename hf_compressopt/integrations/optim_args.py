@@ -10,6 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.zero import refuse_zero_stage
 from hf_compressopt.zero.config import check_stage
@@ -39,12 +40,14 @@ class OptimArgs:
         optimizer: Options of an optimizer of this package.
         zero: Options of ZeroOptimizer, with ``stage``; empty without ZeRO.
         async_save: True to write checkpoints in the background.
+        grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given.
         others: The rest of the text, for Trainer's own optimizer.
     """
 
     optimizer: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)
     async_save: bool = False
+    grad_compression: str = ""
     others: str = ""
 
 
@@ -60,11 +63,15 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
             twice, or text that is no list of name=value. The message lists what is legal.
     """
     ours = name in OPTIMIZERS or name in ZERO_NAMES
-    if not ours and not (text and ("zero_stage" in text or "async_save" in text)):
+    if not ours and not any(option in (text or "") for option in ("zero_stage", "async_save", "grad_compression")):
         return OptimArgs(others=text or "")
     pairs = _pairs(text)
     stage = _take_stage(name, pairs)
-    found = OptimArgs(zero={} if stage is None else {"stage": stage}, async_save=_take_async_save(name, pairs, stage))
+    found = OptimArgs(
+        zero={} if stage is None else {"stage": stage},
+        async_save=_take_async_save(name, pairs, stage),
+        grad_compression=_take_grad_compression(name, pairs, stage),
+    )
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
     for key, value in pairs.items():
@@ -102,6 +109,33 @@ def _take_async_save(name: str, pairs: dict[str, str], stage: int | None) -> boo
             f"one of {[*ALGORITHMS, *ZERO_NAMES]}, or with zero_stage"
         )
     return wanted
+
+
+def _take_grad_compression(name: str, pairs: dict[str, str], stage: int | None) -> str:
+    """The value of ``grad_compression``, which is an option of the host; "" if it is not given."""
+    value = pairs.pop("grad_compression", "")
+    if value:
+        check_grad_compression(value, name if name in ALGORITHMS else "ZeRO" if stage is not None else "")
+    return value
+
+
+def check_grad_compression(value: str, other: str) -> None:
+    """Check a value of ``grad_compression``.
+
+    Args:
+        value: The value.
+        other: The name of what sends gradients in a way of its own, or "".
+
+    Raises:
+        ValueError: For an unknown value, and for compression beside ``other``.
+    """
+    if value not in (*FORMATS, "none"):
+        raise ValueError(f"grad_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
+    if value != "none" and other:
+        raise ValueError(
+            f"grad_compression={value} is for ordinary optimizers, such as adamw_torch: {other} sends gradients in a "
+            "way of its own. Leave grad_compression out, or choose an ordinary optimizer"
+        )
 
 
 def check_taken(name: str, args: OptimArgs, taken: dict[str, Any]) -> None:

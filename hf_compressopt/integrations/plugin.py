@@ -12,7 +12,7 @@ import torch
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.capabilities import saves_shards
-from hf_compressopt.integrations.optim_args import parse_value
+from hf_compressopt.integrations.optim_args import check_grad_compression, parse_value
 from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
 
 _Value = TypeVar("_Value")
@@ -44,14 +44,17 @@ def _freeze_step_from_env() -> int | str:
 class CompressOptPlugin:
     """Options for plain Accelerate: the optimizer that takes the place of an Adam or AdamW given to ``prepare``.
 
-    Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals.
+    Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
+    another name for that of ``optimizer``.
 
     Attributes:
-        optimizer: "onebit_adam" (the default if zero_stage is 0), "zero_one_adam" or "onebit_lamb"; "none" leaves
-            every optimizer as it is.
+        optimizer: "onebit_adam" (the default without zero_stage and grad_compression), "zero_one_adam" or
+            "onebit_lamb"; "none" leaves every optimizer as it is.
         freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step), or "auto": the variance decides, at the
             latest after the share of the run that Trainer allows too. The length of the run is ``total_steps``, or
             that of a learning-rate scheduler given to ``prepare``.
+        grad_compression: "int4" or "int8": average the gradients of ordinary optimizers by messages of 4 or 8 bits per
+            element. Not supported with the optimizers above or with zero_stage, so ``optimizer`` is "none" then.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
         scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
@@ -67,7 +70,7 @@ class CompressOptPlugin:
             a wrong type.
     """
 
-    optimizer: str = field(default_factory=_from_env("OPTIMIZER", "", str))
+    optimizer: str = field(default_factory=lambda: CompressOptPlugin.optimizer_from_env())
     freeze_step: int | str = field(default_factory=_freeze_step_from_env)
     scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
     variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
@@ -75,21 +78,37 @@ class CompressOptPlugin:
     communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
     zero_stage: int = field(default_factory=_from_env("ZERO_STAGE", 0, int))
     async_save: bool = field(default_factory=_from_env("ASYNC_SAVE", False, bool))
+    grad_compression: str = field(default_factory=_from_env("GRAD_COMPRESSION", "none", str))
     total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
 
     def __post_init__(self) -> None:
         """Check the names and the schedule; the optimizer checks the other options."""
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage!r}")
-        self.optimizer = self.optimizer or ("none" if self.zero_stage else "onebit_adam")
+        ordinary = self.zero_stage or self.grad_compression != "none"
+        self.optimizer = self.optimizer or ("none" if ordinary else "onebit_adam")
         if self.optimizer not in (*ALGORITHMS, "none"):
             raise ValueError(f"optimizer must be one of {[*ALGORITHMS, 'none']}, got {self.optimizer!r}")
         if self.freeze_step != AUTO and not _is_count(self.freeze_step):
             raise ValueError(f"freeze_step must be an int >= 1, or 'auto', got {self.freeze_step!r}")
         if self.total_steps is not None and not _is_count(self.total_steps):
             raise ValueError(f"total_steps must be an int >= 1, or None, got {self.total_steps!r}")
+        other = "ZeRO" if self.zero_stage else "" if self.optimizer == "none" else self.optimizer
+        check_grad_compression(self.grad_compression, other)
         if self.zero_stage and self.optimizer != "none":
             refuse_zero_stage(self.optimizer, self.zero_stage)
+
+    @staticmethod
+    def optimizer_from_env() -> str:
+        """The value of COMPRESSOPT_OPTIM, or of its longer form COMPRESSOPT_OPTIMIZER; "" if neither is set.
+
+        Raises:
+            ValueError: If the two differ.
+        """
+        short, long = (os.environ.get(f"COMPRESSOPT_{name}", "") for name in ("OPTIM", "OPTIMIZER"))
+        if short and long and short != long:
+            raise ValueError(f"COMPRESSOPT_OPTIM={short} and COMPRESSOPT_OPTIMIZER={long} differ: set one of them")
+        return short or long
 
     def convert(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Replace a fresh Adam or AdamW by the compressed optimizer, or with zero_stage any optimizer by ZeRO's.

@@ -36,6 +36,7 @@ class Attachment:
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
     fitted: set[int] = field(default_factory=set)  # optimizers (by id) that know the length of the run
+    grad_compression: str = "none"  # for the models of ordinary optimizers
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.checkpoint.io import (
-    DEFAULT_PREFIX,
     async_save_state,
     has_checkpoint,
     load_state,
@@ -23,11 +22,7 @@ from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
 from hf_compressopt.integrations.ddp_models import without_compile
-
-
-def prefix_of(number: int) -> str:
-    """The start of the file names of an accelerator's optimizer with this number."""
-    return DEFAULT_PREFIX if number == 0 else f"{DEFAULT_PREFIX}_{number}"
+from hf_compressopt.integrations.log import prefix_of
 
 
 def save_shards(

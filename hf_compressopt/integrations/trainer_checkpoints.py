@@ -26,6 +26,7 @@ from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
 from hf_compressopt.integrations.optim_args import read_optim_args
 from hf_compressopt.integrations.patching import wrap
 from hf_compressopt.integrations.shards import anyone, parameter_names
+from hf_compressopt.integrations.unmodified import trainer_optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ def teach_checkpoints() -> None:
 
 
 def optim_name(args: Any) -> str:
-    """The value of ``--optim``, an enum's member or a string."""
-    return str(getattr(args.optim, "value", args.optim))
+    """The optimizer by name: the value of ``--optim``, or what the environment chooses in the place of AdamW."""
+    return trainer_optimizer(str(getattr(args.optim, "value", args.optim)))
 
 
 # -- states -----------------------------------------------------------------------------------------------------------
@@ -157,6 +158,8 @@ def _finish_saves(self: Trainer) -> None:
 def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
     if "train_runtime" in logs and _saves_in_background(self):
         _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
+    if "loss" in logs:
+        logs.update(self.accelerator._compressopt.models.metrics())
     return original(self, logs, *args, **kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,11 @@ from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_
 from hf_compressopt.integrations.capabilities import FollowsPlan, follows_plan, owns_gradients, saves_shards
 from hf_compressopt.integrations.ddp_models import without_compile
 from hf_compressopt.integrations.log import prefixed_metrics, show_log
-from hf_compressopt.integrations.optim_args import check_taken, read_optim_args
+from hf_compressopt.integrations.optim_args import check_grad_compression, check_taken, read_optim_args
 from hf_compressopt.integrations.patching import add_member, is_wrapped, wrap, wrap_static
 from hf_compressopt.integrations.run_length import warn_if_nothing_is_compressed
 from hf_compressopt.integrations.trainer_checkpoints import optim_name, teach_checkpoints
+from hf_compressopt.integrations.unmodified import trainer_options
 from hf_compressopt.integrations.unsupported import check_distributed_type, why_unsupported
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.supported import check_optimizer_class
@@ -83,6 +85,8 @@ def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model
     if name in OPTIMIZERS:
         inner: Any = OPTIMIZERS[name]
         kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        if name in ALGORITHMS:
+            kwargs |= trainer_options(name)
         kwargs |= options.optimizer
     else:
         wrapped = copy.copy(args)
@@ -99,8 +103,13 @@ def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model
 
 def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     result = original(self, *args, **kwargs)
-    attach(self.accelerator, announce=False)
+    attachment = attach(self.accelerator, announce=False)._compressopt
+    attachment.plugin = None  # of the environment, if at all: Trainer makes the optimizer
     name = optim_name(self.args)
+    attachment.grad_compression = _grad_compression(name, self.args.optim_args)
+    if attachment.grad_compression != "none":
+        if reason := why_unsupported(self.accelerator, f"grad_compression={attachment.grad_compression}"):
+            raise ValueError(reason)
     if (name in ALGORITHMS or name in ZERO_NAMES) and (reason := why_unsupported(self.accelerator, f"--optim {name}")):
         raise ValueError(reason)
     return result
@@ -134,6 +143,16 @@ def _create_scheduler(
     if follows_plan(inner):
         _announce(inner, inner.fit_schedule(num_training_steps), num_training_steps)
     return result
+
+
+def _grad_compression(name: str, optim_args: str | None) -> str:
+    """The compression of gradients that --optim_args or the environment asks for, or "none"."""
+    options = read_optim_args(name, optim_args)
+    if options.grad_compression or options.zero or name in ALGORITHMS:
+        return options.grad_compression or "none"
+    value = os.environ.get("COMPRESSOPT_GRAD_COMPRESSION", "none")
+    check_grad_compression(value, "")
+    return value
 
 
 def _announce(optimizer: FollowsPlan, schedule: str, steps: int) -> None:

@@ -58,3 +58,49 @@ def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
 def test_importing_the_package_is_cheap() -> None:
     code = "import sys, hf_compressopt; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
+
+
+ACCELERATE_SCRIPT = str(Path(SCRIPT).with_name("plain_accelerate_script.py"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected", "log"),
+    [
+        ({"COMPRESSOPT_OPTIM": "onebit_adam"}, "OnebitAdam, alike True, stage 1.0", "attached OnebitAdam"),
+        ({"COMPRESSOPT_GRAD_COMPRESSION": "int4"}, "AdamW, alike True, stage None", "travel as int4"),
+        ({}, "AdamW, alike True, stage None", ""),
+    ],
+)
+def test_an_unmodified_accelerate_script_follows_the_environment(
+    variables: dict[str, str], expected: str, log: str
+) -> None:
+    done = run([*torchrun(2), "-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "12"], **variables)
+    for rank in (0, 1):
+        assert f"rank {rank}: {expected}" in done.stdout
+    assert done.stderr.count(log or "hf_compressopt] attached") == (1 if log else 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"COMPRESSOPT_OPTIM": "onebit_sgd"}, "optimizer must be one of"),
+        ({"COMPRESSOPT_OPTIM": "onebit_adam", "COMPRESSOPT_OPTIMIZER": "zero_one_adam"}, "differ: set one of them"),
+        ({"COMPRESSOPT_GRAD_COMPRESSION": "int5"}, "grad_compression must be one of"),
+    ],
+)
+def test_a_wrong_variable_is_said_before_the_script_starts(variables: dict[str, str], message: str) -> None:
+    command = [sys.executable, "-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(**variables))
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_trainer_script_follows_the_same_variables(tmp_path: Path) -> None:
+    words = arguments(tmp_path)
+    for option in ("--optim", "--optim_args"):
+        place = words.index(option)
+        del words[place : place + 2]
+    variables = {"COMPRESSOPT_OPTIM": "onebit_adam", "COMPRESSOPT_FREEZE_STEP": "2", "COMPRESSOPT_SCALE_BLOCK": "64"}
+    done = run([*torchrun(2), "-m", "hf_compressopt.run", SCRIPT, *words], **variables)
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert [row["compressopt/stage"] for row in history if "loss" in row] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert "freeze_step=2" in done.stderr and "scale_block=64" in done.stderr

@@ -1,0 +1,360 @@
+"""Low-bit gradients for any optimizer: a DDP communication hook, and the same average for plain loops.
+
+Every gradient is averaged over the ranks by the two-phase all-reduce of :mod:`hf_compressopt.collectives.exchange`, in
+messages of 4 or 8 bits with error feedback (LoCo, arXiv 2407.04480; groups of 128 as in SDP4Bit, arXiv 2410.15526).
+All ranks get the same bits, so that clipping, loss scaling, logging and the optimizer work as they do without it.
+
+    u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
+    a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
+
+Errors change only when all buckets of a step are back and finite. If a gradient is not finite on any rank, every rank
+gets gradients that are not finite, and the errors are as before the step.
+"""
+
+# No postponed annotations here: DDP compares those of a hook with the types themselves.
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import (
+    Exchanged,
+    Pipeline,
+    Task,
+    integer_all_reduce,
+    server_numel,
+)
+from hf_compressopt.collectives.torch_dist import make_communicator
+from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.flat import Bucket, FlatLayout, bucket_numel_of
+from hf_compressopt.kernels import Combination, Segment
+from hf_compressopt.kernels.integers import IntegerFormat, any_nan
+
+FORMATS = {"int4": 4, "int8": 8}
+
+
+class GradientRound:
+    """The exchange of the gradients of one step.
+
+    Buckets leave in the order of the layout, each as soon as all its gradients are there.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        layout: FlatLayout,
+        errors: Sequence[tuple[Tensor, Tensor]],
+        communicator: Communicator,
+        *,
+        form: IntegerFormat,
+        loss_scale: float,
+    ) -> None:
+        """Start with no gradient.
+
+        Args:
+            params: The parameters, in the order of the layout.
+            layout: Their place in the flat buffer.
+            errors: For each bucket of the layout, the worker error and the server error.
+            communicator: The ranks.
+            form: The form of the messages.
+            loss_scale: Factor that the gradients carry; errors do not.
+        """
+        self._index = {param: index for index, param in enumerate(params)}
+        self._communicator, self._form, self._loss_scale = communicator, form, loss_scale
+        self._to_leave = deque(zip(layout.buckets, errors, strict=True))
+        self._grads: dict[int, Tensor | None] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._pipeline = Pipeline()
+        self._exchanged: list[tuple[Exchanged, list[Segment]]] = []
+
+    def add(self, param: Tensor, grad: Tensor | None) -> None:
+        """Hand over the gradient of a parameter; it is overwritten by :meth:`finish`."""
+        if grad is not None and not grad.is_contiguous():
+            original, grad = grad, grad.contiguous()
+            self._copies.append((original, grad))
+        self._grads[self._index[param]] = grad
+        while self._to_leave and all(piece.index in self._grads for piece in self._to_leave[0][0].pieces):
+            self._pipeline.add(self._exchange(*self._to_leave.popleft()))
+
+    def finish(self) -> bool:
+        """Exchange what has not left yet, and write the averages into the gradients.
+
+        Returns:
+            Whether all of them are finite. If not, the errors stay as before the round.
+        """
+        for param, index in self._index.items():
+            if index not in self._grads:
+                self.add(param, None)
+        self._pipeline.drain()
+        found = [any_nan(exchanged.average) for exchanged, _ in self._exchanged]
+        finite = not (found and bool(torch.stack(found).any()))
+        for exchanged, outputs in self._exchanged:
+            if finite:
+                exchanged.commit(outputs, self._loss_scale)
+            else:
+                exchanged.discard(outputs, self._loss_scale)
+        for original, copy in self._copies:
+            original.copy_(copy)
+        return finite
+
+    def _exchange(self, bucket: Bucket, errors: tuple[Tensor, Tensor]) -> Task[None]:
+        segments = [Segment(self._grads[p.index], p.start, p.numel, p.index) for p in bucket.pieces]
+        z = Combination(bucket.numel, self._communicator.device, grads=segments, beta=1.0 / self._loss_scale)
+        exchanged = yield from integer_all_reduce(z, *errors, self._form, self._communicator)
+        self._exchanged.append((exchanged, segments))
+
+
+class GradientCompression:
+    """State of :func:`compress_hook`: the errors, and what they belong to.
+
+    With DistributedDataParallel::
+
+        state = GradientCompression(model.named_parameters(), "int4")
+        ddp_model.register_comm_hook(state, compress_hook)
+
+    Without it, :meth:`average_gradients` after ``backward()`` does the same. Any optimizer follows.
+
+    Attributes:
+        params: The trainable parameters.
+        names: Their names.
+        bits: Bits per element of a message.
+        layout: Their place in the flat buffers: the last parameter first, as backward brings the gradients.
+        worker_error: [numel] float32, what this rank's messages have missed so far, in the unit of an unscaled
+            gradient; [0] with one rank.
+        server_error: [elements whose server this rank is] float32, likewise for the averages that it has sent.
+        communicator: The ranks.
+        traffic: Bytes that were sent.
+        skipped_steps: Steps whose gradients were not finite.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        compression: str = "int4",
+        *,
+        bucket_cap_mb: float = 25.0,
+        process_group: dist.ProcessGroup | None = None,
+        communicator: str | Communicator | None = None,
+        loss_scale: Callable[[], float] | None = None,
+    ) -> None:
+        """Allocate the errors, 4 + 4 / world_size bytes per parameter.
+
+        Args:
+            params: The model's parameters, alike on all ranks, named or not; those that require no gradient do not
+                count.
+            compression: "int4" or "int8".
+            bucket_cap_mb: MiB of float32 gradients that are sent together, > 0.
+            process_group: The ranks; None is the default group.
+            communicator: As for :class:`~hf_compressopt.OnebitAdam`.
+            loss_scale: Returns the factor that the gradients of the coming step carry, such as a
+                ``GradScaler.get_scale``; None stands for 1.
+
+        Raises:
+            ValueError: For an option outside its range, and for parameters on several devices.
+            TypeError: For parameters of another dtype than float32, bfloat16 or float16.
+        """
+        if compression not in FORMATS:
+            raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
+        bucket_numel = bucket_numel_of(bucket_cap_mb)
+        rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(params)]
+        named = {p: name for name, p in rows if p.requires_grad}  # a tensor that is given twice counts once
+        self.params, self.names = list(named)[::-1], list(named.values())[::-1]
+        for name, param in zip(self.names, self.params, strict=True):
+            if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise TypeError(f"{name} must be float32, bfloat16 or float16, got {param.dtype}")
+        devices = {param.device for param in self.params}
+        if len(devices) > 1:
+            raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
+        device = next(iter(devices), torch.device("cpu"))
+        self.bits, self.traffic, self.skipped_steps = FORMATS[compression], Traffic(), 0
+        self.communicator = make_communicator(
+            communicator, process_group, device=device, traffic=self.traffic, cuda_aware=False
+        )
+        self._loss_scale = loss_scale or (lambda: 1.0)
+        self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
+        self._allocate(device)
+        self._round: GradientRound | None = None
+        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._checked = False
+
+    def _allocate(self, device: torch.device) -> None:
+        several = self.communicator.world_size > 1
+        owned = [server_numel(bucket.numel, self.communicator) if several else 0 for bucket in self.layout.buckets]
+        self.worker_error = torch.zeros(self.layout.numel if several else 0, dtype=torch.float32, device=device)
+        self.server_error = torch.zeros(sum(owned), dtype=torch.float32, device=device)
+        worker = [self.worker_error[bucket.start : bucket.stop] for bucket in self.layout.buckets]
+        server = torch.split(self.server_error, owned)
+        self._errors = list(zip(worker, server, strict=True))
+
+    def _check_ranks(self) -> None:
+        """Check once that all ranks have the same parameters and options.
+
+        Raises:
+            ValueError: If they do not, on all ranks.
+        """
+        if not self._checked:
+            sizes = [[name, p.numel()] for name, p in zip(self.names, self.params, strict=True)]
+            self.communicator.require_equal(
+                "the options or parameters of GradientCompression",
+                [self.bits, self.layout.bucket_numel, zlib.crc32(repr(sizes).encode())],
+            )
+            self._checked = True
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step and of the run so far, of this rank.
+
+        Returns:
+            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``; ``compression_ratio`` (bytes of a float32 ring
+            all-reduce over bytes sent, of the last step); ``seconds_communication`` (host seconds blocked so far).
+        """
+        world_size, sent = self.communicator.world_size, self.traffic.step_bytes
+        full = 2 * (world_size - 1) / world_size * 4 * self.layout.numel
+        return {
+            "skipped_steps": float(self.skipped_steps),
+            "bytes_sent_step": float(sent),
+            "bytes_sent": float(self.traffic.total_bytes),
+            "compression_ratio": full / sent if sent else 1.0,
+            "seconds_communication": self.traffic.total_seconds,
+        }
+
+    def describe(self) -> str:
+        """One line for a log: the compression and the ranks."""
+        communicator = self.communicator
+        return (
+            f"GradientCompression: the gradients of {len(self.params)} parameters travel as int{self.bits} with error "
+            f"feedback, {communicator.world_size} rank(s) over {communicator.name}"
+        )
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's errors and counters, in tensors and primitives. Makes no collective call."""
+        return {
+            "bits": self.bits,
+            "bucket_numel": self.layout.bucket_numel,
+            "world_size": self.communicator.world_size,
+            "rank": self.communicator.rank,
+            "skipped_steps": self.skipped_steps,
+            "worker_error": self.worker_error,
+            "server_error": self.server_error,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy the errors of a state dict of the same rank, with the same options, into the buffers.
+
+        Raises:
+            ValueError: If the state dict does not fit; nothing has changed then.
+        """
+        mine = self.state_dict()
+        for key in ("bits", "bucket_numel", "world_size", "rank"):
+            if state_dict[key] != mine[key]:
+                raise ValueError(
+                    f"the state dict has {key}={state_dict[key]}, this rank {mine[key]}: load it with the same "
+                    "options, number of ranks and rank"
+                )
+        for key in ("worker_error", "server_error"):
+            if state_dict[key].shape != mine[key].shape:
+                raise ValueError(
+                    f"{key} must have {mine[key].numel()} elements, the state dict has {state_dict[key].numel()}: "
+                    "are the parameters the same?"
+                )
+        for key in ("worker_error", "server_error"):
+            mine[key].copy_(state_dict[key])
+        self.skipped_steps = state_dict["skipped_steps"]
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def average_gradients(self) -> None:
+        """Replace every ``p.grad`` by the average over the ranks. All ranks call, after the last backward of a step.
+
+        A parameter without a gradient on any rank stays without one.
+
+        Raises:
+            TypeError: For sparse or complex gradients, on all ranks together.
+        """
+        self._check_ranks()
+        if self.communicator.world_size == 1:
+            return
+        device = self.communicator.device
+        with torch.no_grad():
+            present = torch.tensor([float(p.grad is not None) for p in self.params], dtype=torch.float32, device=device)
+            self.communicator.all_reduce(present, op="max").wait()
+            current = self._new_round()
+            for param, anywhere in zip(self.params, present.tolist(), strict=True):
+                if anywhere and param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                current.add(param, param.grad)
+            self._finish(current)
+
+    def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+        """Take a bucket of DDP's; :func:`compress_hook` calls it.
+
+        Messages leave as soon as their gradients are there, and travel while backward computes further ones. What is
+        still on the way is awaited in the last bucket's call: nothing is ever started from a callback, so that all
+        ranks start their collectives in one order.
+        """
+        buffer = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        if self.communicator.world_size == 1:
+            future.set_result(buffer)
+            return future
+        if bucket.index() == 0:
+            self._check_ranks()
+            self._round, self._futures = self._new_round(), []
+        self._futures.append((future, buffer))
+        current = self._round
+        if current is None:
+            raise RuntimeError("a bucket came before the first one of its step: was the hook registered in a backward?")
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            current.add(param, _in_order_of(param, grad))
+        if bucket.is_last():
+            self._round = None
+            self._finish(current)
+            for waiting, gradients in self._futures:
+                waiting.set_result(gradients)
+            self._futures = []
+        return future
+
+    def _new_round(self) -> GradientRound:
+        scale = float(self._loss_scale())
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ValueError(f"loss_scale must return a finite number > 0, got {scale}")
+        return GradientRound(
+            self.params,
+            self.layout,
+            self._errors,
+            self.communicator,
+            form=IntegerFormat(self.bits),
+            loss_scale=scale,
+        )
+
+    def _finish(self, current: GradientRound) -> None:
+        self.skipped_steps += not current.finish()
+        self.traffic.end_step()
+
+
+def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient as DDP stores it, by the strides of a dense parameter: DDP's own view ignores the strides."""
+    strides = torch.empty_like(param, device="meta").stride()
+    return grad.as_strided(param.shape, strides) if strides == param.stride() else grad
+
+
+def compress_hook(
+    state: GradientCompression,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: average a bucket of gradients by low-bit messages with error feedback.
+
+    Raises:
+        TypeError: If the bucket holds a sparse gradient.
+    """
+    if bucket.buffer().is_sparse:
+        raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+    return state.add_bucket(bucket)

@@ -1,0 +1,142 @@
+"""`grad_compression=int4` in Trainer and Accelerate: any optimizer, in everything that the hosts do with gradients."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.trainer_runs import Run, same_on_all_ranks, train, use_accelerate
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+    "clipping": ({"max_grad_norm": 0.3}, {}),
+    "bf16_autocast": ({"bf16": True}, {}),
+    "gradient_checkpointing": ({"gradient_checkpointing": True}, {}),
+    "find_unused_parameters": ({"ddp_find_unused_parameters": True}, {"unused": True}),
+    "evaluate_before_train": ({}, {"evaluate_first": True}),
+    "partly_frozen": ({}, {"frozen": True}),
+    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),
+}
+OPTIMIZERS = ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "fused_adam", "lamb"]
+
+
+def run(arguments: dict[str, Any], tmp_path: Path, world_size: int = 2, **more: Any) -> list[dict[str, Any]]:
+    return run_ranks(world_size, train, Run({"output_dir": str(tmp_path), **arguments}, **more), timeout=240)
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    return [row["loss"] for row in result["history"] if "loss" in row]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_trainer_trains_as_without_compression(name: str, tmp_path: Path) -> None:
+    arguments, more = VARIANTS[name]
+    arguments = {"optim": "adamw_torch", "adam_epsilon": 1e-5, **arguments}
+    plain = run(arguments, tmp_path, **more)[0]
+    int4 = run({**arguments, "optim_args": "grad_compression=int4"}, tmp_path, **more)[0]
+    assert int4["optimizer"] == "AdamW" and all(int4["alike"]) and len(int4["alike"]) == 8
+    assert losses(int4)[0] == losses(plain)[0]
+    assert losses(int4) != losses(plain)
+    assert losses(int4) == pytest.approx(losses(plain), abs=0.06)
+    logged = [row for row in int4["history"] if "loss" in row][-1]
+    assert 7.0 < logged["compressopt/compression_ratio"] < 7.8
+    assert logged["compressopt/bytes_sent"] > 7 * logged["compressopt/bytes_sent_step"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_takes_compressed_gradients(optimizer: str, tmp_path: Path) -> None:
+    arguments = {"optim": optimizer, "max_steps": 4, "optim_args": "grad_compression=int8"}
+    ranks = run(arguments, tmp_path, world_size=3)
+    for result in ranks:
+        assert all(result["alike"])
+        assert result["history"][-2]["compressopt/compression_ratio"] > 3.5
+
+
+def test_the_environment_asks_for_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run_ranks(2, train_with_variable, str(tmp_path), timeout=240)[0]
+    assert result["history"][-2]["compressopt/compression_ratio"] > 7
+
+
+def train_with_variable(rank: int, world_size: int, directory: str) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPRESSOPT_GRAD_COMPRESSION", "int4")
+        return train(rank, world_size, Run({"output_dir": directory, "optim": "adamw_torch", "max_steps": 2}))
+
+
+def test_an_overflow_is_skipped_by_all_and_changes_no_error(tmp_path: Path) -> None:
+    arguments = {"optim": "adamw_torch", "optim_args": "grad_compression=int4", "max_grad_norm": 0.0}
+    ranks = run(arguments, tmp_path, scaler=True, overflow=(1, 3))
+    assert all(all(result["alike"]) for result in ranks)
+    norms = [row["norm"] for row in ranks[0]["rows"]]
+    assert norms[3] == norms[2] and norms[4] != norms[3]  # the step with the overflow changes no parameter
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"optim": "onebit_adam", "optim_args": "grad_compression=int4"}, "onebit_adam sends gradients in a way of"),
+        ({"optim": "zero2_adamw", "optim_args": "grad_compression=int4"}, "ZeRO sends gradients in a way of its own"),
+        ({"optim": "adamw_torch", "optim_args": "grad_compression=int2"}, "must be one of"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    errors = run_ranks_expecting_error(2, train, Run({"output_dir": str(tmp_path), **arguments}), timeout=120)
+    assert all(message in error for error in errors.values())
+
+
+# -- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+def loop(rank: int, world_size: int, optimizer: str, accumulate: int) -> dict[str, Any]:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(10, 133), nn.ReLU(), nn.Linear(133, 7))
+    accelerator = CompressOptAccelerator(
+        cpu=True,
+        gradient_accumulation_steps=accumulate,
+        compressopt_plugin=CompressOptPlugin(grad_compression="int4"),
+    )
+    stepper: Any = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
+    model, stepper = accelerator.prepare(model, stepper)
+    alike, logged = [], []
+    for step in range(6 * accumulate):
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(
+                model(torch.randn(16, 10, generator=generator)), torch.randn(16, 7, generator=generator)
+            )
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            stepper.step()
+            stepper.zero_grad()
+        alike.append(same_on_all_ranks(model.parameters()))
+        logged.append(loss.item())
+    (state,) = accelerator._compressopt.models.compressions()
+    return {"class": type(stepper.optimizer).__name__, "alike": alike, "metrics": state.metrics()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_accelerate_compresses_for_any_optimizer(optimizer: str, accumulate: int) -> None:
+    for result in run_ranks(2, loop, optimizer, accumulate, timeout=120):
+        assert result["class"] == optimizer and all(result["alike"])
+        assert result["metrics"]["compression_ratio"] > 7
+        assert result["metrics"]["bytes_sent"] == 6 * result["metrics"]["bytes_sent_step"]
+
+
+def test_the_plugin_refuses_two_ways_of_sending() -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    assert CompressOptPlugin(grad_compression="int4").optimizer == "none"
+    with pytest.raises(ValueError, match="onebit_lamb sends gradients in a way of its own"):
+        CompressOptPlugin(optimizer="onebit_lamb", grad_compression="int4")
+    with pytest.raises(ValueError, match="ZeRO sends gradients"):
+        CompressOptPlugin(zero_stage=2, grad_compression="int8")
+    with pytest.raises(ValueError, match="grad_compression must be one of"):
+        CompressOptPlugin(grad_compression="4bit")
