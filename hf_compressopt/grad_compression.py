@@ -129,9 +129,11 @@ class GradientCompression:
         worker_error: [numel] float32, what this rank's messages have missed so far, in the unit of an unscaled
             gradient; [0] with one rank.
         server_error: [elements whose server this rank is] float32, likewise for the averages that it has sent.
+        errors: For each bucket of the layout its worker error and its server error, views of the two above.
         communicator: The ranks.
         traffic: Bytes that were sent.
-        skipped_steps: Steps whose gradients were not finite.
+        steps: Steps whose gradients were exchanged.
+        skipped_steps: Those of them whose gradients were not finite.
     """
 
     def __init__(
@@ -173,7 +175,8 @@ class GradientCompression:
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device, got {sorted(map(str, devices))}")
         device = next(iter(devices), torch.device("cpu"))
-        self.bits, self.traffic, self.skipped_steps = FORMATS[compression], Traffic(), 0
+        self.bits, self.traffic = FORMATS[compression], Traffic()
+        self.steps = self.skipped_steps = 0
         self.communicator = make_communicator(
             communicator, process_group, device=device, traffic=self.traffic, cuda_aware=False
         )
@@ -191,7 +194,7 @@ class GradientCompression:
         self.server_error = torch.zeros(sum(owned), dtype=torch.float32, device=device)
         worker = [self.worker_error[bucket.start : bucket.stop] for bucket in self.layout.buckets]
         server = torch.split(self.server_error, owned)
-        self._errors = list(zip(worker, server, strict=True))
+        self.errors = list(zip(worker, server, strict=True))
 
     def _check_ranks(self) -> None:
         """Check once that all ranks have the same parameters and options.
@@ -206,6 +209,11 @@ class GradientCompression:
                 [self.bits, self.layout.bucket_numel, zlib.crc32(repr(sizes).encode())],
             )
             self._checked = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """All parameters as one param group, as a checkpoint expects it."""
+        return [{"params": self.params}]
 
     def metrics(self) -> dict[str, float]:
         """Numbers of the last step and of the run so far, of this rank.
@@ -241,6 +249,7 @@ class GradientCompression:
             "bucket_numel": self.layout.bucket_numel,
             "world_size": self.communicator.world_size,
             "rank": self.communicator.rank,
+            "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "worker_error": self.worker_error,
             "server_error": self.server_error,
@@ -267,7 +276,7 @@ class GradientCompression:
                 )
         for key in ("worker_error", "server_error"):
             mine[key].copy_(state_dict[key])
-        self.skipped_steps = state_dict["skipped_steps"]
+        self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -329,7 +338,7 @@ class GradientCompression:
         return GradientRound(
             self.params,
             self.layout,
-            self._errors,
+            self.errors,
             self.communicator,
             form=IntegerFormat(self.bits),
             loss_scale=scale,
@@ -337,6 +346,7 @@ class GradientCompression:
 
     def _finish(self, current: GradientRound) -> None:
         self.skipped_steps += not current.finish()
+        self.steps += 1
         self.traffic.end_step()
 
 

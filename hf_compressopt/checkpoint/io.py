@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
 from hf_compressopt.checkpoint.checkpointable import Checkpointable
+from hf_compressopt.checkpoint.compression_state import CompressionState
 from hf_compressopt.checkpoint.flat_state import FlatState
 from hf_compressopt.checkpoint.loading import load
 from hf_compressopt.checkpoint.plain_state import PlainState
@@ -24,6 +26,7 @@ from hf_compressopt.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
 from hf_compressopt.checkpoint.zero_state import PartitionedState
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import INDEX_NAME, check_prefix
+from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -36,7 +39,7 @@ def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_P
 
 
 def save_state(
-    optimizer: torch.optim.Optimizer | PlainState,
+    optimizer: torch.optim.Optimizer | PlainState | GradientCompression,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -121,7 +124,7 @@ _BACKGROUNDS: WeakKeyDictionary[torch.optim.Optimizer, _Background] = WeakKeyDic
 
 
 def _begin(
-    optimizer: torch.optim.Optimizer | PlainState,
+    optimizer: torch.optim.Optimizer | PlainState | GradientCompression,
     directory: str | os.PathLike[str],
     names: Sequence[str] | None,
     prefix: str,
@@ -136,7 +139,7 @@ def _begin(
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | GradientCompression,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -175,24 +178,26 @@ def load_state(
 def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, ``optimizer.load_state_dict()`` does nothing: what a host hands it is a stub of what was loaded."""
     inner = _innermost(optimizer)
-    inner.load_state_dict = lambda state_dict: None  # type: ignore[method-assign]
+    inner.load_state_dict = lambda state_dict: None
     try:
         yield
     finally:
         del inner.load_state_dict
 
 
-def checkpointable(optimizer: torch.optim.Optimizer | PlainState) -> Checkpointable:
+def checkpointable(optimizer: torch.optim.Optimizer | PlainState | GradientCompression) -> Checkpointable:
     """An optimizer as a checkpoint sees it."""
     if isinstance(optimizer, PlainState):
         return optimizer
-    optimizer = _innermost(optimizer)
-    if isinstance(optimizer, FlatOptimizer):
-        return FlatState(optimizer)
-    return PartitionedState(optimizer) if isinstance(optimizer, ZeroOptimizer) else PlainState(optimizer)
+    if isinstance(optimizer, GradientCompression):
+        return CompressionState(optimizer)
+    inner = _innermost(optimizer)
+    if isinstance(inner, FlatOptimizer):
+        return FlatState(inner)
+    return PartitionedState(inner) if isinstance(inner, ZeroOptimizer) else PlainState(inner)
 
 
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _innermost(optimizer: Any) -> Any:
     """The optimizer within wrappers such as Accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner

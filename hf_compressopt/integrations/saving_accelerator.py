@@ -23,7 +23,7 @@ from hf_compressopt.integrations.capabilities import (
 )
 from hf_compressopt.integrations.ddp_models import DDPModels
 from hf_compressopt.integrations.plugin import CompressOptPlugin
-from hf_compressopt.integrations.shards import load_shards, save_shards
+from hf_compressopt.integrations.shards import load_compressions, load_shards, save_compressions, save_shards
 
 
 @dataclass
@@ -111,7 +111,9 @@ class SavingAccelerator(Accelerator):  # type: ignore[misc]
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
         background = self._compressopt.plugin is not None and self._compressopt.plugin.async_save
         save_shards([innermost(o) for o in self._optimizers], models, directory, background=background)
+        save_compressions(self._compressopt.models.compressions(), directory)
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
         optimizers = [innermost(optimizer) for optimizer in self._optimizers]
         load_shards(optimizers, models, directory, self.device, self._compressopt.loading)
+        load_compressions(self._compressopt.models.compressions(), directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -20,9 +21,12 @@ from hf_compressopt.checkpoint.io import (
 )
 from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
 from hf_compressopt.integrations.ddp_models import without_compile
 from hf_compressopt.integrations.log import prefix_of
+
+logger = logging.getLogger(__name__)
 
 
 def save_shards(
@@ -67,6 +71,30 @@ def load_shards(
         loading.enter_context(state_is_loaded(optimizer))
         if follows_plan(optimizer):
             loading.callback(optimizer.own_parameters_restorer())  # the host loads one model into all ranks next
+
+
+def save_compressions(compressions: Sequence[GradientCompression], directory: str) -> None:
+    """Save the errors of compressed gradients. All ranks call."""
+    for number, state in enumerate(compressions):
+        save_state(state, directory, prefix=_errors_prefix(number))
+
+
+def load_compressions(compressions: Sequence[GradientCompression], directory: str) -> None:
+    """Load the errors that :func:`save_compressions` saved; without them the errors start at zero. All ranks call."""
+    for number, state in enumerate(compressions):
+        prefix = _errors_prefix(number)
+        if any(state.communicator.all_gather_object(has_checkpoint(directory, prefix=prefix))):
+            load_state(state, directory, prefix=prefix)
+        elif state.communicator.rank == 0:
+            logger.warning(
+                "%s holds no errors of compressed gradients (was it saved without grad_compression?): they start at "
+                "zero, so that the run does not continue bit for bit",
+                directory,
+            )
+
+
+def _errors_prefix(number: int) -> str:
+    return f"{prefix_of(number)}_gradients"
 
 
 def _in_shards(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:

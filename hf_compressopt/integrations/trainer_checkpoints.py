@@ -25,7 +25,7 @@ from hf_compressopt.checkpoint.io import (
 from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
 from hf_compressopt.integrations.optim_args import read_optim_args
 from hf_compressopt.integrations.patching import wrap
-from hf_compressopt.integrations.shards import anyone, parameter_names
+from hf_compressopt.integrations.shards import anyone, load_compressions, parameter_names, save_compressions
 from hf_compressopt.integrations.unmodified import trainer_optimizer
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ def optim_name(args: Any) -> str:
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner: torch.optim.Optimizer = innermost(self.optimizer)
+    save_compressions(self.accelerator._compressopt.models.compressions(), output_dir)
     if not saves_shards(innermost(self.optimizer)):
         return original(self, output_dir)
     save = async_save_state if _saves_in_background(self) else save_state
@@ -70,6 +71,7 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
         return original(self, checkpoint)
     wait_for_saves()
+    load_compressions(self.accelerator._compressopt.models.compressions(), checkpoint)
     if not anyone(has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):

@@ -1,6 +1,7 @@
 """Low-bit gradients on real gloo ranks: equal to a simulation in bits, through DDP's hook and in plain loops."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import GradientCompression, compress_hook
+from hf_compressopt import GradientCompression, compress_hook, load_state, save_state
+from hf_compressopt.flat import chunk_range
 from tests.oracles.simulation_integers import Simulation
 from tests.support.harness import RankError, run_ranks
 
@@ -282,6 +284,50 @@ def resumed(rank: int, world_size: int) -> bool:
 
 def test_a_resumed_state_gives_the_same_bits() -> None:
     assert run_ranks(3, resumed) == [True] * 3
+
+
+def saved(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray]:
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    state = GradientCompression(params, bucket_cap_mb=cap())
+    for step in range(3):
+        for p, grad in zip(params, gradients(rank, step), strict=True):
+            p.grad = grad.clone()
+        state.average_gradients()
+    save_state(state, folder)
+    return state.worker_error.numpy(), whole_server_error(state)
+
+
+def whole_server_error(state: GradientCompression) -> np.ndarray:
+    """The server errors of all ranks, each at its place."""
+    whole, ranks = torch.zeros(state.layout.numel), state.communicator
+    for bucket, (_, error) in zip(state.layout.buckets, state.errors, strict=True):
+        start = bucket.start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0]
+        whole[start : start + error.numel()] = error
+    ranks.all_reduce(whole).wait()
+    return whole.numpy()
+
+
+def loaded(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray, int]:
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    state = GradientCompression(params, bucket_cap_mb=cap(170))  # other buckets than those of the save
+    load_state(state, folder)
+    return state.worker_error.numpy(), whole_server_error(state), state.steps
+
+
+@pytest.mark.invariant(22)
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1), (1, 2)])
+def test_errors_go_over_to_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    old = run_ranks(before, saved, str(tmp_path))
+    for worker, server, steps in run_ranks(after, loaded, str(tmp_path)):
+        assert steps == 3 * (before > 1)
+        if after == 1:
+            assert worker.size == 0
+        elif before == 1:
+            assert not worker.any() and not server.any()
+        else:
+            mean = np.mean([error.astype(np.float64) for error, _ in old], axis=0)
+            assert np.allclose(worker, mean, rtol=0, atol=1e-6)
+            assert np.array_equal(server, old[0][1])
 
 
 @pytest.mark.parametrize(

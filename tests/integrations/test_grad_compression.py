@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.trainer_runs import Run, same_on_all_ranks, train, use_accelerate
+from tests.support.trainer_runs import Run, equal_params, same_on_all_ranks, train, use_accelerate
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -73,6 +73,19 @@ def test_an_overflow_is_skipped_by_all_and_changes_no_error(tmp_path: Path) -> N
     assert all(all(result["alike"]) for result in ranks)
     norms = [row["norm"] for row in ranks[0]["rows"]]
     assert norms[3] == norms[2] and norms[4] != norms[3]  # the step with the overflow changes no parameter
+
+
+@pytest.mark.invariant(21)
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    arguments = {"optim": "adamw_torch", "optim_args": "grad_compression=int4", "save_strategy": "steps"}
+    whole = run({**arguments, "save_steps": 3, "gradient_accumulation_steps": 2}, tmp_path)
+    checkpoint = tmp_path / "checkpoint-3"
+    assert (checkpoint / "compressopt_gradients.index.json").is_file() and (checkpoint / "optimizer.pt").is_file()
+    again = run({**arguments, "save_steps": 99, "gradient_accumulation_steps": 2}, tmp_path, resume=str(checkpoint))
+    for mine, theirs in zip(again, whole, strict=True):
+        assert equal_params(mine["params"], theirs["params"])
+    three = run({**arguments, "save_steps": 99}, tmp_path, world_size=3, resume=str(checkpoint))
+    assert all(all(result["alike"]) for result in three)
 
 
 @pytest.mark.parametrize(
