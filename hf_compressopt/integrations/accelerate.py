@@ -50,12 +50,12 @@ class CompressOptAccelerator(SavingAccelerator):
 
     It leaves the gradients of a DDP model local when the optimizer's plan says so, clips them by a norm that all ranks
     know, keeps a GradScaler's decisions alike on all ranks, saves and loads the optimizer's state in shards, and adds
-    the optimizer's metrics to what is logged.
+    the optimizer's metrics to every log line.
 
     Args:
         *args: Accelerate's.
-        compressopt_plugin: Options; with None an Adam or AdamW stays what it is, and compressed optimizers are to be
-            given to ``prepare`` as such.
+        compressopt_plugin: Options. Without a plugin Adam and AdamW stay as they are; give compressed optimizers to
+            ``prepare`` instead.
         **kwargs: Accelerate's.
     """
 
@@ -303,7 +303,7 @@ def attach(
     Args:
         accelerator: The accelerator.
         plugin: Options; see :class:`CompressOptAccelerator`.
-        announce: True to write a line to the log that says what was attached.
+        announce: True to write a line to the log about each optimizer.
 
     Returns:
         The same object.

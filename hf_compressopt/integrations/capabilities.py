@@ -1,4 +1,4 @@
-"""What the hosts ask of an optimizer, by capability: an optimizer of another kind needs no line in the hosts.
+"""The capabilities that the hosts ask of an optimizer; an optimizer of another kind needs no line in the hosts.
 
 A capability is the presence of its members on the optimizer's class, so that asking calls no property.
 """

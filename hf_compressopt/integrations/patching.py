@@ -38,7 +38,7 @@ def wrap_static(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def add_member(enum: Any, value: str) -> None:
-    """Add a member to an enum of strings, since what reads the enum accepts its members only."""
+    """Add a member to an enum of strings, because argument parsers accept members only."""
     if value in enum._value2member_map_:
         return
     name = value.upper()

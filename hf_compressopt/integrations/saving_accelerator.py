@@ -1,4 +1,4 @@
-"""An Accelerator that saves and loads optimizers' states in shards: what CompressOptAccelerator adds to checkpoints."""
+"""An Accelerator that saves and loads optimizers' states in shards, the base of CompressOptAccelerator."""
 
 from __future__ import annotations
 

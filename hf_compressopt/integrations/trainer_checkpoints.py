@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def teach_checkpoints() -> None:
-    """Wrap what Trainer does with checkpoints and weights."""
+    """Wrap Trainer's methods for checkpoints and weights."""
     wrap(Trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
     wrap(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
     wrap(Trainer, "_save_checkpoint", _save_checkpoint)

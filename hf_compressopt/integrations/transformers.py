@@ -1,4 +1,4 @@
-"""Trainer: ``--optim onebit_adam`` and its relatives, and what follows from them."""
+"""Trainer's plug-in: ``--optim onebit_adam`` and the other names, and the methods that they change."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
             _announce(inner, chosen, state.max_steps)
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Leave the same parameters on all ranks: what follows may run on one of them only."""
+        """Leave the same parameters on all ranks: later code may run on one rank only."""
         wait_for_saves()
         inner = innermost(optimizer)
         if follows_plan(inner):
             inner.settle_parameters()
 
 
-# -- what is wrapped: each takes Trainer's own method first -----------------------------------------------------------
+# -- wrappers: each takes Trainer's own method first -----------------------------------------------------------
 
 
 def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Moving from DeepSpeed: what a configuration for it becomes here.
+"""Translate a DeepSpeed configuration into Trainer's flags and Accelerate's call.
 
 Facts on DeepSpeed are those of 0.19.6, the last release with the 1-bit optimizers.
 """
@@ -21,12 +21,12 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
     """Translate a DeepSpeed configuration.
 
     Args:
-        config: As DeepSpeed takes it, or as Transformers does, with "auto" values.
-        ranks: Number of ranks, by which a train_batch_size is divided.
-        same_arithmetic: Give the compressed optimizers the options with which they compute what DeepSpeed's did.
+        config: The configuration for DeepSpeed, or for Transformers, with "auto" values.
+        ranks: Number of ranks, to divide a train_batch_size by.
+        same_arithmetic: True to give the compressed optimizers the options that compute what DeepSpeed's did.
 
     Raises:
-        ValueError: For a section that is no object, or a value that its option cannot have.
+        ValueError: If a section is no object, or an option has an illegal value.
     """
     options = Options(config)
     optimizer.optimizer(options, same_arithmetic=same_arithmetic)
@@ -50,7 +50,7 @@ def _check_ranges(cls: Callable[..., torch.optim.Optimizer], values: dict[str, A
     """Have the optimizer itself check its options.
 
     Raises:
-        ValueError: For one outside its range.
+        ValueError: If an option is outside its range.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks
         transport = ("communicator", "cuda_aware")

@@ -23,7 +23,7 @@ _ZERO = "zero_optimization."
 
 
 def optimizer(options: Options, *, same_arithmetic: bool) -> None:
-    """The section ``optimizer``; after it ``translation.optim`` is known, ZeRO apart."""
+    """Translate the section ``optimizer``. Sets ``translation.optim``, which :func:`zero` may change."""
     kind = options.take("optimizer.type")
     if kind is None:
         return
@@ -57,9 +57,9 @@ def _clipping(options: Options, same_arithmetic: bool) -> None:
     if norm is None:
         return
     if options.rest.get("gradient_clipping") or same_arithmetic or not norm:
-        remark = "had no effect in DeepSpeed; gradient_clipping is what clips"
+        remark = "had no effect in DeepSpeed; gradient_clipping clips there"
         return options.say(option, norm, SAME, "", remark)
-    remark = "had no effect in DeepSpeed, and has it here: leave it out to train as before"
+    remark = "had no effect in DeepSpeed, but clips here: leave it out to train as before"
     options.flag(option, norm, "--max_grad_norm", remark=remark)
 
 
@@ -67,14 +67,14 @@ def _communicator(options: Options, name: str) -> None:
     backend_option, aware_option = f"{_PARAMS}comm_backend_name", f"{_PARAMS}cuda_aware"
     backend, aware = options.take(backend_option), options.take(aware_option)
     if backend is not None and name in ALGORITHMS:
-        needs = "; it takes pip install 'hf-compressopt[mpi]' and mpirun" if backend == "mpi" else ""
+        needs = "; it needs pip install 'hf-compressopt[mpi]' and mpirun" if backend == "mpi" else ""
         options.optim_arg(backend_option, backend, "communicator", f"or leave it out: auto{needs}")
     elif backend is not None:
         options.say(backend_option, backend, LOST, "", f"{name} sends nothing by itself")
     if aware is not None and backend == "mpi" and name in ALGORITHMS:
         options.optim_arg(aware_option, aware, "cuda_aware")
     elif aware is not None:
-        options.say(aware_option, aware, SAME, "", "it makes a difference with comm_backend_name=mpi alone")
+        options.say(aware_option, aware, SAME, "", "it matters only with comm_backend_name=mpi")
 
 
 def _own_options(options: Options, name: str, forced: dict[str, Any]) -> None:
@@ -86,10 +86,10 @@ def _own_options(options: Options, name: str, forced: dict[str, Any]) -> None:
             kind, remark = (LOST, "refused, as in DeepSpeed") if value else (SAME, "off")
             options.say(option, value, kind, "", remark)
         elif key in ("exp_avg_mask", "non_freeze"):
-            remark = "it belongs to a param group, which the script makes"
+            remark = "it belongs to a param group: set it in the script"
             options.say(option, value, DIFFERS, f"param group key {key}", remark)
         elif key == "adam_w_mode" and name != "fused_adam":
-            kind, remark = (SAME, "decay is decoupled") if value else (LOST, "L2 regularization is not had")
+            kind, remark = (SAME, "decay is decoupled") if value else (LOST, "L2 regularization is not supported")
             options.say(option, value, kind, "", remark)
         elif key not in legal:
             options.say(option, value, LOST, "", f"{name} has no such option")
@@ -97,24 +97,24 @@ def _own_options(options: Options, name: str, forced: dict[str, Any]) -> None:
             options.say(option, value, SAME, "", f"had no effect in DeepSpeed: {key}={as_text(forced[key])}")
         else:
             late = key in tables.IGNORED_THERE and name in ALGORITHMS
-            options.optim_arg(option, value, key, "had no effect in DeepSpeed, and has it here" if late else "")
+            options.optim_arg(option, value, key, "had no effect in DeepSpeed, but has one here" if late else "")
     for key, value in tables.DEFAULTS.get(name, {}).items():
         if _PARAMS + key not in dict(given):
-            remark = "DeepSpeed's default; left out, Trainer fits it to the length of the run"
+            remark = "DeepSpeed's default; leave it out to fit it to the length of the run"
             options.optim_arg(_PARAMS + key, value, key, remark, given=False)
     for key, value in forced.items():
         options.optim_arg(_PARAMS + key, value, key, "what DeepSpeed computed", given=False)
     if name in ALGORITHMS and not forced:
         remark = (
-            "DeepSpeed had one scale for a whole message, and neither variance floor nor bias correction; the defaults "
-            "here lose less. Its arithmetic is scale_block=none,variance_floor=0,bias_correction=false "
+            "DeepSpeed had one scale for a whole message, no variance floor and no bias correction; the defaults here "
+            "reach a lower loss. Its arithmetic is scale_block=none,variance_floor=0,bias_correction=false "
             "(--same-arithmetic)"
         )
         options.say(f"{_PARAMS}scale_block", None, DIFFERS, "--optim_args scale_block=4096", remark, given=False)
 
 
 def zero(options: Options) -> None:
-    """The section ``zero_optimization``, and what else of a configuration has a meaning under ZeRO."""
+    """Translate the section ``zero_optimization``, and the options of other sections that belong to ZeRO here."""
     stage, name = options.take(f"{_ZERO}stage"), options.translation.optim
     if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
         raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
@@ -122,10 +122,10 @@ def zero(options: Options) -> None:
     if partitioned:
         _partition(options, name, stage)
     elif stage == 3:
-        remark = "parameters are not partitioned here: FSDP does that, and stage 2 keeps them whole"
+        remark = "parameters are not partitioned here: use FSDP for that, or stage 2, which keeps parameters whole"
         options.say(f"{_ZERO}stage", stage, LOST, "", remark)
     elif stage:
-        remark = f"{name} cannot be partitioned, as in DeepSpeed: take it without ZeRO, or zero{stage}_adamw"
+        remark = f"{name} cannot be partitioned, as in DeepSpeed: use it without ZeRO, or zero{stage}_adamw"
         options.say(f"{_ZERO}stage", stage, LOST, "", remark)
     elif stage is not None:
         options.say(f"{_ZERO}stage", stage, SAME, "", "off")
@@ -133,9 +133,9 @@ def zero(options: Options) -> None:
         if partitioned:
             _zero_option(options, option, value)
         elif stage:
-            options.say(option, value, LOST, "", "there is no ZeRO without its stage")
+            options.say(option, value, LOST, "", "no ZeRO without a stage")
         else:
-            options.say(option, value, SAME, "", "without effect in stage 0")
+            options.say(option, value, SAME, "", "no effect in stage 0")
     if partitioned:
         _scaling(options)
 
@@ -174,7 +174,7 @@ def _zero_option(options: Options, option: str, value: Any) -> None:
 
 
 def _scaling(options: Options) -> None:
-    """What is the engine's in DeepSpeed, and ZeroOptimizer's here."""
+    """Translate options of DeepSpeed's engine that ZeroOptimizer has here."""
     names = {
         "communication_data_type": "communication_data_type",
         "data_types.grad_accum_dtype": "gradient_accumulation_dtype",
@@ -187,7 +187,9 @@ def _scaling(options: Options) -> None:
         options.translation.optim_args["postscale_gradients"] = True
         options.optim_arg("gradient_predivide_factor", factor, "gradient_predivide_factor", "with postscale_gradients")
     elif factor is not None:
-        options.say("gradient_predivide_factor", factor, SAME, "", "all of the division comes first")
+        options.say(
+            "gradient_predivide_factor", factor, SAME, "", "gradients are divided by the number of ranks before the sum"
+        )
     if first is not None:
         kind = SAME if first else DIFFERS
-        options.say("prescale_gradients", first, kind, "", "gradients are divided before they are summed")
+        options.say("prescale_gradients", first, kind, "", "gradients are divided before the sum")

@@ -23,7 +23,7 @@ _PLUGIN_FIELDS = ("freeze_step", "scale_block", "variance_floor", "bucket_cap_mb
 
 
 def render(translation: Translation) -> str:
-    """For people: the flags, the code, and what there is to know."""
+    """Render a translation as text: the flags, the code, and a remark on every option."""
     words, pairs = translation.arguments(), list[str]()
     for word in words:
         if word.startswith("--"):
@@ -43,7 +43,7 @@ def render(translation: Translation) -> str:
 
 
 def as_json(translation: Translation) -> dict[str, Any]:
-    """For programs: the flags as words, the code, every option, and those that are lost."""
+    """A translation for programs: the flags as words, the code, every option, and those without a counterpart."""
     return {
         "trainer": translation.arguments(),
         "accelerate": accelerate_code(translation),
@@ -53,7 +53,7 @@ def as_json(translation: Translation) -> dict[str, Any]:
 
 
 def accelerate_code(translation: Translation) -> str:
-    """Code for a loop of one's own; ``model`` is the script's."""
+    """Code for a training loop with Accelerate; the script has a ``model``."""
     name, flags, imports = translation.optim, translation.flags, ["CompressOptAccelerator"]
     accelerate = _call(translation.accelerate)
     if translation.scaler:
@@ -76,7 +76,7 @@ def accelerate_code(translation: Translation) -> str:
 
 
 def _plugin(translation: Translation) -> dict[str, Any]:
-    """The plugin's fields, where they can say all of it; else nothing."""
+    """The plugin's fields, or nothing if the plugin has no field for an option."""
     name, stage = translation.optim, ZERO_NAMES.get(translation.optim)
     fields: dict[str, Any] = {"zero_stage": stage} if stage else {"optimizer": name}
     for option, value in translation.optim_args.items():
@@ -90,7 +90,7 @@ def _plugin(translation: Translation) -> dict[str, Any]:
 
 
 def _optimizer(translation: Translation, imports: list[str]) -> str:
-    """The expression that makes the optimizer."""
+    """The expression that creates the optimizer, for :func:`accelerate_code`."""
     name, options = translation.optim, dict(translation.optim_args)
     if name in OPTIMIZERS:
         cls = OPTIMIZERS[name].__name__
@@ -109,7 +109,7 @@ def _optimizer(translation: Translation, imports: list[str]) -> str:
 
 
 def adam_options(translation: Translation) -> dict[str, Any]:
-    """Options that Trainer has flags for, as every Adam takes them."""
+    """Options that Trainer has flags for, by the names that every Adam has."""
     found = {}
     for name, flags in tables.FLAGS.items():
         values = [translation.flags[flag] for flag in flags if flag in translation.flags]

@@ -1,4 +1,4 @@
-"""The sections of precision, batches, clipping, the learning rate, and everything else."""
+"""Translate the sections of precision, batches, clipping and the learning rate, and all other options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "wa
 
 
 def precision(options: Options) -> None:
-    """``fp16`` and ``bf16``."""
+    """Translate the sections ``fp16`` and ``bf16``."""
     for name in ("fp16", "bf16"):
         enabled = options.take(f"{name}.enabled")
         if enabled == AUTO:
@@ -32,13 +32,13 @@ def precision(options: Options) -> None:
         elif enabled:
             options.translation.flags[f"--{name}"] = True
             options.translation.accelerate["mixed_precision"] = name
-            remark = "by autocast over float32 parameters, where DeepSpeed had a 16-bit model and float32 copies"
+            remark = "autocast over float32 parameters; DeepSpeed had a 16-bit model and float32 copies"
             options.say(f"{name}.enabled", enabled, DIFFERS, f"--{name}", remark)
         elif enabled is not None:
             options.say(f"{name}.enabled", enabled, SAME, "", "off")
         for option, value in options.take_section(name):
             if not enabled:
-                options.say(option, value, SAME, "", f"without effect: {name} is off")
+                options.say(option, value, SAME, "", f"no effect: {name} is off")
             elif name == "fp16":
                 _loss_scale(options, option, value)
             else:
@@ -46,9 +46,9 @@ def precision(options: Options) -> None:
 
 
 def _loss_scale(options: Options, option: str, value: Any) -> None:
-    """Accelerate's GradScalerKwargs have most of it; Trainer has no flags for them."""
+    """Translate an option of the loss scale into Accelerate's GradScalerKwargs. Trainer has no flags for them."""
     key, scaler = option.removeprefix("fp16."), options.translation.scaler
-    remark = "in Accelerate alone: Trainer has no flag for it"
+    remark = "only in Accelerate: Trainer has no flag for it"
     if key == "loss_scale" and not value:
         options.say(option, value, SAME, "", "the scale is dynamic")
     elif key == "loss_scale":
@@ -61,7 +61,7 @@ def _loss_scale(options: Options, option: str, value: Any) -> None:
         options.say(option, value, LOST, f"GradScalerKwargs(init_scale={2.0**value})", remark)
     elif key == "loss_scale_window" and value != tables.GROWTH_INTERVAL:
         scaler.setdefault("growth_interval", number(option, value))
-        remark += f", and its scaler waits for {tables.GROWTH_INTERVAL} steps"
+        remark += f", and uses {tables.GROWTH_INTERVAL} steps"
         options.say(option, value, LOST, f"GradScalerKwargs(growth_interval={value})", remark)
     elif key == "hysteresis" and value != 1:
         options.say(option, value, LOST, "", "the scale is halved at every overflow")
@@ -74,7 +74,7 @@ def _loss_scale(options: Options, option: str, value: Any) -> None:
 
 
 def batches(options: Options, ranks: int | None) -> None:
-    """The three sizes, of which DeepSpeed finds one by the number of ranks."""
+    """Translate the three batch sizes. The third one follows from two of them and the number of ranks."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, sizes = options.take("train_batch_size"), {name: options.take(name) for name in names}
     given = {name for name, value in sizes.items() if value is not None}
@@ -103,24 +103,24 @@ def batches(options: Options, ranks: int | None) -> None:
 
 
 def clipping(options: Options) -> None:
-    """``gradient_clipping``, off by default in DeepSpeed and 1.0 in Trainer."""
+    """Translate ``gradient_clipping``, which is off by default in DeepSpeed and 1.0 in Trainer."""
     given = "gradient_clipping" in options.rest
     if not given and "--max_grad_norm" in options.translation.flags:
         return
     value, remark = options.take("gradient_clipping", 0.0), "" if given else "DeepSpeed's default; Trainer's is 1.0"
     if value and options.translation.optim in ALGORITHMS:
-        remark = "in the compressed stage by the root of the mean of the ranks' squared norms"
+        remark = "in the compressed stage, by the root of the mean of the ranks' squared norms"
     options.flag("gradient_clipping", value, "--max_grad_norm", remark=remark, given=given)
 
 
 def scheduler(options: Options) -> None:
-    """The section ``scheduler``, where Trainer has such a schedule."""
+    """Translate the section ``scheduler``, if Trainer has such a schedule."""
     kind = options.take("scheduler.type")
     if kind is None:
         return
     name = _SCHEDULES.get(str(kind).lower())
     if name is None:
-        remark = "Trainer has no flag for it: hand a scheduler of torch's to Trainer(optimizers=(optimizer, scheduler))"
+        remark = "Trainer has no flag for it: give a torch scheduler to Trainer(optimizers=(optimizer, scheduler))"
         options.say("scheduler.type", kind, LOST, "", remark)
         for option, value in options.take_section("scheduler"):
             options.say(option, value, LOST, "", f"an option of {kind}")
@@ -149,7 +149,7 @@ def scheduler(options: Options) -> None:
 
 
 def _rise(options: Options, cosine: bool) -> None:
-    """How the learning rate rises, and what else is left of the section."""
+    """Translate the shape of the warmup, and the rest of the section."""
     option = f"{_SCHEDULER}warmup_type"
     given = option in options.rest
     value = options.take(option, "log")
@@ -164,7 +164,7 @@ def _rise(options: Options, cosine: bool) -> None:
 
 
 def rest(options: Options) -> None:
-    """Loggers, the loader, and all that nobody has asked for."""
+    """Translate loggers and the data loader, and account for every option that is left."""
     for name in ("tensorboard", "wandb"):
         enabled = options.take(f"{name}.enabled")
         if enabled:
@@ -175,7 +175,7 @@ def rest(options: Options) -> None:
         elif enabled is not None:
             options.say(f"{name}.enabled", enabled, SAME, "", "off")
     value = options.take("steps_per_print")
-    if value == math.inf:  # Accelerate's way to say never
+    if value == math.inf:  # never, as Accelerate writes it
         options.translation.flags["--logging_strategy"] = "no"
         options.say("steps_per_print", value, BECOMES, "--logging_strategy no")
     elif value is not None:

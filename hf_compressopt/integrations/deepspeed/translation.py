@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration in the terms of this package."""
+"""The records of a translation: a DeepSpeed configuration in the terms of this package."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 AUTO = "auto"
 _DEEPEST = 8  # levels of a configuration; DeepSpeed's own have four
-#: What a row says of its option.
+#: The kinds of rows.
 BECOMES, SAME, DIFFERS, LOST = "becomes", "same", "differs", "lost"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one option becomes.
+    """The translation of one option.
 
     Attributes:
         option: Its path in the configuration, with dots.
-        value: Its value; DeepSpeed's default where ``given`` is False.
+        value: Its value; DeepSpeed's default if ``given`` is False.
         kind: "becomes" (a flag or option here), "same" (nothing to do), "differs" (something else, see the remark), or
-            "lost" (nothing here does it).
+            "lost" (no counterpart).
         here: The flag or option.
-        remark: Why, or what is different.
-        given: Whether the configuration says it.
+        remark: The reason, or the difference.
+        given: True if the configuration has the option.
     """
 
     option: str
@@ -40,12 +40,12 @@ class Translation:
     """A configuration in the terms of this package.
 
     Attributes:
-        optim: Trainer's ``--optim``; "" where the configuration names no optimizer.
+        optim: Trainer's ``--optim``; "" if the configuration names no optimizer.
         optim_args: Options in Trainer's ``--optim_args``, by name.
         flags: Trainer's other flags, by name; True for one without a value.
         accelerate: Arguments of ``Accelerator``, by name.
         scaler: Arguments of Accelerate's GradScalerKwargs, by name.
-        rows: What every option became.
+        rows: The translation of every option.
     """
 
     optim: str = ""
@@ -57,12 +57,12 @@ class Translation:
 
     @property
     def lost(self) -> list[Row]:
-        """Options that nothing here does."""
+        """Options without a counterpart."""
         return [row for row in self.rows if row.kind == LOST]
 
     @property
     def optim_args_text(self) -> str:
-        """As ``--optim_args`` takes it."""
+        """The options as ``--optim_args`` takes them."""
         return ",".join(f"{name}={as_text(value)}" for name, value in self.optim_args.items())
 
     def arguments(self) -> list[str]:
@@ -100,26 +100,26 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """A value as a command line has it."""
+    """A value as a command line writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
 
 
 class Options:
-    """A configuration that is read option by option, and what was said of each.
+    """A configuration that is read option by option, and the translation so far.
 
     Attributes:
-        rest: Options that nobody has taken yet, by their paths.
+        rest: Options that are not read yet, by their paths.
         off: Sections that are switched off.
-        translation: What has become of the others.
+        translation: The translation of the options read so far.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Take a configuration apart.
+        """Split a configuration into options with paths.
 
         Raises:
-            ValueError: If a section that holds options is none.
+            ValueError: If a section of options is no object.
         """
         for section in ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16"):
             if not isinstance(config.get(section, {}), dict):
@@ -139,25 +139,25 @@ class Options:
                 self.rest[prefix + name] = value
 
     def take(self, option: str, default: Any = None) -> Any:
-        """Its value, which nobody else will see."""
+        """Remove an option and return its value."""
         return self.rest.pop(option, default)
 
     def take_section(self, section: str) -> list[tuple[str, Any]]:
-        """What is left of a section: paths and values."""
+        """Remove the rest of a section and return its paths and values."""
         names = [name for name in self.rest if name == section or name.startswith(f"{section}.")]
         return [(name, self.rest.pop(name)) for name in names]
 
     def take_all(self) -> list[tuple[str, Any]]:
-        """What is left of the whole configuration."""
+        """Remove the rest of the configuration and return its paths and values."""
         left, self.rest = self.rest, {}
         return list(left.items())
 
     def say(self, option: str, value: Any, kind: str, here: str = "", remark: str = "", given: bool = True) -> None:
-        """Note what became of an option: see :class:`Row`."""
+        """Record the translation of an option: see :class:`Row`."""
         self.translation.rows.append(Row(option, value, kind, here, remark, given))
 
     def flag(self, option: str, value: Any, *flags: str, remark: str = "", given: bool = True) -> None:
-        """Make an option one of Trainer's flags, or several.
+        """Translate an option into one of Trainer's flags, or several.
 
         Raises:
             ValueError: If its value is no number, or not as many as there are flags.
@@ -173,9 +173,9 @@ class Options:
         self.say(option, value, BECOMES, here, remark, given)
 
     def optim_arg(self, option: str, value: Any, name: str, remark: str = "", given: bool = True) -> None:
-        """Make it one of the optimizer's options."""
+        """Translate an option into one of the optimizer's options."""
         if value == AUTO:
-            return self.say(option, value, SAME, "", "left out: the default here is taken")
+            return self.say(option, value, SAME, "", "left out: the default here is used")
         self.translation.optim_args[name] = value
         self.say(option, value, BECOMES, f"--optim_args {name}={as_text(value)}", remark, given)
 
