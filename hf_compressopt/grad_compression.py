@@ -15,8 +15,7 @@ gets gradients that are not finite, and the errors are as before the step.
 
 import math
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,91 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import (
-    Exchanged,
-    Pipeline,
-    Task,
-    integer_all_reduce,
-    server_numel,
-)
+from hf_compressopt.collectives.exchange import server_numel
+from hf_compressopt.collectives.gradient_round import GradientRound
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.flat import Bucket, FlatLayout, bucket_numel_of
-from hf_compressopt.kernels import Combination, Segment
-from hf_compressopt.kernels.integers import IntegerFormat, any_nan
+from hf_compressopt.flat import FlatLayout, bucket_numel_of
+from hf_compressopt.kernels.integers import IntegerFormat
 
 FORMATS = {"int4": 4, "int8": 8}
-
-
-class GradientRound:
-    """The exchange of the gradients of one step.
-
-    Buckets leave in the order of the layout, each as soon as all its gradients are there.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        layout: FlatLayout,
-        errors: Sequence[tuple[Tensor, Tensor]],
-        communicator: Communicator,
-        *,
-        form: IntegerFormat,
-        loss_scale: float,
-    ) -> None:
-        """Start with no gradient.
-
-        Args:
-            params: The parameters, in the order of the layout.
-            layout: Their place in the flat buffer.
-            errors: For each bucket of the layout, the worker error and the server error.
-            communicator: The ranks.
-            form: The form of the messages.
-            loss_scale: Factor that the gradients carry; errors do not.
-        """
-        self._index = {param: index for index, param in enumerate(params)}
-        self._communicator, self._form, self._loss_scale = communicator, form, loss_scale
-        self._to_leave = deque(zip(layout.buckets, errors, strict=True))
-        self._grads: dict[int, Tensor | None] = {}
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._pipeline = Pipeline()
-        self._exchanged: list[tuple[Exchanged, list[Segment]]] = []
-
-    def add(self, param: Tensor, grad: Tensor | None) -> None:
-        """Hand over the gradient of a parameter; it is overwritten by :meth:`finish`."""
-        if grad is not None and not grad.is_contiguous():
-            original, grad = grad, grad.contiguous()
-            self._copies.append((original, grad))
-        self._grads[self._index[param]] = grad
-        while self._to_leave and all(piece.index in self._grads for piece in self._to_leave[0][0].pieces):
-            self._pipeline.add(self._exchange(*self._to_leave.popleft()))
-
-    def finish(self) -> bool:
-        """Exchange what has not left yet, and write the averages into the gradients.
-
-        Returns:
-            Whether all of them are finite. If not, the errors stay as before the round.
-        """
-        for param, index in self._index.items():
-            if index not in self._grads:
-                self.add(param, None)
-        self._pipeline.drain()
-        found = [any_nan(exchanged.average) for exchanged, _ in self._exchanged]
-        finite = not (found and bool(torch.stack(found).any()))
-        for exchanged, outputs in self._exchanged:
-            if finite:
-                exchanged.commit(outputs, self._loss_scale)
-            else:
-                exchanged.discard(outputs, self._loss_scale)
-        for original, copy in self._copies:
-            original.copy_(copy)
-        return finite
-
-    def _exchange(self, bucket: Bucket, errors: tuple[Tensor, Tensor]) -> Task[None]:
-        segments = [Segment(self._grads[p.index], p.start, p.numel, p.index) for p in bucket.pieces]
-        z = Combination(bucket.numel, self._communicator.device, grads=segments, beta=1.0 / self._loss_scale)
-        exchanged = yield from integer_all_reduce(z, *errors, self._form, self._communicator)
-        self._exchanged.append((exchanged, segments))
 
 
 class GradientCompression:
