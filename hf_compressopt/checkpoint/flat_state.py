@@ -24,6 +24,15 @@ from hf_compressopt.optim.options import (
     loadable_group,
     plain_group,
 )
+from hf_compressopt.optim.state_dict import (
+    check_header,
+    check_tensors,
+    header_of,
+    load_full,
+    load_groups,
+    load_header,
+    plain_header,
+)
 from hf_compressopt.schedules import Stage
 
 _MASK, _OPTIMIZER, _WORKER, _SERVER = "exp_avg_mask", "optimizer", "worker_error", "server_error"
@@ -52,7 +61,7 @@ class FlatState:
     def header(self) -> dict[str, Any]:
         """See the protocol."""
         optimizer = self._optimizer
-        return {**optimizer._header(), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
+        return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """See the protocol; they share memory with the optimizer."""
@@ -134,7 +143,7 @@ class FlatState:
         masks, tensors = self._brought(entries)
         for number, mask in masks.items():
             check_mask(mask, optimizer._states[number].params, number)
-        optimizer._check_tensors(tensors, header.values)
+        check_tensors(tensors, type(optimizer.schedule)(**header.values["schedule"]))
         alone = self.communicator.world_size == 1
         stage = Stage(header.values["stage"])
         wanted = [t for t in self._group_tensors(names, stage) if not (alone and t.is_error)]
@@ -144,14 +153,14 @@ class FlatState:
         wanted += chain.from_iterable(errors.values())
 
         def commit() -> None:
-            optimizer._load_groups(groups)
+            load_groups(optimizer, groups)
             for number, mask in masks.items():
                 optimizer.param_groups[number][_MASK] = mask.to(optimizer._states[number].device)
             for number, state in enumerate(optimizer._states if alone else ()):
                 found = [error.local for error in errors.get(number, ())]
                 state.take_errors(*(found or [torch.empty(0, dtype=torch.float32, device="cpu")] * 2))
             optimizer._tensors = tensors
-            optimizer._load_header(header.values)
+            load_header(optimizer, header.values)
             optimizer._state_loaded()
 
         return LoadPlan(wanted, commit)
@@ -164,7 +173,7 @@ class FlatState:
             TypeError: Likewise.
         """
         optimizer, values = self._optimizer, header.values
-        optimizer._check_header(values if header.compressed else optimizer._plain_header(values["step"]))
+        check_header(optimizer, values if header.compressed else plain_header(optimizer, values["step"]))
         own = [number for number, state in enumerate(optimizer._states) if state.own_rank is not None]
         if own and not header.compressed:
             raise ValueError(f"it is of {header.title}, and the param groups {own} have a process_group of their own")
@@ -220,7 +229,7 @@ class FlatState:
             {**saved, "params": [numbers[param] for param in group["params"]]}
             for group, saved in zip(optimizer.param_groups, groups, strict=True)
         ]
-        return LoadPlan(wanted, lambda: optimizer._load_full({"state": rows, "param_groups": packed}, None))
+        return LoadPlan(wanted, lambda: load_full(optimizer, {"state": rows, "param_groups": packed}, None))
 
 
 def _plain_tensors(param: Tensor, name: str, entries: Mapping[str, TensorEntry]) -> list[StateTensor]:

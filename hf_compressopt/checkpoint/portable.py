@@ -37,8 +37,8 @@ from hf_compressopt.format.progress import progress
 from hf_compressopt.format.reader import ShardFiles
 from hf_compressopt.format.torch_file import PendingTensor, TorchFile
 from hf_compressopt.format.writer import ShardWriter
-from hf_compressopt.optim.flat_optimizer import STATE_KEY
 from hf_compressopt.optim.options import check_at_least, check_betas
+from hf_compressopt.optim.state_dict import STATE_KEY
 
 #: What the state dict of torch's AdamW says of each param group beside the hyperparameters.
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}

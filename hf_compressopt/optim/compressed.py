@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt import kernels
 from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
@@ -20,19 +19,22 @@ from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
-from hf_compressopt.optim.functional import adam_options, adam_step_, correct_bias_, floor_variance_, variance_norm
+from hf_compressopt.optim.functional import adam_options, adam_step_
 from hf_compressopt.optim.gradients import Grads
-from hf_compressopt.optim.group_state import GroupState, by_communicator
+from hf_compressopt.optim.group_state import GroupState, by_communicator, mean_variance_norm
 from hf_compressopt.optim.interval import AlikeParameters
+from hf_compressopt.optim.local_gradients import LocalGradients
 from hf_compressopt.optim.logs import report_switch, write_log
+from hf_compressopt.optim.metrics import describe, numbers_of
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
-from hf_compressopt.optim.scheduled import BYTES_PER_MB, FLOAT_BYTES, HISTORY, Scheduled
-from hf_compressopt.schedules import AUTO, Schedule, StepPlan
+from hf_compressopt.optim.scheduled import Scheduled, room_for_history
+from hf_compressopt.optim.state_dict import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)
 
 
-class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
+class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimizer):
     """The base of the compressed optimizers: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
 
     An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message
@@ -103,7 +105,7 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
     ) -> None:
         """See the class."""
         attach_to_hosts()
-        schedule = self._make_schedule(**{self.freeze_option: freeze_step, "max_freeze_step": max_freeze_step})
+        schedule = self.schedule_class(**{self.freeze_option: freeze_step, "max_freeze_step": max_freeze_step})
         check_at_least("max_grad_norm", max_grad_norm, 0)
         check_at_least("variance_floor", variance_floor, 0)
         check_scale_block(scale_block)
@@ -136,15 +138,13 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
             process_group=process_group,
             cuda_aware=cuda_aware,
         )
-        self._make_history()
-
-    def _make_schedule(self, **options: Any) -> Schedule:
-        """Make the schedule of these options."""
-        return self.schedule_class(**options)
+        self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
 
     # -- what an algorithm defines ------------------------------------------------------------------------------------
 
     _fused_warmup = False
+    #: What else must be alike on all ranks, for them to keep the same parameters.
+    _alike: tuple[str, ...] = ()
     #: What is sent after the switch, and what clipping reports then, for the log.
     _after_the_switch = ("the momentum", "sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger")
 
@@ -174,10 +174,6 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
     def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the steps that each rank takes alone, for algorithms whose plans have ``agree=False``."""
         raise NotImplementedError("abstract")
-
-    def _alike(self) -> list[Any]:
-        """Return what else must be alike on all ranks, for them to keep the same parameters."""
-        return []
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         """Return for each parameter how often its first and its second moment have been updated."""
@@ -252,7 +248,7 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
-        options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike()]
+        options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
         self._consensus.check(plan, before, [type(self).__name__, self._step, repr(options)])
         return plan
 
@@ -273,7 +269,7 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
             self._compressed_step(plan, compressed, gradients)
             for state in compressed:
                 state.steps += 1
-        if self._first_stage_ends(plan, self._variance_norm):
+        if self._first_stage_ends(plan, lambda: mean_variance_norm(self._states, self._bias_counts, self.communicator)):
             self._end_warmup(plan)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
@@ -304,28 +300,10 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once."""
         for state in self._states:
-            if not state.compressed:
-                continue
-            beta1, beta2 = state.options["betas"]
-            for index, counts in enumerate(zip(*self._bias_counts(state), strict=True)):
-                exp_avg, exp_avg_sq = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index)
-                if state.options["bias_correction"]:
-                    correct_bias_(exp_avg, counts[0], beta1)
-                    correct_bias_(exp_avg_sq, counts[1], beta2)
-                floor_variance_(exp_avg_sq, self.variance_floor)
-            state.find_still()
+            if state.compressed:
+                state.freeze_variance(*self._bias_counts(state), self.variance_floor)
         if self.communicator.rank == 0:
             report_switch(plan, self._states, self.communicator.world_size, *self._after_the_switch)
-
-    def _variance_norm(self) -> float:
-        """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it."""
-        norm = torch.zeros((), dtype=torch.float64, device=self.communicator.device)
-        for state in self._states:
-            count = max(self._bias_counts(state)[1], default=0.0) if state.compressed else 0.0
-            norm += variance_norm(state.exp_avg_sq, count, state.options)
-        norm /= self.communicator.world_size
-        self.communicator.all_reduce(norm).wait()
-        return float(norm)
 
     def _state_loaded(self) -> None:
         """Find anew what follows from the state; in the first stage every parameter moves, whatever its variance."""
@@ -335,72 +313,6 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
                 state.find_still()
             else:
                 state.still = [False] * len(state.params)
-
-    def _check_tensors(self, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-        rest = dict(tensors)
-        history = rest.pop(HISTORY, None)
-        super()._check_tensors(rest, header)
-        if history is None and header["schedule"][self.freeze_option] == AUTO:
-            raise ValueError(f"{self.freeze_option} is 'auto', and there is no {HISTORY!r}")
-        if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
-            raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
-
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
-    @property
-    def local_gradients(self) -> bool:
-        """Whether some gradients of the coming step are this rank's own, so that ranks must agree on their norm."""
-        return self._consensus.are_local(self.plan)
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
-        """Clip the gradients of the coming step, by the same factor on every rank. All ranks call.
-
-        Averaged gradients are clipped by their norm. Local ones by sqrt(mean over ranks of their squared norms), an
-        upper bound of the norm of their average that is at most sqrt(W) larger.
-
-        Args:
-            max_norm: The norm to clip to; ``math.inf`` only measures.
-            parameters: Clip these, which may be any; all parameters of the optimizer if None.
-
-        Returns:
-            [] float32, the norm before clipping.
-
-        Raises:
-            ValueError: If ``max_norm`` is not positive, and if the ranks differ in what must be alike.
-        """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be > 0, got {max_norm}")
-        return self._consensus.clip_(self._begin_step(), max_norm, parameters).float()
-
-    def note_overflow(self, overflow: bool) -> None:
-        """Take note that a gradient scaler has unscaled this rank's gradients; no collective call.
-
-        Args:
-            overflow: Whether an element of them is not finite.
-        """
-        self._consensus.note_overflow(overflow)
-
-    def overflow_anywhere(self) -> bool:
-        """Return whether the gradients of any rank are not finite. All ranks call; at most one small all-reduce.
-
-        Raises:
-            TypeError: For gradients that cannot be used, on all ranks.
-            ValueError: Likewise.
-        """
-        return self._consensus.overflow_anywhere(self.plan)
-
-    def join_hook(self, **_: Any) -> Any:
-        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            f"{type(self).__name__} does not support uneven inputs (torch's Join, Accelerate's join_uneven_inputs): "
-            "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
-            "even_batches=True in Accelerate"
-        )
 
     # -- metrics ------------------------------------------------------------------------------------------------------
 
@@ -414,31 +326,9 @@ class CompressedOptimizer(Scheduled, AlikeParameters, FlatOptimizer):
             (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
         """
-        full = sum(
-            2 * (1 - 1 / state.communicator.world_size) * FLOAT_BYTES * state.layout.numel for state in self._states
-        )
-        plan = self.last_plan
-        sent = self.traffic.step_bytes
-        compressed = not plan.reduce_grads and sent > 0
-        return {
-            "stage": plan.stage.number,
-            "step": float(self._step),
-            "skipped_steps": float(self.skipped_steps),
-            "rounds": float(self.rounds),
-            "bytes_sent_step": float(sent),
-            "bytes_sent": float(self.traffic.total_bytes),
-            "compression_ratio": full / sent if compressed else 1.0,
-            "seconds_all_to_all": self.traffic.seconds["all_to_all"],
-            "seconds_all_gather": self.traffic.seconds["all_gather"],
-            "seconds_communication": self.traffic.total_seconds,
-        }
+        counts = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
+        return {**numbers_of(self.last_plan, self._states, self.traffic), **{k: float(v) for k, v in counts.items()}}
 
     def describe(self) -> str:
         """Return one line for the log: class, size, schedule, ranks, kernels."""
-        schedule = ", ".join(f"{key}={value}" for key, value in self.schedule.options().items())
-        numel = sum(state.layout.numel for state in self._states)
-        implementation = kernels.implementation(self.communicator.device)
-        return (
-            f"{type(self).__name__}, {numel:,} parameters, {schedule}; {self.communicator.world_size} rank(s) over "
-            f"{self.communicator.name}, scale_block={self.scale_block}, kernels: {implementation}"
-        )
+        return describe(type(self).__name__, self._states, self.schedule, self.communicator, self.scale_block)

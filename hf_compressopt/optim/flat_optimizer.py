@@ -16,21 +16,12 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
-from hf_compressopt.optim.options import (
-    check_group,
-    check_last_group,
-    check_names,
-    in_lists,
-    loadable_group,
-)
-from hf_compressopt.schedules import Stage, StepPlan
+from hf_compressopt.optim.options import check_last_group, check_names, in_lists
+from hf_compressopt.optim.state_dict import STATE_KEY, load_full, own_state
+from hf_compressopt.schedules import Schedule, Stage, StepPlan
 
-#: Key of a state dict for all that torch's own state dicts have no place for.
-STATE_KEY = "compressopt"
 #: The text of a stub in the place of an optimizer's state.
 STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -43,6 +34,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         traffic: What was sent.
     """
 
+    schedule: Schedule
+    step_was_skipped: bool = False
+    skipped_steps: int = 0
+    rounds: int = 0
     #: State tensors beyond Adam's moments.
     extra_state: tuple[ExtraState, ...] = ()
 
@@ -100,26 +95,12 @@ class FlatOptimizer(torch.optim.Optimizer):
             len(self._states),
             bucket_numel=self.bucket_numel,
             scale_block=self.scale_block,
-            communicator=self._communicator_of(own, device),
+            communicator=communicator_of(own, device, self.communicator, self._states, self._chosen),
             extras=self.extra_state,
             own_rank=None if own is None else self.communicator.rank,
         )
         self._states.append(state)
-        self._link(state)
-
-    def _communicator_of(self, own: dist.ProcessGroup | None, device: torch.device) -> Communicator:
-        """Return the optimizer's communicator, or the one of param groups with this process group."""
-        if own is None:
-            return self.communicator
-        for state in self._states:
-            if state.communicator.process_group is own and state.device == device:
-                return state.communicator
-        return make_communicator(process_group=own, device=device, **self._chosen)
-
-    def _link(self, state: GroupState) -> None:
-        """Give ``optimizer.state`` the views of a group's buffers."""
-        for index, param in enumerate(state.params):
-            self.state[param] = state.torch_state(index)
+        self.state.update(state.torch_states())
         self._consensus.check_anew()
 
     def _before_load(self) -> None:
@@ -135,7 +116,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             if state.params and state.params[0].device != state.device:
                 state.to(state.params[0].device)
                 self.communicator.device = state.communicator.device = state.device
-                self._link(state)
+                self.state.update(state.torch_states())
+                self._consensus.check_anew()
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -145,24 +127,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def own_parameters(self) -> list[Tensor]:
         """Return the parameters of the groups with a process group of their own."""
         return list(chain.from_iterable(state.params for state in self._states if state.own_rank is not None))
-
-    # -- what an optimizer adds to its state dict ---------------------------------------------------------------------
-
-    def _header(self) -> dict[str, Any]:
-        """Numbers and strings that belong to the state, for JSON."""
-        raise NotImplementedError("abstract")
-
-    def _check_header(self, header: dict[str, Any]) -> None:
-        """Raise ValueError if a header does not fit this optimizer; change nothing."""
-        raise NotImplementedError("abstract")
-
-    def _load_header(self, header: dict[str, Any]) -> None:
-        """Take over a header that was checked."""
-        raise NotImplementedError("abstract")
-
-    def _plain_header(self, step: int) -> dict[str, Any]:
-        """The header that a plain Adam state dict at this step stands for."""
-        raise NotImplementedError("abstract")
 
     # -- state dict ---------------------------------------------------------------------------------------------------
 
@@ -187,14 +151,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
             packed[STATE_KEY] = {"stub": True, "step": self._step}
             return packed
-        packed[STATE_KEY] = {
-            **self._header(),
-            "rank": self.communicator.rank,
-            "worker_error": [state.worker_error for state in self._states],
-            "server_error": [state.server_error for state in self._states],
-            "group_tensors": [state.group_tensors() for state in self._states],
-            "tensors": dict(self._tensors),
-        }
+        packed[STATE_KEY] = own_state(self)
         return packed
 
     @torch.no_grad()
@@ -217,103 +174,9 @@ class FlatOptimizer(torch.optim.Optimizer):
                     "Trainer or Accelerate with hf_compressopt registered"
                 )
         elif not self._in_shards:
-            self._load_full(state_dict, own)
+            load_full(self, state_dict, own)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _load_full(self, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
-        rows = self._matching_rows(state_dict)
-        if own is None:
-            steps = [int(row["step"]) for _, _, row in rows if row]
-            header = self._plain_header(max(steps, default=0))
-        else:
-            header = own
-            self._check_errors(own)
-        self._check_header(header)
-        saved_groups = [loadable_group(group) for group in state_dict["param_groups"]]
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            check_group({**group, **saved}, number)
-        for state, index, row in rows:
-            initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
-            for name, target in state.torch_state(index).items():
-                _assign(target, row[name] if name in row else initial.get(name, 0.0))
-        for number, state in enumerate(self._states):
-            for extra in state.extras:
-                if extra.per == "group":
-                    value = extra.initial if own is None else own["group_tensors"][number][extra.name]
-                    _assign(state.extra[extra.name], value)
-        self._load_errors(own)
-        if own is not None:
-            self._tensors = {name: tensor.clone() for name, tensor in own["tensors"].items()}
-        for tensor in self._tensors.values() if own is None else ():
-            tensor.zero_()
-        self._load_groups(saved_groups)
-        self._load_header(header)
-        self._state_loaded()
-
-    def _matching_rows(self, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
-        """Return each trainable parameter with its saved state; {} if a plain state dict has none for it."""
-        saved_groups = state_dict["param_groups"]
-        sizes, saved = [len(g["params"]) for g in self.param_groups], [len(g["params"]) for g in saved_groups]
-        if sizes != saved:
-            raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
-        rows = []
-        for group, saved_group, state in zip(self.param_groups, saved_groups, self._states, strict=True):
-            key = dict(zip(group["params"], saved_group["params"], strict=True))
-            for index, param in enumerate(state.params):
-                row = state_dict["state"].get(key[param], {})
-                for name, mine in state.torch_state(index).items() if row else ():
-                    if STATE_KEY not in state_dict and name not in ("step", *_MOMENTS):
-                        continue  # a plain Adam has none of these
-                    found = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
-                    if found != tuple(mine.shape):
-                        raise ValueError(
-                            f"{name} of parameter {key[param]} must have shape {tuple(mine.shape)}, the state dict has "
-                            f"{found}"
-                        )
-                rows.append((state, index, row))
-        return rows
-
-    def _check_errors(self, own: dict[str, Any]) -> None:
-        if own["world_size"] != self.communicator.world_size:
-            raise ValueError(
-                f"the state dict is of a run of {own['world_size']} rank(s), this one has "
-                f"{self.communicator.world_size}: resume on as many ranks as the run had, or save and load with "
-                "hf_compressopt.save_state and load_state, which take any number"
-            )
-        in_use = any(bool(error.any()) for error in [*own["worker_error"], *own["server_error"]])
-        if own["rank"] != self.communicator.rank and in_use:
-            raise ValueError(
-                f"the state dict is rank {own['rank']}'s, whose errors are not those of rank {self.communicator.rank}: "
-                "save and load with hf_compressopt.save_state and load_state, which keep every rank's own"
-            )
-        for name in ("worker_error", "server_error"):
-            saved = [error.numel() for error in own[name]]
-            sizes = [getattr(state, name).numel() for state in self._states]
-            if self.communicator.world_size == 1:  # it may have taken over those of more ranks, or not
-                sizes = [state.layout.numel if size else 0 for state, size in zip(self._states, saved, strict=True)]
-            if own["rank"] == self.communicator.rank and sizes != saved:
-                raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
-
-    def _load_errors(self, own: dict[str, Any] | None) -> None:
-        """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
-        mine = own is not None and own["rank"] == self.communicator.rank
-        for number, state in enumerate(self._states):
-            saved = [own[name][number] for name in ("worker_error", "server_error")] if own is not None and mine else []
-            if self.communicator.world_size == 1:
-                state.take_errors(*(error.clone() for error in saved or [_NOTHING] * 2))
-                continue
-            for index, error in enumerate((state.worker_error, state.server_error)):
-                error.copy_(saved[index]) if saved else error.zero_()
-
-    def _load_groups(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Take over hyperparameters, in place: schedulers keep hold of the groups."""
-        for group, values in zip(self.param_groups, saved, strict=True):
-            for key, value in values.items():
-                if isinstance(group.get(key), Tensor) and key == "lr":
-                    group[key].fill_(float(value))
-                else:
-                    group[key] = value
 
     # -- for checkpoints ----------------------------------------------------------------------------------------------
 
@@ -330,15 +193,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         rest = iter(names)
         return [[next(rest) for _ in range(count)] for count in counts]
 
-    def _check_tensors(self, tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
-        """Check dtype and shape of the optimizer-wide tensors that a checkpoint brings; this class has none.
-
-        Raises:
-            ValueError: If one is not what this optimizer could have saved.
-        """
-        if tensors:
-            raise ValueError(f"{sorted(tensors)[0]!r} is no tensor of {type(self).__name__}")
-
     @property
     def last_plan(self) -> StepPlan:
         """Plan of the last step; before the first one its own."""
@@ -349,6 +203,25 @@ class FlatOptimizer(torch.optim.Optimizer):
         return ()
 
 
-def _assign(target: Tensor, value: Any) -> None:
-    """Write a tensor or a number into a tensor of any dtype, on any device."""
-    target.copy_(value) if isinstance(value, Tensor) else target.fill_(float(value))
+def communicator_of(
+    own: dist.ProcessGroup | None,
+    device: torch.device,
+    everyone: Communicator,
+    states: Sequence[GroupState],
+    chosen: dict[str, Any],
+) -> Communicator:
+    """Return the communicator of a param group.
+
+    Args:
+        own: The group's own process group, or None.
+        device: Device of its parameters.
+        everyone: The optimizer's communicator.
+        states: The param groups so far: groups with the same process group share a communicator.
+        chosen: Options of :func:`make_communicator`.
+    """
+    if own is None:
+        return everyone
+    for state in states:
+        if state.communicator.process_group is own and state.device == device:
+            return state.communicator
+    return make_communicator(process_group=own, device=device, **chosen)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, Piece
 from hf_compressopt.kernels import Average, Segment, SignFormat
 from hf_compressopt.kernels.memory import in_memory, is_direct
+from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,10 @@ class GroupState:
                 state[extra.name] = self.extra[extra.name][index]
         return state
 
+    def torch_states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Return the entries of ``optimizer.state`` of all parameters."""
+        return {param: self.torch_state(index) for index, param in enumerate(self.params)}
+
     def group_tensors(self) -> dict[str, Tensor]:
         """Return the extra state tensors that belong to no parameter."""
         return {extra.name: self.extra[extra.name] for extra in self.extras if extra.per == "group"}
@@ -161,6 +166,23 @@ class GroupState:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
         views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
         self.still = [self.compressed and view.numel() > 0 and not bool(view.any()) for view in views]
+
+    def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float) -> None:
+        """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage.
+
+        Args:
+            first: For each parameter, how often its first moment has been updated.
+            second: For each parameter, how often its second moment has been updated.
+            floor: Share of a tensor's mean that is the least variance of an element.
+        """
+        beta1, beta2 = self.options["betas"]
+        for index, counts in enumerate(zip(first, second, strict=True)):
+            exp_avg, exp_avg_sq = self.view(self.exp_avg, index), self.view(self.exp_avg_sq, index)
+            if self.options["bias_correction"]:
+                correct_bias_(exp_avg, counts[0], beta1)
+                correct_bias_(exp_avg_sq, counts[1], beta2)
+            floor_variance_(exp_avg_sq, floor)
+        self.find_still()
 
     def masked(self, bucket: Bucket, average: Average) -> Average:
         """Return a bucket's average, times the group's mask if it has one."""
@@ -213,3 +235,24 @@ def by_communicator(states: Iterable[GroupState]) -> list[tuple[Communicator, li
 def has_own_groups(states: Iterable[GroupState]) -> bool:
     """Return whether a param group has a process group of its own; alike on all ranks, as the first step checks."""
     return any(state.own_rank is not None for state in states)
+
+
+def mean_variance_norm(
+    states: Iterable[GroupState],
+    counts: Callable[[GroupState], tuple[list[float], list[float]]],
+    everyone: Communicator,
+) -> float:
+    """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it.
+
+    Args:
+        states: The param groups; those that are never compressed do not count.
+        counts: Returns how often the moments of a group's parameters have been updated.
+        everyone: All ranks.
+    """
+    norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
+    for state in states:
+        count = max(counts(state)[1], default=0.0) if state.compressed else 0.0
+        norm += variance_norm(state.exp_avg_sq, count, state.options)
+    norm /= everyone.world_size
+    everyone.all_reduce(norm).wait()
+    return float(norm)

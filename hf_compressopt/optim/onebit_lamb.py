@@ -86,14 +86,12 @@ class OnebitLamb(CompressedOptimizer):
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._sums: dict[GroupState, Tensor] = {}  # of the step under way; see kernels.lamb_moments_
         super().__init__(params, lr, **options)
+        # native kernels and the reference round LAMB's norms differently
+        self._alike = (f"kernels={kernels.implementation(self.communicator.device).split()[0]}",)
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return a copy of the last coefficients, one per trainable tensor, group by group."""
         return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
-
-    def _alike(self) -> list[Any]:
-        """Return the kind of the kernels: native ones and the reference round LAMB's norms differently."""
-        return [f"kernels={kernels.implementation(self.communicator.device).split()[0]}"]
 
     def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
         options = adam_options(state.options)

@@ -10,17 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.logs import write_log
-from hf_compressopt.optim.options import check_count
-from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, Stage, StepPlan
+from hf_compressopt.optim.state_dict import HISTORY
+from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, StepPlan
 
 logger = logging.getLogger(__name__)
-
-BYTES_PER_MB = 2**20
-FLOAT_BYTES = 4
-#: Name of the tensor that holds the norms that "auto" compares.
-HISTORY = "freeze_history"
 
 
 class Scheduled:
@@ -43,9 +37,6 @@ class Scheduled:
     freeze_threshold: float
     param_groups: list[dict[str, Any]]
     communicator: Communicator
-    traffic: Traffic
-    bucket_numel: int
-    scale_block: int | None
     _step: int
     _tensors: dict[str, Tensor]
     step_was_skipped: bool = False
@@ -98,7 +89,7 @@ class Scheduled:
         if self._step > 0 and not self.schedule.is_given(given):
             raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
         self.schedule = self.schedule.fitted(max_steps, given)
-        self._make_history()
+        self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
         return self.schedule.describe(max_steps, given)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
@@ -118,12 +109,6 @@ class Scheduled:
             return ""
         self._fitted_to = max_steps
         return self.scale_schedule(max_steps, self._deferred)
-
-    def _make_history(self) -> None:
-        """Make room for the norms that "auto" compares, if the end of the first stage is not known."""
-        if self.schedule.freezes_at == AUTO:
-            size = FreezeDetector.size(self.param_groups[0]["betas"][1], self.schedule.max_freeze_step)
-            self._tensors[HISTORY] = torch.zeros(size, dtype=torch.float64, device="cpu")
 
     def _first_stage_ends(self, plan: StepPlan, norm: Callable[[], float]) -> bool:
         """Return whether the step that was taken by this plan is the last one of the first stage.
@@ -145,67 +130,10 @@ class Scheduled:
             write_log(logger, logging.INFO, "%s=auto: found %d (%s)", self.freeze_option, plan.step, why)
         return True
 
-    # -- the header of a state ----------------------------------------------------------------------------------------
 
-    def _header(self) -> dict[str, Any]:
-        """Return the numbers and strings that belong to the state, for JSON."""
-        return {
-            "optimizer": type(self).__name__,
-            "step": self._step,
-            "stage": self.last_plan.stage.value,
-            "world_size": self.communicator.world_size,
-            "schedule": self.schedule.options(),
-            "bucket_numel": self.bucket_numel,
-            "scale_block": self.scale_block,
-            "skipped_steps": self.skipped_steps,
-            "rounds": self.rounds,
-            "bytes_sent": self.traffic.total_bytes,
-        }
-
-    def _check_header(self, header: dict[str, Any]) -> None:
-        """Check that a header fits this optimizer.
-
-        Raises:
-            ValueError: If it does not; nothing has changed.
-            TypeError: Likewise.
-        """
-        if header.get("optimizer") != type(self).__name__:
-            raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(self).__name__}")
-        for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
-            check_count(name, header.get(name), low=0)
-        if header.get("stage") not in {stage.value for stage in Stage}:
-            raise ValueError(f"stage must be one of {[stage.value for stage in Stage]}, got {header.get('stage')!r}")
-        schedule, mine = header.get("schedule"), self.schedule.options()
-        if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
-            raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")
-        type(self.schedule)(**schedule)
-        if self.communicator.world_size > 1 and header["bucket_numel"] != self.bucket_numel:
-            cap = (header["bucket_numel"] + 0.5) * FLOAT_BYTES / BYTES_PER_MB
-            raise ValueError(
-                f"the state was made with buckets of {header['bucket_numel']} elements, this optimizer has "
-                f"{self.bucket_numel}: give bucket_cap_mb={cap!r}"
-            )
-
-    def _load_header(self, header: dict[str, Any]) -> None:
-        """Take over a header that was checked."""
-        mine = self.schedule.options()
-        if header["schedule"] != mine and "auto" not in mine.values() and self.communicator.rank == 0:
-            logger.warning(
-                "the schedule of the state that is loaded, %s, takes the place of %s", header["schedule"], mine
-            )
-        self.schedule = type(self.schedule)(**header["schedule"])
-        self._step = header["step"]
-        self.skipped_steps = header["skipped_steps"]
-        self.rounds = header["rounds"]
-        self.traffic.restore(header["bytes_sent"])
-        self.step_was_skipped = False
-
-    def _plain_header(self, step: int) -> dict[str, Any]:
-        """Return the header that a plain Adam state at this step stands for.
-
-        If the first stage should have ended by then, it ends with the coming step.
-        """
-        ended = step >= self.schedule.last_warmup_step
-        schedule = (self.schedule.frozen_at(step + 1) if ended else self.schedule).options()
-        fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
-        return {**self._header(), "schedule": schedule, "step": step, **fresh}
+def room_for_history(schedule: Schedule, beta2: float) -> dict[str, Tensor]:
+    """Return room for the norms that "auto" compares; none if the end of the first stage is known."""
+    if schedule.freezes_at != AUTO:
+        return {}
+    size = FreezeDetector.size(beta2, schedule.max_freeze_step)
+    return {HISTORY: torch.zeros(size, dtype=torch.float64, device="cpu")}

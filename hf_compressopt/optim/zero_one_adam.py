@@ -69,6 +69,7 @@ class ZeroOneAdam(CompressedOptimizer):
         ExtraState("lr_sum", "group"),
         ExtraState("decay", "group", 1.0),
     )
+    schedule: ZeroOneSchedule
     schedule_class = ZeroOneSchedule
     freeze_option = ZeroOneSchedule.freeze_option
     _after_the_switch = ("the sum of each rank's updates", "each rank's own")
@@ -85,16 +86,14 @@ class ZeroOneAdam(CompressedOptimizer):
         **options: Any,
     ) -> None:
         """See the class."""
-        self._intervals = {
-            "var_update_scaler": var_update_scaler,
-            "local_step_scaler": local_step_scaler,
-            "local_step_clipper": local_step_clipper,
-        }
         super().__init__(params, lr, freeze_step=var_freeze_step, **options)
+        self.schedule = replace(
+            self.schedule,
+            var_update_scaler=var_update_scaler,
+            local_step_scaler=local_step_scaler,
+            local_step_clipper=local_step_clipper,
+        )
         self._interval = LocalInterval(self._states, self.traffic)
-
-    def _make_schedule(self, **options: Any) -> ZeroOneSchedule:
-        return ZeroOneSchedule(**options, **self._intervals)
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hf_compressopt.kernels.messages import chunk_message_nbytes
-from hf_compressopt.optim.scheduled import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.optim.state_dict import BYTES_PER_MB, FLOAT_BYTES
 
 #: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
 WIRE_EFFICIENCY = 0.9

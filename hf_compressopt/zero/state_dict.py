@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.optim.flat_optimizer import STATE_KEY, STUB_NOTE
+from hf_compressopt.optim.flat_optimizer import STUB_NOTE
 from hf_compressopt.optim.options import check_count
+from hf_compressopt.optim.state_dict import STATE_KEY
 from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
 
 if TYPE_CHECKING:

@@ -146,7 +146,7 @@ def trainer_run(
     trainer.training_step = training_step
     trainer.train()
     log.close()
-    schedule = trainer.optimizer.optimizer.checkpoint_header()["schedule"]
+    schedule = trainer.optimizer.optimizer.schedule.options()
     return {"steps": trainer.state.max_steps, "schedule": schedule, "lines": log.lines, "failed": failed}
 
 

@@ -1,0 +1,276 @@
+"""The state of a compressed optimizer as a state dict, and the header that goes with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.options import check_count, check_group, loadable_group
+from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan
+
+logger = logging.getLogger(__name__)
+
+#: Key of a state dict for all that torch's own state dicts have no place for.
+STATE_KEY = "compressopt"
+#: Name of the tensor that holds the norms that "auto" compares.
+HISTORY = "freeze_history"
+BYTES_PER_MB = 2**20
+FLOAT_BYTES = 4
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+class Stateful(Protocol):
+    """The parts of an optimizer that its state consists of."""
+
+    param_groups: list[dict[str, Any]]
+    communicator: Communicator
+    traffic: Traffic
+    schedule: Schedule
+    bucket_numel: int
+    scale_block: int | None
+    step_was_skipped: bool
+    skipped_steps: int
+    rounds: int
+    _step: int
+    _states: list[GroupState]
+    _tensors: dict[str, Tensor]
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """Plan of the last step."""
+
+    def _state_loaded(self) -> None:
+        """Find anew what follows from the state."""
+
+
+# -- the header -------------------------------------------------------------------------------------------------------
+
+
+def header_of(optimizer: Stateful) -> dict[str, Any]:
+    """Return the numbers and strings that belong to the state, for JSON."""
+    return {
+        "optimizer": type(optimizer).__name__,
+        "step": optimizer._step,
+        "stage": optimizer.last_plan.stage.value,
+        "world_size": optimizer.communicator.world_size,
+        "schedule": optimizer.schedule.options(),
+        "bucket_numel": optimizer.bucket_numel,
+        "scale_block": optimizer.scale_block,
+        "skipped_steps": optimizer.skipped_steps,
+        "rounds": optimizer.rounds,
+        "bytes_sent": optimizer.traffic.total_bytes,
+    }
+
+
+def check_header(optimizer: Stateful, header: dict[str, Any]) -> None:
+    """Check that a header fits this optimizer.
+
+    Raises:
+        ValueError: If it does not; nothing has changed.
+        TypeError: Likewise.
+    """
+    if header.get("optimizer") != type(optimizer).__name__:
+        raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(optimizer).__name__}")
+    for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
+        check_count(name, header.get(name), low=0)
+    if header.get("stage") not in {stage.value for stage in Stage}:
+        raise ValueError(f"stage must be one of {[stage.value for stage in Stage]}, got {header.get('stage')!r}")
+    schedule, mine = header.get("schedule"), optimizer.schedule.options()
+    if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
+        raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")
+    type(optimizer.schedule)(**schedule)
+    if optimizer.communicator.world_size > 1 and header["bucket_numel"] != optimizer.bucket_numel:
+        cap = (header["bucket_numel"] + 0.5) * FLOAT_BYTES / BYTES_PER_MB
+        raise ValueError(
+            f"the state was made with buckets of {header['bucket_numel']} elements, this optimizer has "
+            f"{optimizer.bucket_numel}: give bucket_cap_mb={cap!r}"
+        )
+
+
+def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
+    """Take over a header that was checked."""
+    mine = optimizer.schedule.options()
+    if header["schedule"] != mine and "auto" not in mine.values() and optimizer.communicator.rank == 0:
+        write_log(
+            logger,
+            logging.WARNING,
+            "the schedule of the state that is loaded, %s, takes the place of %s",
+            header["schedule"],
+            mine,
+        )
+    optimizer.schedule = type(optimizer.schedule)(**header["schedule"])
+    optimizer._step = header["step"]
+    optimizer.skipped_steps = header["skipped_steps"]
+    optimizer.rounds = header["rounds"]
+    optimizer.traffic.restore(header["bytes_sent"])
+    optimizer.step_was_skipped = False
+
+
+def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
+    """Return the header that a plain Adam state at this step stands for.
+
+    If the first stage should have ended by then, it ends with the coming step.
+    """
+    ended = step >= optimizer.schedule.last_warmup_step
+    schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
+    fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
+    return {**header_of(optimizer), "schedule": schedule, "step": step, **fresh}
+
+
+def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
+    """Check the optimizer-wide tensors that a checkpoint brings.
+
+    Args:
+        tensors: The tensors, by name.
+        schedule: The checkpoint's schedule.
+
+    Raises:
+        ValueError: If one is not what an optimizer with this schedule could have saved.
+    """
+    history = tensors.get(HISTORY)
+    if unknown := sorted(tensors.keys() - {HISTORY}):
+        raise ValueError(f"{unknown[0]!r} is no tensor of a compressed optimizer")
+    if history is None and schedule.freezes_at == AUTO:
+        raise ValueError(f"{schedule.freeze_option} is 'auto', and there is no {HISTORY!r}")
+    if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
+        raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------------
+
+
+def own_state(optimizer: Stateful) -> dict[str, Any]:
+    """Return the part of this rank's state that torch's own state dicts have no place for."""
+    states = optimizer._states
+    return {
+        **header_of(optimizer),
+        "rank": optimizer.communicator.rank,
+        "worker_error": [state.worker_error for state in states],
+        "server_error": [state.server_error for state in states],
+        "group_tensors": [state.group_tensors() for state in states],
+        "tensors": dict(optimizer._tensors),
+    }
+
+
+def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
+    """Copy a state dict into the buffers.
+
+    Args:
+        optimizer: The optimizer.
+        state_dict: The state dict.
+        own: Its part beyond torch's names; None for the state dict of an ordinary Adam or AdamW.
+
+    Raises:
+        ValueError: If it does not fit; nothing has changed then.
+    """
+    rows = _matching_rows(optimizer, state_dict)
+    if own is None:
+        steps = [int(row["step"]) for _, _, row in rows if row]
+        header = plain_header(optimizer, max(steps, default=0))
+    else:
+        header = own
+        _check_errors(optimizer, own)
+    check_header(optimizer, header)
+    saved_groups = [loadable_group(group) for group in state_dict["param_groups"]]
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        check_group({**group, **saved}, number)
+    for state, index, row in rows:
+        initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
+        for name, target in state.torch_state(index).items():
+            _assign(target, row[name] if name in row else initial.get(name, 0.0))
+    for number, state in enumerate(optimizer._states):
+        for extra in state.extras:
+            if extra.per == "group":
+                value = extra.initial if own is None else own["group_tensors"][number][extra.name]
+                _assign(state.extra[extra.name], value)
+    _load_errors(optimizer, own)
+    if own is not None:
+        optimizer._tensors = {name: tensor.clone() for name, tensor in own["tensors"].items()}
+    for tensor in optimizer._tensors.values() if own is None else ():
+        tensor.zero_()
+    load_groups(optimizer, saved_groups)
+    load_header(optimizer, header)
+    optimizer._state_loaded()
+
+
+def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
+    """Return each trainable parameter with its saved state; {} if a plain state dict has none for it."""
+    saved_groups = state_dict["param_groups"]
+    sizes, saved = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved_groups]
+    if sizes != saved:
+        raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
+    rows = []
+    for group, saved_group, state in zip(optimizer.param_groups, saved_groups, optimizer._states, strict=True):
+        key = dict(zip(group["params"], saved_group["params"], strict=True))
+        for index, param in enumerate(state.params):
+            row = state_dict["state"].get(key[param], {})
+            for name, mine in state.torch_state(index).items() if row else ():
+                if STATE_KEY not in state_dict and name not in ("step", *_MOMENTS):
+                    continue  # a plain Adam has none of these
+                found = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
+                if found != tuple(mine.shape):
+                    raise ValueError(
+                        f"{name} of parameter {key[param]} must have shape {tuple(mine.shape)}, the state dict has "
+                        f"{found}"
+                    )
+            rows.append((state, index, row))
+    return rows
+
+
+def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
+    if own["world_size"] != optimizer.communicator.world_size:
+        raise ValueError(
+            f"the state dict is of a run of {own['world_size']} rank(s), this one has "
+            f"{optimizer.communicator.world_size}: resume on as many ranks as the run had, or save and load with "
+            "hf_compressopt.save_state and load_state, which take any number"
+        )
+    in_use = any(bool(error.any()) for error in [*own["worker_error"], *own["server_error"]])
+    if own["rank"] != optimizer.communicator.rank and in_use:
+        raise ValueError(
+            f"the state dict is of rank {own['rank']}, whose errors are not those of rank "
+            f"{optimizer.communicator.rank}: save and load with hf_compressopt.save_state and load_state, which keep "
+            "every rank's own"
+        )
+    for name in ("worker_error", "server_error"):
+        saved = [error.numel() for error in own[name]]
+        sizes = [getattr(state, name).numel() for state in optimizer._states]
+        if optimizer.communicator.world_size == 1:  # it may have taken over those of more ranks, or not
+            sizes = [state.layout.numel if size else 0 for state, size in zip(optimizer._states, saved, strict=True)]
+        if own["rank"] == optimizer.communicator.rank and sizes != saved:
+            raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
+
+
+def _load_errors(optimizer: Stateful, own: dict[str, Any] | None) -> None:
+    """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
+    mine = own is not None and own["rank"] == optimizer.communicator.rank
+    for number, state in enumerate(optimizer._states):
+        saved = [own[name][number] for name in ("worker_error", "server_error")] if own is not None and mine else []
+        if optimizer.communicator.world_size == 1:
+            state.take_errors(*(error.clone() for error in saved or [_NOTHING] * 2))
+            continue
+        for index, error in enumerate((state.worker_error, state.server_error)):
+            error.copy_(saved[index]) if saved else error.zero_()
+
+
+def load_groups(optimizer: Stateful, saved: Sequence[dict[str, Any]]) -> None:
+    """Take over hyperparameters, in place: schedulers keep hold of the groups."""
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), Tensor) and key == "lr":
+                group[key].fill_(float(value))
+            else:
+                group[key] = value
+
+
+def _assign(target: Tensor, value: Any) -> None:
+    """Write a tensor or a number into a tensor of any dtype, on any device."""
+    target.copy_(value) if isinstance(value, Tensor) else target.fill_(float(value))
