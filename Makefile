@@ -4,11 +4,12 @@ VENV   := .venv
 STAMP  := $(VENV)/.installed
 TOOLS  := build/tools
 
-# Of the tests, those that a wheel must pass where it is installed: they need nothing of the tree but each other.
+# The tests that an installed wheel must pass: they need no file outside tests/.
 WHEEL_TESTS := test_cli.py collectives/test_compressed_all_reduce.py optim/test_onebit_adam.py \
-               checkpoint/test_checkpoint.py integrations/test_entry.py kernels optim/test_fused_adam.py
+               checkpoint/test_checkpoint.py integrations/test_entry.py optim/test_fused_adam.py \
+               $(patsubst tests/%,%,$(wildcard tests/kernels/test_native*.py)) kernels/test_memory.py
 
-# Those that run Trainer and Accelerate, and saves in the background, for `make test-compat`.
+# The tests of Trainer, Accelerate and background saves, for `make test-compat`.
 HOST_TESTS := integrations checkpoint/test_async_save.py
 COMPAT     := oldest newest
 

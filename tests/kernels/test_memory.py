@@ -26,12 +26,6 @@ def negated(tensor: Tensor) -> Tensor:
     return (-tensor)._neg_view()
 
 
-@pytest.fixture
-def native_library() -> None:
-    if missing := library.why_not(CPU):
-        pytest.skip(missing)
-
-
 # -- the operands of kernels ------------------------------------------------------------------------------------------
 
 

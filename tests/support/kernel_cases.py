@@ -107,6 +107,17 @@ def assert_same_bits(got: Tensor, expected: Tensor) -> None:
         raise AssertionError(f"{int(different.sum())} of {different.numel()} differ, the first at {k}: {values}")
 
 
+def assert_all_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+def assert_equal_with_nan(got: Tensor, expected: Tensor) -> None:
+    assert torch.equal(got.isnan(), expected.isnan())
+    kept = ~expected.isnan()
+    assert_same_bits(got[kept], expected[kept])
+
+
 def assert_scales_close(got: Tensor, expected: Tensor) -> None:
     """Within 2 units in the last place. got: [n] float32; expected: [n] float64."""
     step = torch.nextafter(expected.float(), torch.tensor(math.inf)).double() - expected.float().double()

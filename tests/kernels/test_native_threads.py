@@ -1,0 +1,177 @@
+"""The CPU library on several threads, and in forked processes: the same bits everywhere."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_compressopt import kernels
+from hf_compressopt.kernels import library, native
+from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
+from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions
+from tests.support import kernel_cases as cases
+from tests.support.instruction_sets import BEST, CPU, INSTRUCTION_SETS
+
+pytestmark = pytest.mark.usefixtures("native_library", "threads")
+LARGE = 700_001  # enough for several threads
+
+
+def everything(numel: int) -> list[Tensor]:
+    """What every kernel whose result depends on an order of summation leaves, and some of the others."""
+    random = torch.Generator().manual_seed(5)
+
+    def normal() -> Tensor:
+        return torch.randn(numel, generator=random)
+
+    x, grads, v = normal(), normal().bfloat16(), normal().square()
+    cut = numel // 3 + 1
+    segments = [Segment(grads, 0, cut, 0), Segment(grads, cut, numel - cut, 1)]
+    z, written = Combination(numel, CPU, x, 0.9, segments, 0.1), [x]
+    for block in (8, 512, 4096, 8192, 131_072, None):
+        error, messages = normal(), torch.zeros(sum(chunk_message_nbytes(numel, 2, block)), dtype=torch.uint8)
+        native.compress_(z, error, messages, 2, block)
+        nbytes = message_nbytes(numel, block)
+        several, server, out = torch.zeros(6, nbytes, dtype=torch.uint8), normal(), torch.zeros(nbytes).byte()
+        for part in several:
+            native.compress_(Combination.of(normal()), normal(), part, 1, block)
+        native.average_compress_(several.view(-1), server, out, 6, block)
+        written += [error, messages, several, server, out]
+    y = Average(numel, None, out, 1, None, out.numel())
+    param = normal()
+    params = [Segment(param, 0, cut, 0), Segment(param, cut, numel - cut, 1)]
+    m, fresh, sums = normal(), v.clone(), torch.zeros(2, 3, dtype=torch.float64)
+    options = LambOptions(0.9, 0.999, 1e-6, 0.1, False)
+    native.lamb_moments_(LambMoments(y, m, fresh, v, params, torch.ones(2), sums, options))
+    native.apply_adam_(AdamUpdate(y, m, v, params, Descent(1e-2, 0.9, 1e-8, False), 0.1, None))
+    return [*written, param, m, fresh, sums, native.sum_of_squares([x, grads], CPU)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copy_moves_bits_and_nothing_beside_them(instruction_set: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    random = torch.randint(-(2**31), 2**31 - 1, (3_000_100,), dtype=torch.int32)  # NaNs with payloads among them
+    for numel in (0, 1, 15, 16, 17, 70_001, 3_000_001):
+        for begin in (0, 1, 7):
+            source, out = random[begin : begin + numel].view(torch.float32), torch.full((numel + 20,), 7.0)
+            native.copy_(out[3 : 3 + numel], source)
+            assert torch.equal(out[3 : 3 + numel].view(torch.int32), source.view(torch.int32))
+            assert torch.equal(out[:3], torch.full((3,), 7.0)) and torch.equal(out[3 + numel :], torch.full((17,), 7.0))
+
+
+def test_copies_of_every_kind_are_copies(instruction_set: str) -> None:
+    large = torch.randn(400, 500)
+    for source in (large, large.t(), large.bfloat16(), large.double(), large[0], torch.tensor(3.0), large[:0]):
+        out = torch.empty_like(source)
+        kernels.copy_(out, source)
+        assert torch.equal(out, source)
+    version = (out := torch.empty(400, 500))._version
+    kernels.copy_(out, large)
+    assert out._version > version
+
+
+@pytest.fixture(params=["the host's", "our own"])
+def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose threads the kernels work on."""
+    if request.param == "our own":
+        monkeypatch.setattr(library, "_host_threads", lambda: None)
+    else:
+        torch.set_num_threads(2)
+        torch.ones(1_000_000).add_(1)  # torch's threads start with its first large operator
+        library._host_threads.cache_clear()
+        assert library._host_threads() is not None, "torch has no OpenMP"
+
+
+@pytest.mark.usefixtures("pool")
+def test_all_instruction_sets_and_numbers_of_threads_leave_the_same_bits() -> None:
+    torch.set_num_threads(1)
+    expected = everything(LARGE)
+    for name in INSTRUCTION_SETS:
+        for threads in (1, 2, 5):
+            library.use_instruction_set(name)
+            torch.set_num_threads(threads)
+            try:
+                cases.assert_all_same_bits(everything(LARGE), expected)
+            finally:
+                library.use_instruction_set(BEST)
+
+
+@pytest.mark.usefixtures("pool")
+def test_denormals_are_flushed_by_all_threads_or_by_none() -> None:
+    torch.set_num_threads(4)
+    tiny, out = torch.full((4_000_000,), 1e-39), torch.empty(4_000_000)
+    try:
+        for flushed in (True, False):
+            assert torch.set_flush_denormal(flushed)
+            for _ in range(3):
+                native.combine_(Combination(tiny.numel(), CPU, tiny, 0.5, None, 0.0), out)
+                assert torch.equal(out, torch.zeros_like(out) if flushed else tiny / 2)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.usefixtures("pool")
+def test_several_threads_of_python_at_once() -> None:
+    torch.set_num_threads(3)
+    expected = everything(200_003)
+    results: list[list[Tensor]] = []
+    callers = [threading.Thread(target=lambda: results.append(everything(200_003))) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(results) == 4
+    for result in results:
+        cases.assert_all_same_bits(result, expected)
+
+
+FORK = """
+import os, sys, torch
+from hf_compressopt.kernels import native
+torch.set_num_threads(4)
+x = torch.ones(3_000_000).mul_(1)
+assert float(native.sum_of_squares([x], x.device)) == 3_000_000  # on torch's threads; in the child on the library's own
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        for _ in range(2):
+            code = 0 if float(native.sum_of_squares([x], x.device)) == 3_000_000 else 1
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(0 if float(native.sum_of_squares([x], x.device)) == 3_000_000 else 1)
+        os._exit(code or os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert float(native.sum_of_squares([x], x.device)) == 3_000_000
+"""
+
+
+def run_python(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60)
+
+
+FORKED_BEFORE_IMPORT = """
+import os, torch
+torch.set_num_threads(2)
+x = torch.ones(3_000_000).add_(1)  # torch's threads run, and the child will not have them
+child = os.fork()
+if child == 0:
+    from hf_compressopt.kernels import native
+    for _ in range(3):
+        code = 0 if float(native.sum_of_squares([x], x.device)) == 12_000_000 else 1
+    os._exit(code)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("source", [FORK, FORKED_BEFORE_IMPORT], ids=["after a kernel", "before the import"])
+def test_a_forked_child_has_threads_of_its_own(source: str) -> None:
+    result = run_python(source)
+    assert result.returncode == 0, result.stderr
