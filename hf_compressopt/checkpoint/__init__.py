@@ -1,1 +1,1 @@
-"""State to shards (safetensors) and an index (JSON), and back."""
+"""Saves and loads of optimizer state by any number of ranks, and the adapters for each optimizer."""

@@ -62,7 +62,7 @@ class AdamView:
         index: The checkpoint's index.
         param_groups: Of each param group the hyperparameters of torch's AdamW.
         entries: Its tensors, by ``<kind>/<parameter>``, in the order of the param groups.
-        notes: What the checkpoint has and AdamW does not, in sentences.
+        notes: Sentences about what the checkpoint has and AdamW does not.
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
@@ -88,7 +88,7 @@ class AdamView:
         self._factors: dict[str, dict[str, float]] = {}
 
     def read(self, entry: Entry, files: ShardFiles, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
-        """Elements [start, stop) of a tensor, flattened, in parts of a few MiB in order.
+        """Read elements [start, stop) of a tensor, flattened, in parts of a few MiB in order.
 
         Raises:
             CheckpointError: If they are not what was saved.
@@ -102,7 +102,7 @@ class AdamView:
             yield part if factor == 1 else part.mul_(factor)
 
     def _parts(self, stored: StateTensor, files: ShardFiles, start: int, stop: int) -> Iterator[Tensor]:
-        """Elements of a tensor as it was saved, or of the mean of each rank's own."""
+        """Read elements of a tensor as it was saved, or of the mean of each rank's own."""
         dtype: torch.dtype = getattr(torch, stored.dtype)
         wanted = replace(stored, start=start, stop=stop)
         plan = plan_reads(self.index, wanted, 0 if stored.of_each_rank else len(self.index.shards))
@@ -127,7 +127,7 @@ class AdamView:
                     yield Entry(TensorKey(STEP, name), group, place, "float32", ())
 
     def _stored(self, kind: str, name: str, shape: tuple[int, ...]) -> StateTensor | None:
-        """The tensor of a parameter in the checkpoint, if there is one."""
+        """Return the tensor of a parameter in the checkpoint, or None."""
         one, first = TensorKey(kind, name), TensorKey(kind, name, rank=0)
         for key in (one, first) if self.header.compressed else (one,):
             if (entry := self.index.tensors.get(str(key))) is not None:
@@ -174,7 +174,7 @@ class AdamView:
         if any(name.startswith("worker_error/") for name in self.index.tensors):
             yield "the error feedback is left out: AdamW has none"
         if any(group.get("eps_inside_sqrt") for group in self._groups):
-            yield "eps_inside_sqrt is left out: AdamW adds eps to the root"
+            yield "eps_inside_sqrt is left out: AdamW adds eps to the square root"
         if any(name.startswith("exp_avg_mask/") for name in self.index.tensors):
             yield "exp_avg_mask is left out: AdamW has none"
         if any(not group["decoupled_weight_decay"] for group in self.param_groups):
@@ -183,7 +183,7 @@ class AdamView:
     # -- factors ------------------------------------------------------------------------------------------------------
 
     def _factors_of(self, entry: Entry, files: ShardFiles) -> dict[str, float]:
-        """The factor of each kind of tensor of an entry's parameter, and the parameter's step."""
+        """Return the factor of each kind of tensor of an entry's parameter, and the parameter's step."""
         name = entry.key.owner
         if name not in self._factors:
             self._factors[name] = self._find_factors(entry, files)
@@ -211,21 +211,21 @@ class AdamView:
         return {**factors, STEP: step}
 
     def _switched(self, group: dict[str, Any]) -> bool:
-        """Whether the bias corrections of this group are part of its moments."""
+        """Return whether the bias corrections of this group are part of its moments."""
         if not self.header.compressed or group.get("non_freeze"):
             return False
         freeze_step = self.index.header["schedule"][_FREEZE_STEP[self.header.optimizer]]
         return isinstance(freeze_step, int) and self.index.header["step"] >= freeze_step
 
     def _stored_step(self, entry: Entry) -> tuple[str, int] | None:
-        """Name of the tensor that holds a parameter's step, and its place there."""
+        """Return the name of the tensor that holds a parameter's step, and the place in it."""
         if self.header.compressed:
             return str(TensorKey(STEP, group=entry.group)), entry.place
         names = (str(TensorKey(STEP, entry.key.owner, per=per)) for per in (Per.SCALAR, Per.NUMBER))
         return next(((name, 0) for name in names if name in self.index.tensors), None)
 
     def _number(self, name: str, place: int, files: ShardFiles) -> float:
-        """An element of a tensor that holds numbers."""
+        """Read an element of a tensor of numbers."""
         entry = self.index.tensors.get(name)
         if entry is None:
             raise ValueError(f"the checkpoint has no tensor {name!r}")
@@ -234,5 +234,5 @@ class AdamView:
         return float(value)
 
     def _any(self, stored: StateTensor | None, files: ShardFiles) -> bool:
-        """Whether any element of a tensor is not 0."""
+        """Return whether any element of a tensor is not 0."""
         return stored is not None and any(bool(part.any()) for part in self._parts(stored, files, 0, stored.stop))

@@ -17,14 +17,14 @@ from hf_compressopt.format.record import Per, StateTensor
 
 
 class AdamSource(Stored):
-    """A checkpoint as that of an ordinary optimizer of Adam's family, for one that did not save it."""
+    """A checkpoint in the form of an ordinary optimizer of Adam's family, for one that did not save it."""
 
     def __init__(self, view: AdamView, optimizer: str) -> None:
         """Take its description from the view.
 
         Args:
             view: The checkpoint.
-            optimizer: Name of the class whose checkpoint it is to be.
+            optimizer: Name of the class that loads it.
         """
         super().__init__(view.index)
         self._view, values = view, view.header.values
@@ -68,7 +68,7 @@ def _name(entry: Entry) -> str:
 
 
 def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:
-    """A checkpoint as an optimizer loads it: what its own class saved, or else AdamW's state.
+    """Return a checkpoint as an optimizer loads it: as its own class saved it, or else as AdamW's state.
 
     Compressed optimizers load what an ordinary one of Adam's family saved. Ordinary ones load what any of them saved.
 
@@ -92,10 +92,10 @@ def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str,
 
 
 def check_decay(view: AdamView, groups: Sequence[dict[str, Any]], optimizer: str) -> None:
-    """Check that the weight decay of a checkpoint is of the kind of the optimizer's that takes it over.
+    """Check that the weight decay of a checkpoint is of the same kind as that of the optimizer that loads it.
 
     Raises:
-        ValueError: If one is decoupled and the other is not, and there is any.
+        ValueError: If one is decoupled, the other is not, and it is not 0.
     """
     for number, (saved, group) in enumerate(zip(view.param_groups, groups, strict=False)):
         own = group.get("decoupled_weight_decay", group.get("adam_w_mode", optimizer != "Adam"))

@@ -1,4 +1,4 @@
-"""Saves that go on while the training does: a thread each, waited for by whatever comes next, and never lost."""
+"""Saves in the background: each has a thread, and no failure goes unnoticed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from threading import Thread
 
 logger = logging.getLogger(__name__)
-_HEAD_START = 0.01  # seconds: else this thread has the interpreter first, for 5 ms, and training waits
+_HEAD_START = 0.01  # seconds; otherwise this thread has the interpreter first, and training waits for 5 ms
 
 
 class PendingSave:
-    """A save under way.
+    """A save in the background.
 
-    The process does not end before it is done. Where it failed it did so on all ranks, and every rank is told once: by
-    :meth:`result`, by the next save or load, or at the latest when the process ends.
+    The process does not end before it is done. A save fails on all ranks together. Every rank raises the error once: in
+    :meth:`result`, or in the next save or load. If neither is called, the process ends with exit code 1.
 
     Attributes:
         path: The index that it writes.
@@ -37,16 +37,16 @@ class PendingSave:
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether it has come to an end, well or not."""
+        """Return whether it has ended, with or without an error."""
         return not self._thread.is_alive()
 
     def result(self) -> None:
         """Wait until the checkpoint is whole.
 
         Raises:
-            OSError: If a file could not be written, or another rank had no memory for its copy; on all ranks, and an
+            OSError: If a file could not be written, or another rank had no memory for its copy. All ranks raise, and an
                 earlier checkpoint is as it was.
-            MemoryError: If this rank had none.
+            MemoryError: If this rank had no memory for its copy.
             RuntimeError: If another rank is gone.
         """
         self._thread.join()
@@ -63,17 +63,17 @@ class PendingSave:
             self._error = error
             logger.error("the save of %s failed: %s: %s", self.path, type(error).__name__, error)
         finally:
-            del self._work  # and the copies that it holds
+            del self._work  # it holds the copies
 
 
 def wait_for_saves(which: Callable[[PendingSave], bool] = lambda save: True) -> None:
     """Wait until the checkpoints that are being written in the background are whole.
 
-    To be called, on all ranks, before anything is done with their folders. What comes next in the training needs it
-    not: saves, loads and the end of the process wait by themselves.
+    Call it on all ranks before you rename, copy or remove their folders. Saves, loads and the end of the process wait
+    by themselves.
 
     Args:
-        which: Those to wait for.
+        which: The saves to wait for; all by default.
 
     Raises:
         OSError: If a file could not be written; on all ranks.
@@ -90,7 +90,7 @@ def wait_for_saves(which: Callable[[PendingSave], bool] = lambda save: True) -> 
 
 @cache
 def _pending() -> list[PendingSave]:
-    """The saves of this process whose outcome nobody has been told, in the order of their start."""
+    """The saves of this process whose outcome nobody has asked for, in the order of their start."""
     return []
 
 

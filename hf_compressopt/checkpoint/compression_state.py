@@ -14,6 +14,7 @@ from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.grad_compression import GradientCompression
+from hf_compressopt.optim.options import check_names
 
 _NAME = "GradientCompression"
 
@@ -35,8 +36,7 @@ class CompressionState:
         """See the protocol."""
         own = self._compression.names
         found = list(own if names is None else names)
-        if len(found) != len(own) or len(set(found)) != len(own):
-            raise ValueError(f"there must be a different name for each of the {len(own)} parameters, got {found}")
+        check_names(found, len(own))
         return [found]
 
     def shared_parameters(self) -> list[list[Tensor]]:

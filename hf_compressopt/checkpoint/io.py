@@ -1,6 +1,7 @@
-"""Save and load: every rank writes one safetensors shard, rank 0 the index, and every rank reads what it will hold.
+"""Save and load an optimizer's state; all ranks call each function.
 
-state -> shards (safetensors) -> index (JSON) -> reshard plan (pure) -> reads
+Every rank writes one safetensors shard, and one rank per folder the index. Every rank reads the tensors that it holds:
+optimizer -> Checkpointable -> StateTensor -> shards and index -> read plan -> StateTensor -> optimizer
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DEFAULT_PREFIX = "compressopt"
 
 
 def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_PREFIX) -> bool:
-    """Whether a folder holds an index."""
+    """Return whether a folder holds a checkpoint."""
     return (Path(directory) / INDEX_NAME.format(prefix=prefix)).is_file()
 
 
@@ -45,20 +46,22 @@ def save_state(
     names: Sequence[str] | None = None,
     prefix: str = DEFAULT_PREFIX,
 ) -> None:
-    """Save an optimizer's whole state, every rank's errors included. All ranks call; they return together.
+    """Save an optimizer's whole state, with every rank's errors. All ranks call, and return together.
 
-    An earlier checkpoint in the same folder stays loadable until the new one is whole, and goes then.
+    An earlier checkpoint in the same folder stays loadable until the new one is whole, and is removed then.
 
     Args:
-        optimizer: The optimizer. One that is not of this package, such as torch's AdamW, is alike on all ranks, and its
-            checkpoint is that of a ZeroOptimizer around it.
-        directory: The folder; made where missing.
-        names: A name for each trainable parameter, in the optimizer's order; torch's ``param_names`` where None.
+        optimizer: The optimizer. An optimizer of another package, such as torch's AdamW, must have the same state on
+            all ranks; its checkpoint is that of a ZeroOptimizer around it.
+        directory: The folder; it is made if it is missing.
+        names: A name for each trainable parameter, in the optimizer's order; torch's ``param_names`` if None.
         prefix: Start of the files' names, for several optimizers in one folder.
 
     Raises:
-        ValueError: If the names do not fit.
-        OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
+        ValueError: If the names or the prefix cannot be used, or if a checkpoint cannot hold the state.
+        TypeError: If the state of such an optimizer cannot be saved.
+        OSError: If a file cannot be written, or if another run saves into the same files. All ranks raise, and an
+            earlier checkpoint is as it was.
     """
     write_snapshot(*_begin(optimizer, directory, names, prefix))
 
@@ -70,11 +73,11 @@ def async_save_state(
     names: Sequence[str] | None = None,
     prefix: str = DEFAULT_PREFIX,
 ) -> PendingSave:
-    """As :func:`save_state`, but return as soon as what is to be written is copied to host memory. All ranks call.
+    """Save as :func:`save_state` does, but return when the state is copied to host memory. All ranks call.
 
-    The training may go on, and change everything: what is saved is the state at this call. An earlier save of this
-    optimizer, or into these files, is waited for first. The copies take as much memory as this rank writes, pinned
-    where it comes from a CUDA device; it is kept for the next time, until the optimizer goes.
+    Training may go on and change everything: the state of this call is saved. If an earlier save of this optimizer or
+    into these files is not done, this call waits for it. The copies take as much memory as this rank writes, pinned for
+    tensors of a CUDA device. The memory is kept for the next save, until the optimizer is freed.
 
     Args:
         optimizer: As in :func:`save_state`.
@@ -83,12 +86,13 @@ def async_save_state(
         prefix: As in :func:`save_state`.
 
     Returns:
-        The save under way. The next save and load and the end of the process wait for it.
+        The save in the background. The next save and load and the end of the process wait for it.
 
     Raises:
-        ValueError: If the names do not fit.
-        OSError: If the folder is not writable, or an earlier save in the background has failed; on all ranks. That a
-            rank had no memory for its copy is told like the failure of a write: where the save is waited for.
+        ValueError: As :func:`save_state`.
+        TypeError: As :func:`save_state`.
+        OSError: If the folder is not writable, or an earlier save in the background has failed; on all ranks. If a rank
+            has no memory for its copy, the error comes when the save is waited for, as that of a failed write.
     """
     snapshot, communicator = _begin(optimizer, directory, names, prefix)
     inner = _innermost(optimizer)
@@ -100,10 +104,10 @@ def async_save_state(
     try:
         copied.set_result(background.copy.take(snapshot))
     except Exception as error:
-        copied.set_exception(error.with_traceback(None))  # whose frames would keep the optimizer
+        copied.set_exception(error.with_traceback(None))  # the frames of a traceback would keep the optimizer
     channel = background.channel
 
-    def write() -> None:  # the ranks hear here, not while training waits, of one that had no memory for its copy
+    def write() -> None:  # here, not while training waits, the ranks learn of one that had no memory for its copy
         write_snapshot(channel.run_together(copied.result, snapshot.remove), channel, quiet=True)
 
     background.save = PendingSave(snapshot.index_file, write)
@@ -111,7 +115,7 @@ def async_save_state(
 
 
 class _Background:
-    """What an optimizer's saves in the background have: a channel between the ranks, and memory."""
+    """Resources for one optimizer's saves in the background: a communicator and reusable host memory."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.channel = communicator.duplicate()
@@ -119,7 +123,7 @@ class _Background:
         self.save: PendingSave | None = None
 
 
-# Of optimizers that may be anybody's, on which nothing is hung.
+# Keyed by optimizer, since no attribute is hung on an optimizer of another package.
 _BACKGROUNDS: WeakKeyDictionary[torch.optim.Optimizer, _Background] = WeakKeyDictionary()
 
 
@@ -147,27 +151,28 @@ def load_state(
 ) -> None:
     """Load what :func:`save_state` wrote, on any number of ranks, into the optimizer's buffers. All ranks call.
 
-    Each rank reads what it will hold: first to verify it, before anything is changed, and then once more, verified
-    again, into the optimizer's memory: state that is there already takes none beside it (but FusedAdam's outside a
-    ZeroOptimizer, and what another optimizer saved). On as many ranks as saved it, the run goes on bit for bit. On
-    another number moments, variances, master weights and steps are exact too; server errors stay with their elements;
-    what was each rank's own (worker errors, and 0/1 Adam's momentum, update and parameters inside a local interval)
-    becomes its mean over the ranks that saved it.
+    Each rank reads its part twice. The first time it only verifies, and nothing changes. The second time it verifies
+    again and reads into the optimizer's memory, so that state that exists needs no second copy. (Exceptions are
+    FusedAdam outside a ZeroOptimizer, and checkpoints of another optimizer class.) On as many ranks as saved it, the
+    run continues bit for bit. On another number of ranks moments, variances, master copies and steps are exact too,
+    and server errors stay with their elements. A tensor that was each rank's own becomes the mean over the ranks that
+    saved it: worker errors, and 0/1 Adam's momentum, update and parameters inside a local interval.
 
     Args:
-        optimizer: The optimizer, made as the saved one was. A ZeroOptimizer may be of another stage and other sizes of
-            buckets, and the optimizer that it wraps takes its place, and it that one's, where there are no master
-            copies. AdamW, Adam, FusedAdam and Lamb, inside a ZeroOptimizer or not, go on from each other's moments and
-            steps and from those of the compressed optimizers, and these from theirs in a warmup stage, which ends with
-            the coming step where it should have ended before.
+        optimizer: The optimizer, made as the saved one was. A ZeroOptimizer may have another stage and other sizes of
+            buckets. It loads the checkpoint of the optimizer that it wraps, and that optimizer loads its checkpoint if
+            there are no master copies. AdamW, Adam, FusedAdam and Lamb, inside a ZeroOptimizer or not, continue from
+            each other's moments and steps and from those of the compressed optimizers. The compressed optimizers
+            continue from theirs in the warmup stage, which ends with the coming step if it should have ended before.
         directory: The folder.
         names: As in :func:`save_state`.
         prefix: As in :func:`save_state`.
 
     Raises:
-        CheckpointError: (a ValueError) If the checkpoint is damaged or does not fit; on all ranks, and nothing has
-            changed. The message names the file. Where a file was damaged between the two readings, it says that the
+        CheckpointError: (a ValueError) If the checkpoint is damaged or does not fit. All ranks raise, and nothing has
+            changed. The message names the file. If a file was damaged between the two reads, the message says that the
             state is half loaded.
+        ValueError: If the prefix cannot be used.
     """
     check_prefix(prefix)
     wait_for_saves()
@@ -176,7 +181,7 @@ def load_state(
 
 @contextmanager
 def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``optimizer.load_state_dict()`` does nothing: what a host hands it is a stub of what was loaded."""
+    """Inside, ``optimizer.load_state_dict()`` does nothing: the host passes a stub of the state that was loaded."""
     inner = _innermost(optimizer)
     inner.load_state_dict = lambda state_dict: None
     try:
@@ -186,7 +191,7 @@ def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def checkpointable(optimizer: torch.optim.Optimizer | PlainState | GradientCompression) -> Checkpointable:
-    """An optimizer as a checkpoint sees it."""
+    """Return an optimizer as a checkpoint sees it."""
     if isinstance(optimizer, PlainState):
         return optimizer
     if isinstance(optimizer, GradientCompression):
@@ -198,7 +203,7 @@ def checkpointable(optimizer: torch.optim.Optimizer | PlainState | GradientCompr
 
 
 def _innermost(optimizer: Any) -> Any:
-    """The optimizer within wrappers such as Accelerate's."""
+    """Return the optimizer inside wrappers such as Accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

@@ -1,4 +1,4 @@
-"""What a load reads: the index on which all ranks agree, whether it fits, and each rank's tensors, verified."""
+"""Loads: the ranks agree on an index, check that it fits, and read their tensors, verified."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def load(
 
 
 def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointIndex, Path]:
-    """The index of the same save on all ranks, and its file.
+    """Return the index of the same save on all ranks, and its file.
 
-    A save into several folders may have been cut off when some had their index already: then the others still have it
-    under its earlier name, and all have the shards.
+    A save into several folders may have been cut off when only some of them had their new index. Then the other folders
+    have it under its temporary name, and all have the shards.
     """
     index = communicator.run_together(lambda: CheckpointIndex.read(path), others=CheckpointError)
     saves = communicator.all_gather_object(index.save_id)
@@ -97,7 +97,7 @@ def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointInd
 
 
 class _Place(NamedTuple):
-    """A rank's view of a checkpoint: its machine, its folder, and what is wrong with the shards that are not there."""
+    """A rank's view of a checkpoint: its machine, its folder, and the errors of shards that are missing."""
 
     host: str
     folder: str
@@ -110,10 +110,10 @@ def _places(communicator: Communicator, folder: Path, index: CheckpointIndex) ->
 
 
 def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -> dict[int, str]:
-    """Of the shards that are with other ranks only, by their numbers: what to say where this rank needs one.
+    """Return the errors to raise if this rank needs shards that only other ranks have, by their numbers.
 
     Raises:
-        CheckpointError: If a shard is with nobody.
+        CheckpointError: If no rank has a shard.
     """
     mine, told = places[rank], {}
     for number, problem in mine.absent.items():
@@ -133,14 +133,17 @@ def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Name of the optimizer's class, of the wrapped one in a ZeroOptimizer; others call theirs AdamW too."""
+    """Return the name of the optimizer's class, or of the class that a ZeroOptimizer wraps.
+
+    Other packages have an AdamW too: their classes have the module in the name.
+    """
     cls = getattr(optimizer, "optimizer_class", type(optimizer))
     known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))
     return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
 
 
 def _names_by_place(state: Checkpointable, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Names of the trainable parameters of each param group by their places, as :data:`BY_PLACE` says."""
+    """Return the names of the trainable parameters of each param group by their places, as for :data:`BY_PLACE`."""
     names = []
     for number, (group, params) in enumerate(zip(optimizer.param_groups, state.shared_parameters(), strict=True)):
         places = {param: place for place, param in enumerate(group["params"])}
@@ -184,7 +187,7 @@ def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[st
         return f"its param groups have {counts[0]} trainable parameters, this optimizer's {counts[1]}"
     pairs = ((a, b) for ours, theirs in zip(saved, mine, strict=True) for a, b in zip(ours, theirs, strict=True))
     first = next((a, b) for a, b in pairs if a != b)
-    return f"it has the parameter {first[0]} where this optimizer has {first[1]}"
+    return f"it has the parameter {first[0]} in the place of this optimizer's {first[1]}"
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,9 @@ class _Reading:
             self._each("loading", read)
         except Exception as error:
             told = error if isinstance(error, CheckpointError) else f"{self.path}: {type(error).__name__}: {error}"
-            raise CheckpointError(f"{told}: all was well before, and the state is half loaded; load again") from error
+            raise CheckpointError(
+                f"{told}: the first check found no error, and now the state is half loaded; load again"
+            ) from error
 
     def _each(self, doing: str, action: Callable[[StateTensor], None]) -> None:
         nbytes = sum(tensor.local.nbytes for tensor in self.plan.tensors)

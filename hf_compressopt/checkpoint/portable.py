@@ -1,9 +1,9 @@
-"""Checkpoints to and from one ordinary file of AdamW's state: ``hf-compressopt consolidate`` and ``import``.
+"""Conversion of checkpoints to and from one file of AdamW's state: ``hf-compressopt consolidate`` and ``import``.
 
-A file of torch.save holds what ``torch.optim.AdamW(...).state_dict()`` gives: parameters have numbers, in the order of
-the param groups. A safetensors file holds ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and ``step/<parameter>``
-(float32 []), where there are any ``max_exp_avg_sq/<parameter>`` and ``master/<parameter>`` (float32 copies of 16-bit
-parameters) too; and in its metadata, as JSON, ``param_groups``: of each param group the hyperparameters, and
+A file for torch.load holds the state dict of ``torch.optim.AdamW``: parameters have numbers, in the order of the param
+groups. A safetensors file holds ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and ``step/<parameter>`` (float32
+[]). It also holds ``max_exp_avg_sq/<parameter>`` and ``master/<parameter>`` (float32 copies of 16-bit parameters), if
+the checkpoint has them. Its metadata has ``param_groups`` as JSON: for each param group the hyperparameters, and
 ``params``, a list of ``{"name", "shape", "dtype"}``.
 """
 
@@ -40,7 +40,7 @@ from hf_compressopt.format.writer import ShardWriter
 from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.optim.state_dict import STATE_KEY
 
-#: What the state dict of torch's AdamW says of each param group beside the hyperparameters.
+#: Options of a param group in the state dict of torch's AdamW that are no hyperparameters.
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 _SWITCHES = ("amsgrad", "maximize", "bias_correction")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", *_SWITCHES)
@@ -50,7 +50,7 @@ _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
-    """The index of a folder's checkpoint, or None where there is none.
+    """Return the index of a folder's checkpoint, or None if there is none.
 
     Raises:
         ValueError: If there are several and no prefix is given.
@@ -66,21 +66,21 @@ def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> 
 def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = False) -> list[str]:
     """Write a checkpoint of any of our optimizers as one file of AdamW's state, in little memory.
 
-    The moments are those by which the run divides: see :mod:`hf_compressopt.checkpoint.adam`. All that is read is
-    verified. The file has its name only when it is whole.
+    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.adam`. Everything that is read
+    is verified. The file gets its name only when it is whole.
 
     Args:
         index_path: The checkpoint's index.
         out: The file: ``.safetensors``, or ``.pt`` for torch.load.
-        force: Whether to replace a file of that name.
+        force: Replace a file of that name.
 
     Returns:
-        What the checkpoint has and the file has not, in sentences.
+        Sentences about what the checkpoint has and the file does not.
 
     Raises:
         CheckpointError: (a ValueError) If the checkpoint is damaged, or cannot be expressed as AdamW's state.
         ValueError: For a file of another kind, or one that is part of the checkpoint.
-        FileExistsError: If the file is there.
+        FileExistsError: If the file exists.
         OSError: If it cannot be written.
     """
     path = Path(out)
@@ -99,7 +99,7 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
                 return view.notes
             _write_torch_file(path, view, files)
     masters = sum(entry.key.kind == MASTER for entry in view.entries.values())
-    left_out = [f"{masters} float32 master copies are left out: AdamW has none, and {_SAFETENSORS} files do"]
+    left_out = [f"{masters} float32 master copies are left out: AdamW has none; a {_SAFETENSORS} file keeps them"]
     return view.notes + (left_out if masters else [])
 
 
@@ -145,10 +145,10 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
 
 
 class _Imported(PlainState):
-    """The state of a file, of which this process writes a checkpoint alone, whatever a launcher announces."""
+    """The state of a file. This process writes the checkpoint alone, even if a launcher announces other ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_place: bool) -> None:
-        """``by_place``: whether parameters are known by their places alone."""
+        """Wrap an optimizer with the state; ``by_place`` says that its parameters have no names, only places."""
         super().__init__(optimizer, TorchCommunicator(alone=True))
         self._by_place = by_place
 
@@ -170,18 +170,18 @@ def import_state(
 ) -> None:
     """Make a checkpoint of a file of AdamW's state: a Trainer's ``optimizer.pt``, or what :func:`consolidate` wrote.
 
-    ``load_state`` of any of our optimizers takes it, on any number of ranks. From a file of torch.save it takes the
-    parameters by their places in the param groups, as torch does: it has no names.
+    ``load_state`` of any of our optimizers loads it, on any number of ranks. A file for torch.load has no names: its
+    parameters are identified by their places in the param groups, as in torch.
 
     Args:
         source: The file.
-        directory: The folder; made where missing.
+        directory: The folder; it is made if it is missing.
         prefix: Start of the checkpoint's file names.
-        force: Whether to replace a checkpoint that is there.
+        force: Replace a checkpoint of that prefix.
 
     Raises:
         FileExistsError: If there is a checkpoint of that prefix.
-        ValueError: If the file is not readable, or no state of Adam or AdamW; the message names it.
+        ValueError: If the file is not readable, or not a state of Adam or AdamW; the message names it.
         OSError: If the checkpoint cannot be written.
     """
     path = Path(source)
@@ -210,9 +210,9 @@ def _from_safetensors(path: Path) -> torch.optim.Optimizer:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not readable as safetensors: {error}") from error
     except KeyError as error:
-        raise ValueError(f"{path} lacks {error}: it is none of hf-compressopt consolidate") from error
+        raise ValueError(f"{path} lacks {error}: hf-compressopt consolidate has not written it") from error
     except Exception as error:  # the file can hold anything
-        raise ValueError(f"{path} is no state of AdamW: {error}") from error
+        raise ValueError(f"{path} is not a state of AdamW: {error}") from error
 
 
 def _row(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -226,10 +226,11 @@ def _from_torch_file(path: Path) -> torch.optim.Optimizer:
         told = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{path} is not readable by torch.load: {type(error).__name__}: {told}") from error
     if not isinstance(loaded, dict) or not {"state", "param_groups"} <= loaded.keys():
-        raise ValueError(f"{path} is no optimizer's state dict: it has no 'state' and 'param_groups'")
+        raise ValueError(f"{path} is not an optimizer's state dict: it has no 'state' and 'param_groups'")
     if STATE_KEY in loaded:
         raise ValueError(
-            f"{path} is of an optimizer of hf_compressopt, one rank's or a stub: the folder beside it is a checkpoint"
+            f"{path} is the state dict of one rank, or a stub, of an optimizer of hf_compressopt: load the checkpoint "
+            "in its folder with hf_compressopt.load_state"
         )
     try:
         groups = loaded["param_groups"]
@@ -240,13 +241,13 @@ def _from_torch_file(path: Path) -> torch.optim.Optimizer:
         ]
         return _optimizer(groups, named, rows)
     except KeyError as error:
-        raise ValueError(f"{path} is no state of AdamW: it lacks {error}") from error
+        raise ValueError(f"{path} is not a state of AdamW: it lacks {error}") from error
     except Exception as error:  # the file can hold anything
-        raise ValueError(f"{path} is no state of AdamW: {error}") from error
+        raise ValueError(f"{path} is not a state of AdamW: {error}") from error
 
 
 def _placeholder_of(row: dict[str, Any]) -> nn.Parameter:
-    """What stands for a parameter whose state this is; where it has none, one that is frozen."""
+    """Return a parameter that this state fits; without state, a frozen one."""
     if not row:
         return nn.Parameter(torch.empty(0), requires_grad=False)
     missing = [name for name in (STEP, *MOMENTS) if name not in row]
@@ -256,9 +257,9 @@ def _placeholder_of(row: dict[str, Any]) -> nn.Parameter:
 
 
 def _placeholder(shape: Sequence[int], dtype: torch.dtype) -> nn.Parameter:
-    """A parameter of this shape that takes the memory of one element."""
+    """Return a parameter of this shape that takes the memory of one element."""
     if dtype not in {getattr(torch, name) for name in DTYPES} or not dtype.is_floating_point:
-        raise ValueError(f"a parameter of dtype {dtype}")
+        raise ValueError(f"a parameter must have a floating-point dtype, got {dtype}")
     return nn.Parameter(torch.empty((), dtype=dtype).expand(tuple(shape)))
 
 
@@ -267,7 +268,7 @@ def _optimizer(
     named: Sequence[Sequence[tuple[str, nn.Parameter]]],
     rows: Sequence[Sequence[dict[str, Any]]],
 ) -> torch.optim.Optimizer:
-    """An optimizer that has this state and never steps."""
+    """Return an optimizer that has this state and never steps."""
     decoupled = [group.get("decoupled_weight_decay", group.get("adam_w_mode", True)) for group in groups]
     cls = torch.optim.AdamW if all(decoupled) else torch.optim.Adam
     made = [
@@ -282,10 +283,10 @@ def _optimizer(
 
 
 def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tuple[str, Any]]:
-    """What AdamW has of a parameter; other keys are left out.
+    """Return AdamW's state of a parameter; other keys are left out.
 
     Raises:
-        ValueError: If a tensor is not shaped like the parameter, or the step is no count.
+        ValueError: If a tensor is not shaped like the parameter, or if the step is not a count.
     """
     for kind in _KINDS:
         value = row.get(kind)
@@ -302,7 +303,7 @@ def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tu
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The hyperparameters of a param group that AdamW has.
+    """Return the hyperparameters of a param group that AdamW has.
 
     Raises:
         ValueError: For one outside its range.

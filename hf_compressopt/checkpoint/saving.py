@@ -26,12 +26,13 @@ def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: boo
     """Write shards, then the index; then remove the shards of earlier saves. All ranks call, and return together.
 
     Args:
-        snapshot: What this rank writes.
+        snapshot: The state that this rank writes.
         communicator: All ranks.
         quiet: Show no progress.
 
     Raises:
-        OSError: If a file cannot be written; then on all ranks, and an earlier checkpoint is as it was.
+        OSError: If a file cannot be written. All ranks raise, and an earlier checkpoint is as it was.
+        ValueError: If a checkpoint cannot hold the state; likewise.
     """
     with ExitStack() as held:
         _write_snapshot(snapshot, communicator, held, quiet)
@@ -64,12 +65,12 @@ def _write_snapshot(snapshot: Snapshot, communicator: Communicator, held: ExitSt
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
-    # every folder has room for its index before any gets it; once one has it, the shards must stay
+    # every folder has room for its index before any gets it; when one has it, the shards must stay
     communicator.run_together(write_index, remove)
     communicator.run_together(publish_index)
     try:
         _remove_older(snapshot, leads)
-    except OSError as error:  # the others wait, and the new checkpoint is whole
+    except OSError as error:  # the other ranks wait, and the new checkpoint is whole
         logger.warning("files of an earlier save are left in %s: %s", snapshot.folder, error)
 
 
@@ -159,5 +160,5 @@ def _remove_older(snapshot: Snapshot, leads: bool) -> None:
         if (found := shard.fullmatch(file.name)) and found["save"] != snapshot.save_id:
             number = int(found["rank"])
             if number == snapshot.rank or (leads and number not in here):
-                with suppress(OSError):  # a file too many does no harm
+                with suppress(OSError):  # a file that is left does no harm
                     file.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ class Snapshot:
 
     @property
     def index_file(self) -> Path:
-        """The index."""
+        """The index of the folder."""
         return self.folder / INDEX_NAME.format(prefix=self.prefix)
 
     def shard_file(self, rank: int) -> Path:
@@ -61,7 +61,7 @@ class Snapshot:
         return self.folder / name
 
     def remove(self) -> None:
-        """Remove what this rank has written or begun."""
+        """Remove the files that this rank has written or begun."""
         for file in (self.shard_file(self.rank), begun(self.shard_file(self.rank))):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[str] | No
 
     Args:
         state: The optimizer, as a checkpoint sees it.
-        folder: The folder; made where missing.
+        folder: The folder; it is made if it is missing.
         names: A name for each trainable parameter; torch's ``param_names`` if None.
         prefix: Start of the files' names.
 
@@ -80,8 +80,8 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[str] | No
         The state that this rank writes; its tensors share memory with the optimizer.
 
     Raises:
-        ValueError: If the names do not fit; then on all ranks.
-        OSError: If the folder is not writable; then on all ranks.
+        ValueError: If the names do not fit, or if a checkpoint cannot hold the state. All ranks raise.
+        OSError: If the folder is not writable. All ranks raise.
     """
     communicator = state.communicator
     save_id = communicator.all_gather_object(token_hex(8))[0]

@@ -86,5 +86,5 @@ def _read_source(values: Tensor, plan: Plan, source: int, files: ShardFiles) -> 
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data

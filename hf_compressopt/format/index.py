@@ -1,41 +1,43 @@
-"""The index of a checkpoint: what was saved, and where every tensor lies.
+"""The index of a checkpoint: the tensors that were saved, and the place of each.
 
 **Format, version 3.** A checkpoint is a folder that holds
 
-1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. Where the ranks write
-   into several folders each has one; of what several ranks have written it names the copy in its folder, if any;
+1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. If the ranks write
+   into several folders, each folder has one. Of a piece that several ranks have written it names the copy in its own
+   folder, if there is one;
 2. ``compressopt-<save id>-<rank>-of-<ranks>.safetensors``, one per rank, numbers with five digits. Each is an ordinary
    safetensors file, and its metadata holds ``save_id``.
 
 The index is an object with these keys:
 
 - ``format``: "hf_compressopt"; ``version``: 3; ``save_id``: the hexadecimal number in the shards' names;
-- ``block_bytes``: bytes that have a checksum of their own, so that a part of a tensor can be read and verified alone;
-- ``checksum``: which one, "xxh3_128" (the 128 bits of XXH3, seed 0) or "sha256";
+- ``block_bytes``: bytes under one checksum, so that a part of a tensor can be read and verified alone;
+- ``checksum``: its kind, "xxh3_128" (the 128 bits of XXH3, seed 0) or "sha256";
 - ``header``: the optimizer's class, step, stage, schedule, world_size, and the hyperparameters of each param group;
 - ``parameters``: for each param group a list of ``{"name", "shape", "dtype"}``;
-- ``shards``: for each rank ``{"file", "bytes"}``; files are plain names, beside the index;
+- ``shards``: for each rank ``{"file", "bytes"}``; files are plain names of files beside the index;
 - ``tensors``: for each tensor ``{"dtype", "shape", "pieces"}``; dtype is torch's name, such as "float32".
 
 A piece is ``{"shard", "key", "start", "stop", "checksums"}``: elements [start, stop) of the flattened tensor are the
-tensor ``key`` of shard number ``shard``, and checksums lists those of its bytes in hexadecimal, one for every
-``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. In version 2,
-which is still read, the checksum was always SHA-256, and the key of a piece's ``sha256``.
+tensor ``key`` of shard number ``shard``. ``checksums`` lists the checksums of its bytes in hexadecimal, one for every
+``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. Version 2 is still
+read: its checksum is always SHA-256, and the key of a piece's checksums is ``sha256``.
 
-The checksum finds damage. It is no signature: who can write the shards can write the index, too.
+A checksum finds damage. It is no signature, because who can write the shards can write the index too.
 
-Tensors are ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
+The tensors of a compressed optimizer are
+``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
 ``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
 ``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another); ``server_error/group<g>``
-(likewise). ``rank<r>/`` before a parameter's name marks what is rank r's own.
+(likewise). ``rank<r>/`` before a parameter's name marks a tensor that is rank r's own.
 
-Of a partitioned optimizer the tensors are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
-the pieces that its owners hold (whole in stage 0, an ordinary optimizer that is not partitioned);
-``master/<parameter>``, a float32 copy of a 16-bit parameter;
-``scalar:<name>/<parameter>`` and ``number:<name>/<parameter>``, what has one value per parameter, a tensor or a number
-in the wrapped optimizer. ``from<r>.`` before a parameter's name says that rank r is the first that holds a copy of it.
-Where the header says ``by_place``, parameters are called ``group<g>.<place>``, by their places among all of their param
-group; those that the checkpoint lacks start anew, and their dtypes may differ.
+The tensors of a partitioned optimizer are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
+the pieces that its owners hold. Stage 0 is an ordinary optimizer that is not partitioned, and its tensors are whole.
+``master/<parameter>`` is a float32 copy of a 16-bit parameter. ``scalar:<name>/<parameter>`` and
+``number:<name>/<parameter>`` have one value per parameter, a tensor or a number in the wrapped optimizer. ``from<r>.``
+before a parameter's name says that rank r is the first that holds a copy of it. If the header says ``by_place``,
+parameters are called ``group<g>.<place>``, by their places among all parameters of their param group. Parameters that
+such a checkpoint lacks start anew, and their dtypes may differ.
 """
 
 from __future__ import annotations
@@ -55,18 +57,18 @@ import xxhash
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
 FORMAT, VERSION = "hf_compressopt", 3
-#: Key of a header: True where parameters are called by their places in the param groups, for want of names.
+#: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
 BY_PLACE = "by_place"
 #: Bytes under one checksum.
 BLOCK_BYTES = 1 << 22
-#: The most that a reader takes, which holds one block in memory.
+#: The most that a reader accepts, since it holds one block in memory.
 MOST_BLOCK_BYTES = 1 << 26
-#: Functions that take bytes and give an object with ``update`` and ``hexdigest``, as hashlib's.
+#: Functions that take bytes and return an object with ``update`` and ``hexdigest``, as those of hashlib do.
 CHECKSUMS: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-#: What a save writes: as fast as memory, where SHA-256 would be slower than disks.
+#: The checksum of a save. It is as fast as memory; SHA-256 would be slower than disks.
 CHECKSUM = "xxh3_128"
 
-#: What safetensors calls torch's dtypes, and the bytes of an element.
+#: The names of torch's dtypes in safetensors, and the bytes of an element.
 DTYPES = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -90,12 +92,12 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 def name_by_place(group: int, place: int) -> str:
-    """What a parameter without a name is called, by its place among all of its param group."""
+    """Return the name of a parameter that has none, by its place among all parameters of its param group."""
     return f"group{group}.{place}"
 
 
 def check_prefix(prefix: str) -> str:
-    """Check that files whose names start with this can be saved and loaded; returns it.
+    """Check that files whose names start with ``prefix`` can be saved and loaded, and return it.
 
     Raises:
         TypeError: If it is no string.
@@ -138,7 +140,7 @@ def errors_naming(path: Path) -> Iterator[None]:
 class Piece:
     """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``.
 
-    ``checksums`` are those of its blocks, in order.
+    ``checksums`` are the checksums of its blocks, in order.
     """
 
     shard: int
@@ -184,7 +186,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard's file, beside the index, and its size."""
+    """The file of a shard, beside the index, and its size."""
 
     file: str
     bytes: int
@@ -203,7 +205,7 @@ class CheckpointIndex:
     tensors: dict[str, TensorEntry]
 
     def to_json(self) -> str:
-        """The index as the file holds it."""
+        """Return the text of the index file."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
@@ -220,7 +222,7 @@ class CheckpointIndex:
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is no index of {FORMAT}")
+            raise CheckpointError(f"{path} is not an index of {FORMAT}")
         version = data.get("version")
         if version not in (2, VERSION):
             raise CheckpointError(f"{path} is of format version {version!r}; this version reads 2 and {VERSION}")
@@ -235,48 +237,48 @@ class CheckpointIndex:
                 tensors={name: TensorEntry.read(entry, version) for name, entry in data["tensors"].items()},
             )
         except Exception as error:  # the file can hold anything
-            raise CheckpointError(f"{path} lacks what an index must have: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
         try:
             index.validate()
         except ValueError as error:
-            raise CheckpointError(f"{path} {error}") from None
+            raise CheckpointError(f"{path} is not a valid index: {error}") from None
         return index
 
     def validate(self) -> None:
         """Check that names are plain and known, and that the pieces of every tensor cover it once and fit into shards.
 
         Raises:
-            ValueError: If not; the message goes on where the file's name ends.
+            ValueError: If something is wrong.
         """
         if self.checksum not in CHECKSUMS:
-            raise ValueError(f"has the checksum {self.checksum!r}; legal are {sorted(CHECKSUMS)}")
+            raise ValueError(f"checksum must be one of {sorted(CHECKSUMS)}, got {self.checksum!r}")
         if self.block_bytes > MOST_BLOCK_BYTES:
-            raise ValueError(f"has block_bytes {self.block_bytes}; legal are 1 to {MOST_BLOCK_BYTES}")
+            raise ValueError(f"block_bytes must be from 1 to {MOST_BLOCK_BYTES}, got {self.block_bytes}")
         for shard in self.shards:
             if not _PLAIN_NAME.fullmatch(shard.file):
-                raise ValueError(f"names the shard {shard.file!r}; legal are plain names beside the index")
+                raise ValueError(f"a shard must have a plain name, of a file beside the index, got {shard.file!r}")
         room = [shard.bytes for shard in self.shards]
         keys: set[tuple[int, str]] = set()
         for name, entry in self.tensors.items():
             reached = 0
             for piece in entry.pieces:
                 if piece.start != reached or piece.stop < piece.start or not 0 <= piece.shard < len(self.shards):
-                    raise ValueError(f"gives tensor {name!r} pieces that overlap, leave gaps or are nowhere")
+                    raise ValueError(f"the pieces of tensor {name!r} overlap, leave gaps or are in no shard")
                 reached, nbytes = piece.stop, (piece.stop - piece.start) * entry.itemsize
                 room[piece.shard] -= nbytes
                 if room[piece.shard] < 0 or (piece.shard, piece.key) in keys:
-                    raise ValueError(f"gives tensor {name!r} a piece that shard {piece.shard} has no room for")
+                    raise ValueError(f"shard {piece.shard} has no room for a piece of tensor {name!r}")
                 keys.add((piece.shard, piece.key))
                 blocks = -(-nbytes // self.block_bytes)
                 if len(piece.checksums) != blocks:
-                    raise ValueError(f"gives tensor {name!r} {len(piece.checksums)} checksums for {blocks} blocks")
+                    raise ValueError(f"tensor {name!r} has {len(piece.checksums)} checksums for {blocks} blocks")
             if reached != entry.numel:
-                raise ValueError(f"gives tensor {name!r} {reached} of its {entry.numel} elements")
+                raise ValueError(f"tensor {name!r} has pieces of {reached} of its {entry.numel} elements")
 
 
 def _count(value: Any, low: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{value!r} where a whole number >= {low} must be")
+        raise ValueError(f"a whole number >= {low} is needed, got {value!r}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What a folder's checkpoints hold, and whether they are whole: ``hf-compressopt inspect``. Needs no torch."""
+"""A look at the checkpoints of a folder, and whether they are whole: ``hf-compressopt inspect``. It needs no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
 from hf_compressopt.format.reader import ShardFile, check_size, open_shard
 
-#: Start of the names of all checkpoints that Trainer, Accelerate and save_state write where no other is given.
+#: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
 _ANY_PREFIX = "compressopt*"
 
 
@@ -27,11 +27,11 @@ def collect(
 
     Returns:
         For each checkpoint, in values that JSON holds: ``index`` (the file), ``verified``, ``problems`` (sentences that
-        name files; empty where it is whole); and where the index is readable ``save_id``, ``optimizer``, ``step``,
+        name files; empty if it is whole). If the index is readable, also ``save_id``, ``optimizer``, ``step``,
         ``stage``, ``ranks``, ``header``, ``groups`` and ``parameters`` (their numbers), ``elements`` (of all
         parameters), ``bytes`` (of all shards), ``shards`` (``file``, ``bytes``, ``whole``) and ``tensors`` (by name
-        ``dtype``, ``shape``, ``bytes``, and ``shards``, the numbers of those that hold them). Empty where there is
-        none.
+        ``dtype``, ``shape``, ``bytes``, and ``shards``, the numbers of those that hold them). Empty if there is no
+        checkpoint.
     """
     folder, pattern = Path(directory), INDEX_NAME.format(prefix=prefix or _ANY_PREFIX)
     paths = sorted(folder.glob(pattern)) if prefix is None else [folder / pattern]
@@ -72,7 +72,7 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
 
 
 def _problem(folder: Path, index: CheckpointIndex, number: int, verify: bool) -> str | None:
-    """What is wrong with a shard; None where nothing is."""
+    """Return the error of a shard, or None if it is whole."""
     try:
         check_size(folder, index.shards[number])
         with closing(open_shard(folder, index, number)) as file:
@@ -102,7 +102,7 @@ def _describe(entry: TensorEntry) -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The text for people of one entry of what :func:`collect` found."""
+    """Return the text of one entry of the list that :func:`collect` returns."""
     checked = "every byte was read" if facts["verified"] else "sizes and headers; --verify reads every byte"
     lines = [f"{facts['index']}: {'DAMAGED' if facts['problems'] else f'whole ({checked})'}"]
     lines += [f"  PROBLEM: {problem}" for problem in facts["problems"]]

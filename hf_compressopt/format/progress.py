@@ -1,4 +1,4 @@
-"""A progress bar for what takes long. It needs no torch."""
+"""A progress bar for long reads and writes. It needs no torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Bytes from which on it takes long.
+#: Bytes from which on a bar is shown.
 BIG = 10**9
 
 
 @contextmanager
 def progress(what: str, nbytes: int, *, shown: bool | None = None) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr that the yielded function moves on by as many bytes; ``HF_HUB_DISABLE_PROGRESS_BARS=1`` is off.
+    """Show a bar on stderr; ``HF_HUB_DISABLE_PROGRESS_BARS=1`` turns it off.
 
     Args:
-        what: What it says beside.
+        what: The text beside the bar.
         nbytes: Bytes in all.
-        shown: Whether to show it; None shows it on a terminal where there are :data:`BIG` bytes or more.
+        shown: Whether to show it. None shows it on a terminal, for :data:`BIG` bytes or more.
+
+    Yields:
+        A function that takes the number of bytes that are done since its last call.
     """
     if not (sys.stderr.isatty() and nbytes >= BIG if shown is None else shown):
         yield lambda _: None

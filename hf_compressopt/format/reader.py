@@ -1,6 +1,6 @@
-"""Shards on disk: byte ranges of the tensors in a safetensors file, each verified by its checksums; knows no torch.
+"""Reads of byte ranges of a shard's tensors, each verified by its checksums. It needs no torch.
 
-Bytes are read block by block, never mapped, so that reading takes the memory of a block, however large the file.
+Bytes are read block by block, never mapped, so that reading takes the memory of one block, however large the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ITEMSIZE = dict(DTYPES.values())
 
 
 class StoredTensor(NamedTuple):
-    """What a shard's header says of a tensor; its bytes are [begin, end) of the file."""
+    """A tensor in the header of a shard; its bytes are [begin, end) of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,8 +43,8 @@ class ShardFile:
 
     Attributes:
         path: The file.
-        metadata: What its header holds beside tensors.
-        tensors: What it holds, by key.
+        metadata: The metadata of its header.
+        tensors: Its tensors, by key.
     """
 
     def __init__(
@@ -58,12 +58,13 @@ class ShardFile:
 
         Args:
             path: The file.
-            checksum: Of its blocks, by a name of :data:`CHECKSUMS`.
+            checksum: The checksum of its blocks, a key of :data:`CHECKSUMS`.
             block_bytes: Bytes under each.
-            room: [block_bytes] bytes, where a block is read; files that are read by turns may share it. None: its own.
+            room: [block_bytes] bytes that blocks are read into. Files that are read by turns may share them. None: own
+                ones.
 
         Raises:
-            CheckpointError: If it is not readable, or no whole safetensors file.
+            CheckpointError: If it is not readable, or not a whole safetensors file.
         """
         self.path = path
         self._checksum, self._block_bytes = CHECKSUMS[checksum], block_bytes
@@ -88,13 +89,13 @@ class ShardFile:
         length = int.from_bytes(head[: self._fill(0, memoryview(head))], "little")
         if size < 8 or length > min(HEADER_CAP, size - 8):
             raise ValueError(
-                f"a header of {length} bytes in a file of {size}, where at most {HEADER_CAP} and the file are legal"
+                f"its header of {length} bytes is longer than {HEADER_CAP} bytes or than the file, which has {size}"
             )
         text = bytearray(length)
         header = json.loads(text[: self._fill(8, memoryview(text))], object_pairs_hook=_without_doubles)
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict):
-            raise ValueError("metadata that is no object")
+            raise ValueError("its metadata is not an object")
         tensors = {key: _stored(key, entry, 8 + length) for key, entry in header.items()}
         reached = 8 + length
         for key, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
@@ -102,11 +103,11 @@ class ShardFile:
                 raise ValueError(f"the bytes of {key!r} overlap others or leave a gap")
             reached = max(reached, tensor.end)
         if reached != size:
-            raise ValueError(f"tensors that end at byte {reached} of {size}")
+            raise ValueError(f"its tensors end at byte {reached} of {size}")
         return metadata, tensors
 
     def check_piece(self, piece: Piece, entry: TensorEntry) -> StoredTensor:
-        """The stored tensor that a piece of a tensor is, if it is what the index says.
+        """Return the stored tensor of a piece, if it is as the index says.
 
         Raises:
             CheckpointError: If it is missing, or of another dtype or shape.
@@ -126,20 +127,20 @@ class ShardFile:
     def blocks(
         self, piece: Piece, entry: TensorEntry, begin: int = 0, end: int | None = None, out: memoryview | None = None
     ) -> Iterator[tuple[int, memoryview]]:
-        """Bytes [begin, end) of a piece, a block at a time; every block that they touch is read whole and verified.
+        """Read bytes [begin, end) of a piece, a block at a time; each block that they touch is read whole and verified.
 
         Args:
             piece: The piece.
             entry: The tensor that it is a piece of.
             begin: First byte, from the start of the piece.
-            end: One past the last byte; None is the piece's last.
-            out: [end - begin] bytes, where they are left; a whole block is read there at once.
+            end: One past the last byte; None is the end of the piece.
+            out: [end - begin] bytes that they are left in; a whole block is read into these at once.
 
         Yields:
-            Where each part begins, from the start of the piece, and its bytes, until the next is taken.
+            The first byte of each part, from the start of the piece, and its bytes. They are valid until the next part.
 
         Raises:
-            CheckpointError: If they are not what was saved; ``out`` is then overwritten in part.
+            CheckpointError: If they are not what was saved; then a part of ``out`` is overwritten.
         """
         stored = self.check_piece(piece, entry)
         nbytes, size = stored.end - stored.begin, self._block_bytes
@@ -163,10 +164,10 @@ class ShardFile:
         except OSError as error:
             raise CheckpointError(f"{self.path} is not readable: {error}") from error
         if count != len(part):
-            raise CheckpointError(f"{self.path} ends before byte {offset + len(part)}: it has changed meanwhile")
+            raise CheckpointError(f"{self.path} ends before byte {offset + len(part)}: the file has changed meanwhile")
 
     def _fill(self, offset: int, part: memoryview) -> int:
-        """Read until the file ends; file systems may give less than asked for. Returns how many bytes came."""
+        """Read until the file ends, since file systems may return fewer bytes than asked for; returns their number."""
         self._file.seek(offset)
         done = 0
         while done < len(part) and (count := self._file.readinto(part[done:])):
@@ -175,7 +176,7 @@ class ShardFile:
 
 
 def check_size(folder: Path, shard: Shard) -> None:
-    """Check that a shard is there in its size.
+    """Check that a shard exists and has its size.
 
     Raises:
         CheckpointError: If it is not.
@@ -185,7 +186,7 @@ def check_size(folder: Path, shard: Shard) -> None:
 
 
 def absent_shards(folder: Path, index: CheckpointIndex) -> dict[int, str]:
-    """Of the shards that are not in a folder in their size, by their numbers: what is wrong, in words."""
+    """Return what is wrong with the shards that are missing in a folder or have another size, by their numbers."""
     problems = {number: _absence(folder, shard) for number, shard in enumerate(index.shards)}
     return {number: problem for number, problem in problems.items() if problem}
 
@@ -202,10 +203,10 @@ def _absence(folder: Path, shard: Shard) -> str:
 
 
 def open_shard(folder: Path, index: CheckpointIndex, number: int, room: memoryview | None = None) -> ShardFile:
-    """Open the shard of this number; ``room`` as :class:`ShardFile` has it.
+    """Open the shard of this number; ``room`` as for :class:`ShardFile`.
 
     Raises:
-        CheckpointError: If it is no whole safetensors file, or of another save.
+        CheckpointError: If it is not a whole safetensors file, or of another save.
     """
     file = ShardFile(folder / index.shards[number].file, index.checksum, index.block_bytes, room)
     if (found := file.metadata.get("save_id")) != index.save_id:
@@ -218,16 +219,16 @@ class ShardFiles:
     """The shards of a checkpoint, each opened when it is first needed; a context manager that closes them."""
 
     def __init__(self, folder: Path, index: CheckpointIndex, out_of_reach: Mapping[int, str] | None = None) -> None:
-        """Look whether every shard is there in its size.
+        """Check that every shard exists and has its size.
 
         Args:
             folder: The folder.
             index: Its index.
-            out_of_reach: Shards that are not, by their numbers, and what to say where one is needed all the same; None:
-                all have to be there.
+            out_of_reach: Shards that may be missing, by their numbers, and the error to raise if one is needed. None:
+                no shard may be missing.
 
         Raises:
-            CheckpointError: If one is not.
+            CheckpointError: If a shard is missing, or has another size.
         """
         self._folder, self._index = folder, index
         self._out_of_reach = out_of_reach or {}
@@ -238,16 +239,16 @@ class ShardFiles:
                 check_size(folder, shard)
 
     def __enter__(self) -> ShardFiles:
-        """Nothing more."""
+        """Return the files."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close what was opened."""
+        """Close all files."""
         for file in self._open.values():
             file.close()
 
     def __getitem__(self, number: int) -> ShardFile:
-        """The shard of this number; errors as :func:`open_shard`."""
+        """Return the shard of this number; raises as :func:`open_shard` does."""
         if number in self._out_of_reach:
             raise CheckpointError(self._out_of_reach[number])
         if number not in self._open:
@@ -258,14 +259,14 @@ class ShardFiles:
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a header that names something twice")
+        raise ValueError("its header has a name twice")
     return found
 
 
 def _stored(key: str, entry: dict[str, Any], start: int) -> StoredTensor:
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(value) is int and value >= 0 for value in (*shape, begin, end)):
-        raise ValueError(f"{key!r} has a shape or offsets that are no whole numbers >= 0")
+        raise ValueError(f"the shape and offsets of {key!r} must be whole numbers >= 0")
     if dtype not in _ITEMSIZE or end - begin != prod(shape) * _ITEMSIZE[dtype]:
         raise ValueError(f"{key!r} has {end - begin} bytes for {dtype!r} {list(shape)}")
     return StoredTensor(dtype, shape, start + begin, start + end)

@@ -1,7 +1,7 @@
-"""Files of torch.save, written as their bytes come: torch.load reads them, with weights_only=True and mmap=True too.
+"""Files for torch.load, written piece by piece; weights_only=True and mmap=True work too.
 
-Such a file is a zip archive whose entries are stored as they are: a pickle that refers to storages by number, and the
-bytes of each storage. (PyTorch's notes on serialization describe it.)
+Such a file is a zip archive whose entries are not compressed: a pickle that refers to storages by number, and the bytes
+of each storage. (PyTorch's notes on serialization describe it.)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 
 from hf_compressopt.format.writer import publish, temporary_name
 
-#: Storages begin at multiples of this, as torch.save has them.
+#: Storages begin at multiples of this, as those of torch.save do.
 _ALIGNMENT = 64
 _ROOT = "archive"
-#: The class by which torch.save says what the elements of a storage are.
+#: The class by which torch.save names the dtype of a storage.
 _STORAGES = {
     torch.float32: torch.FloatStorage,
     torch.float64: torch.DoubleStorage,
@@ -36,7 +36,7 @@ _STORAGES = {
 
 
 class PendingTensor:
-    """A tensor in what is pickled whose bytes come later.
+    """A tensor of a pickle whose bytes are written later.
 
     Attributes:
         dtype: Its dtype, a floating-point one of 16 bits or more.
@@ -44,16 +44,16 @@ class PendingTensor:
     """
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """See the class."""
+        """Take the description."""
         self.dtype, self.shape = dtype, shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are to come."""
+        """Bytes of the tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a tensor of torch's: a view of a storage."""
+        """Pickle as a tensor of torch's: a view of a storage."""
         stride = [1]
         for size in reversed(self.shape[1:]):
             stride.append(stride[-1] * max(size, 1))
@@ -68,7 +68,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Protocol 2, which is what torch.load(weights_only=True) reads."""
+    """A pickler of protocol 2, which torch.load(weights_only=True) reads."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -83,12 +83,12 @@ class _Pickler(pickle.Pickler):
 
 
 class TorchFile:
-    """A file of torch.save under way; a context manager.
+    """A file for torch.load that is being written; a context manager.
 
     It has a temporary name until :meth:`finish`, and is removed if the context ends without that call.
 
     Attributes:
-        path: The file's name in the end.
+        path: The final name of the file.
         tensors: The pending tensors, in the order in which their bytes must come.
     """
 
@@ -127,7 +127,7 @@ class TorchFile:
         return self
 
     def write(self, data: memoryview) -> None:
-        """Write the next bytes of the tensor that is due, all that it has or a part.
+        """Write the next bytes of the tensor that is due, all of them or a part.
 
         Raises:
             ValueError: If they are too many.
@@ -135,7 +135,7 @@ class TorchFile:
         """
         rest = self._left - len(data)
         if rest < 0:
-            raise ValueError(f"{self.path}: {len(data)} bytes, due are {self._left}")
+            raise ValueError(f"{self.path}: {len(data)} bytes were given, but {self._left} are due")
         self._record.write(data)
         self._left = rest
         if rest == 0:
@@ -144,7 +144,7 @@ class TorchFile:
             self._begin_tensor()
 
     def finish(self) -> None:
-        """Make the file durable, and give it its name.
+        """Make the file durable, and give it its final name.
 
         Raises:
             ValueError: If bytes are missing.
@@ -175,7 +175,7 @@ class TorchFile:
             self._temporary.unlink(missing_ok=True)
 
     def _begin_tensor(self) -> None:
-        """Begin the record of the next tensor that has bytes; those without have empty ones."""
+        """Begin the record of the next tensor that has bytes; tensors without bytes have empty records."""
         while self._number < len(self.tensors):
             self._left = self.tensors[self._number].nbytes
             self._begin(f"data/{self._number}", self._left)
@@ -186,7 +186,7 @@ class TorchFile:
         self._left = 0
 
     def _begin(self, name: str, nbytes: int) -> None:
-        """Begin a record, whose bytes begin at a multiple of the alignment: its header has an extra field for that."""
+        """Begin a record. An extra field in its header makes the bytes begin at a multiple of the alignment."""
         info = zipfile.ZipInfo(f"{_ROOT}/{name}")
         info.file_size = nbytes
         zip64 = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides

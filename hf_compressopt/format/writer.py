@@ -1,7 +1,7 @@
-"""Files written durably; shards as their bytes come, hashed in the same pass. Knows no torch.
+"""Durable writes of files; a shard is written and hashed in one pass. It needs no torch.
 
-The header of a safetensors file goes first, since dtypes and shapes are known beforehand, and of the data nothing is
-kept: a file of any size takes no memory.
+The header of a safetensors file is written first, since dtypes and shapes are known beforehand. No data is kept, so
+that a file of any size takes no memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
 class ShardWriter:
-    """A safetensors file under way; a context manager.
+    """A safetensors file that is being written; a context manager.
 
     The whole file is allocated first, if the file system supports it, so that a full disk is met before anything is
     written. The file has a temporary name until :meth:`finish`. It is removed if the context ends without that call.
@@ -35,9 +35,9 @@ class ShardWriter:
             checksums = writer.finish()
 
     Attributes:
-        path: The file's name in the end.
-        keys: The tensors in the order in which their bytes must come: those of larger elements first, so that all are
-            aligned; else in the order given.
+        path: The final name of the file.
+        keys: The tensors in the order in which their bytes must come. Those with larger elements come first, so that
+            all are aligned; otherwise the given order is kept.
         bytes: Size of the file.
     """
 
@@ -53,11 +53,11 @@ class ShardWriter:
         Args:
             path: The file's name.
             tensors: Dtype, by torch's name, and shape of every tensor.
-            metadata: What the header says beside.
+            metadata: Metadata of the header.
             temporary: The name until :meth:`finish`; a file of that name is replaced. None: a new name beside ``path``.
 
         Raises:
-            ValueError: For a dtype that safetensors does not have, or a header beyond its bound.
+            ValueError: For a dtype that safetensors does not have, or a header that is too long.
         """
         unknown = sorted({dtype for dtype, _ in tensors.values()} - DTYPES.keys())
         if unknown:
@@ -77,7 +77,7 @@ class ShardWriter:
         self._finished = False
 
     def __enter__(self) -> ShardWriter:
-        """Take the room and write the header.
+        """Allocate the file and write the header.
 
         Raises:
             OSError: If the disk is full, or the folder not writable.
@@ -92,10 +92,10 @@ class ShardWriter:
         return self
 
     def write(self, key: str, data: Bytes) -> None:
-        """Write the next bytes of a tensor, all that it has or a part; ``data`` may be reused when this returns.
+        """Write the next bytes of a tensor, all of them or a part; ``data`` may be reused when this returns.
 
         Raises:
-            ValueError: If another tensor's bytes are due, or these are too many.
+            ValueError: If the bytes of another tensor are due, or if these are too many.
             OSError: If they cannot be written.
         """
         rest = memoryview(data)
@@ -120,10 +120,10 @@ class ShardWriter:
             rest = rest[len(block) :]
 
     def finish(self) -> dict[str, tuple[str, ...]]:
-        """Make the file durable, and give it its name.
+        """Make the file durable, and give it its final name.
 
         Returns:
-            For each tensor the checksums of every BLOCK_BYTES of it.
+            The checksums of each tensor, one for every BLOCK_BYTES of it.
 
         Raises:
             ValueError: If bytes are missing.
@@ -160,7 +160,7 @@ class ShardWriter:
         due = self._due[-1] if self._due else None
         if key != due or nbytes > self._sizes[key] - self._done:
             left = "none" if due is None else f"{self._sizes[due] - self._done} of {due!r}"
-            raise ValueError(f"{self.path}: {nbytes} bytes of {key!r}, due are {left}")
+            raise ValueError(f"{self.path}: {nbytes} bytes of {key!r}, but {left} are due")
 
     def _close(self) -> None:
         """Close the descriptor; it is gone even if the close fails."""
@@ -181,12 +181,12 @@ class ShardWriter:
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside ``path`` for a file that is being written; nobody else chooses the same."""
+    """Return a new name beside ``path`` for a file that is being written; nobody else chooses the same."""
     return path.with_name(f"{path.stem[:200]}.{token_hex(8)}.tmp")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it durably; a folder that exists is left as it is.
+    """Make a folder and those above it, durably; a folder that exists is left as it is.
 
     Raises:
         OSError: If it cannot be made.
@@ -198,10 +198,10 @@ def make_folder(folder: Path) -> None:
 
 
 def write_aside(path: Path, data: bytes) -> Path:
-    """Write a small file durably under the name that it has before :func:`publish`, which is returned.
+    """Write a small file durably under the name that it has before :func:`publish`, and return that name.
 
     Raises:
-        OSError: If it cannot be written; nothing is left of it then.
+        OSError: If it cannot be written; then nothing of it is left.
     """
     temporary = path.with_suffix(".tmp")
     try:
@@ -216,7 +216,7 @@ def write_aside(path: Path, data: bytes) -> Path:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Give a file that was written its name, durably; what had the name before is gone at the same moment.
+    """Give a file its final name, durably; it replaces the file of that name in one moment.
 
     Raises:
         OSError: If that fails.

@@ -310,7 +310,7 @@ def name_a_file(name: str) -> Callable[[Path], str]:
         index = read_index(folder)
         index["shards"][0]["file"] = name.format(folder=folder, file=index["shards"][0]["file"])
         write_index(folder, index)
-        return "compressopt.index.json names the shard"
+        return "compressopt.index.json is not a valid index: a shard must have a plain name"
 
     return damage
 

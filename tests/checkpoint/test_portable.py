@@ -375,9 +375,9 @@ def test_import_refuses_what_is_no_state_of_adamw(
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     for name, said in {
         "sgd.pt": "has \\['momentum_buffer'\\], and must have step, exp_avg and exp_avg_sq",
-        "stub.pt": "the folder beside it is a checkpoint",
-        "own.pt": "the folder beside it is a checkpoint",
-        "model.pt": "is no optimizer's state dict",
+        "stub.pt": "load the checkpoint in its folder with hf_compressopt.load_state",
+        "own.pt": "load the checkpoint in its folder with hf_compressopt.load_state",
+        "model.pt": "is not an optimizer's state dict",
         "junk.pt": "junk.pt is not readable by torch.load",
         "junk.safetensors": "junk.safetensors is not readable as safetensors",
     }.items():

@@ -139,7 +139,7 @@ def test_errors_that_one_rank_did_not_save_are_zero_but_not_those_of_more() -> N
     [
         ([(0, "a", 0, 2, 1), (0, "b", 1, 3, 1)], "overlap"),
         ([(0, "a", 0, 1, 1), (0, "b", 2, 3, 1)], "overlap, leave gaps"),
-        ([(2, "a", 0, 3, 2)], "nowhere"),
+        ([(2, "a", 0, 3, 2)], "in no shard"),
         ([(0, "a", 0, 3, 1)], "1 checksums for 2 blocks"),
         ([(0, "a", 0, 2, 1)], "2 of its 3 elements"),
         ([(0, "a", 0, 2, 1), (0, "a", 2, 3, 1)], "no room"),

@@ -71,8 +71,8 @@ def test_bytes_that_are_not_due_are_refused_and_leave_no_file(tmp_path: Path) ->
     tensors = {"a": ("float32", (2,)), "none": ("float32", (0,)), "b": ("float32", (1,))}
     threads = threading.active_count()
     for key, count, said in [
-        ("b", 4, "4 bytes of 'b', due are 8 of 'a'"),
-        ("a", 9, "9 bytes of 'a', due are 8 of 'a'"),
+        ("b", 4, "4 bytes of 'b', but 8 of 'a' are due"),
+        ("a", 9, "9 bytes of 'a', but 8 of 'a' are due"),
         ("c", 4, "4 bytes of 'c'"),
     ]:
         with pytest.raises(ValueError, match=said), ShardWriter(tmp_path / "file", tensors, {}) as shard:
@@ -81,7 +81,7 @@ def test_bytes_that_are_not_due_are_refused_and_leave_no_file(tmp_path: Path) ->
         with ShardWriter(tmp_path / "file", tensors, {}) as shard:
             shard.write("a", bytes(5))
             shard.finish()
-    with pytest.raises(ValueError, match="4 bytes of 'b', due are none"):
+    with pytest.raises(ValueError, match="4 bytes of 'b', but none are due"):
         with ShardWriter(tmp_path / "file", tensors, {}) as shard:
             shard.write("a", bytes(8))
             shard.write("b", bytes(4))
