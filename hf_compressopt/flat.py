@@ -40,14 +40,14 @@ def bucket_numel_of(bucket_cap_mb: float) -> int:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The part of one parameter that lies in one bucket.
+class Span:
+    """Consecutive elements of one parameter in a buffer.
 
     Attributes:
-        index: The parameter's place in its group.
+        index: Number of the parameter.
         start: First element within the flattened parameter.
         stop: One past the last element within the flattened parameter.
-        offset: Where the piece begins in the group's flat buffer.
+        offset: Place of the first element in the buffer.
     """
 
     index: int
@@ -57,7 +57,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the piece."""
+        """Elements of the span."""
         return self.stop - self.start
 
 
@@ -67,7 +67,7 @@ class Bucket:
 
     start: int
     stop: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Span, ...]
 
     @property
     def numel(self) -> int:
@@ -114,8 +114,8 @@ class FlatLayout:
         return sum(self.numels)
 
 
-def _pieces(numels: Sequence[int], starts: Sequence[int], low: int, high: int) -> Iterator[Piece]:
+def _pieces(numels: Sequence[int], starts: Sequence[int], low: int, high: int) -> Iterator[Span]:
     for index, (begin, numel) in enumerate(zip(starts, numels, strict=False)):
         first, last = max(begin, low), min(begin + numel, high)
         if first < last:
-            yield Piece(index, first - begin, last - begin, first)
+            yield Span(index, first - begin, last - begin, first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,11 +18,9 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_last_group, check_names, in_lists
-from hf_compressopt.optim.state_dict import STATE_KEY, load_full, own_state
+from hf_compressopt.optim.shard_stub import STATE_KEY, load_with_hooks, make_stub, switched
+from hf_compressopt.optim.state_dict import load_full, own_state
 from hf_compressopt.schedules import Schedule, Stage, StepPlan
-
-#: The text of a stub in the place of an optimizer's state.
-STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -133,24 +132,17 @@ class FlatOptimizer(torch.optim.Optimizer):
     @contextmanager
     def state_in_shards(self) -> Iterator[None]:
         """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
-        before, self._in_shards = self._in_shards, True
-        try:
+        with switched(self, "_in_shards", True):
             yield
-        finally:
-            self._in_shards = before
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's full local state, errors included, in tensors and primitives. No collective call."""
         self._follow_parameters()
         packed = super().state_dict()
         if self._in_shards:
-            packed["state"] = {}
             for group in packed["param_groups"]:
                 group.pop("exp_avg_mask", None)
-            # torch's own optimizers refuse one group too many; they would take an empty state for a fresh one
-            packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
-            packed[STATE_KEY] = {"stub": True, "step": self._step}
-            return packed
+            return make_stub(packed, self._step)
         packed[STATE_KEY] = own_state(self)
         return packed
 
@@ -161,22 +153,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If it does not fit; nothing has changed then.
         """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
         self._follow_parameters()
-        own = state_dict.get(STATE_KEY)
-        if own is not None and own.get("stub"):
-            if not self._in_shards:
-                raise ValueError(
-                    "this state dict is a stub: the state itself lies beside it, in compressopt.index.json and its "
-                    "safetensors files; load it with hf_compressopt.load_state(optimizer, directory), or through "
-                    "Trainer or Accelerate with hf_compressopt registered"
-                )
-        elif not self._in_shards:
-            load_full(self, state_dict, own)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)
 
     # -- for checkpoints ----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
-from hf_compressopt.flat import Bucket, FlatLayout, Piece
+from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Segment, SignFormat
 from hf_compressopt.kernels.memory import in_memory, is_direct
 from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
@@ -199,7 +199,7 @@ class GroupState:
     def gradient_segments(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Segment]:
         """Return the parts of gradients (one or None per parameter) that lie in a bucket, for the kernels."""
 
-        def segment(piece: Piece) -> Segment:
+        def segment(piece: Span) -> Segment:
             grad = grads[piece.index]
             tensor = None if grad is None else in_memory("the gradient", grad)
             return Segment(tensor, piece.start, piece.numel, piece.index)

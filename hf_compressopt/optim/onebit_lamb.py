@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.flat import Bucket, Piece
+from hf_compressopt.flat import Bucket, Span
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import adam_options
@@ -184,7 +184,7 @@ class OnebitLamb(CompressedOptimizer):
         rates = torch.zeros_like(state.extra["lamb_coeff"])
         rates[rows] = coeff * state.options["lr"]
         pieces = tuple(
-            Piece(i, 0, state.layout.numels[i], state.layout.starts[i]) for i in tensors if state.layout.numels[i]
+            Span(i, 0, state.layout.numels[i], state.layout.starts[i]) for i in tensors if state.layout.numels[i]
         )
         span = Bucket(pieces[0].offset, pieces[-1].offset + pieces[-1].numel, pieces)
         exp_avg, variance = state.exp_avg[span.start : span.stop], state.exp_avg_sq[span.start : span.stop]

@@ -14,12 +14,11 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count, check_group, loadable_group
+from hf_compressopt.optim.shard_stub import STATE_KEY
 from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan
 
 logger = logging.getLogger(__name__)
 
-#: Key of a state dict for all that torch's own state dicts have no place for.
-STATE_KEY = "compressopt"
 #: Name of the tensor that holds the norms that "auto" compares.
 HISTORY = "freeze_history"
 BYTES_PER_MB = 2**20

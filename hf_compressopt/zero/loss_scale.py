@@ -1,4 +1,4 @@
-"""The factor that keeps small float16 gradients from becoming zero: fixed, or sought while training."""
+"""The factor that keeps small float16 gradients from becoming zero: fixed, or adapted while training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass
 class LossScale:
-    """What the loss is multiplied with before backward.
+    """The factor of the loss before backward.
 
     Attributes:
-        value: The factor now.
-        growth_interval: Steps without an overflow after which it doubles; 0 keeps it fixed.
-        minimum: It never falls below this.
-        good_steps: Steps without an overflow since it changed.
+        value: The present factor.
+        growth_interval: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
+        minimum: Lower bound of the factor.
+        good_steps: Steps without an overflow since the factor changed.
     """
 
     value: float = 1.0
@@ -39,7 +39,7 @@ class LossScale:
         return cls(float(option))
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step: halve after an overflow, double after ``growth_interval`` good steps."""
+        """Count a step: halve the factor after an overflow, double it after ``growth_interval`` good steps."""
         if self.growth_interval == 0:
             return
         if overflow:

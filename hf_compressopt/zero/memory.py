@@ -1,4 +1,4 @@
-"""What ZeRO costs in memory: estimates from sizes alone, and reports of what is there."""
+"""The memory of ZeRO: estimates from sizes alone, and reports of what is allocated."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class MemoryEstimate:
     """Bytes on each rank.
 
     Attributes:
-        parameters: The parameters, frozen ones too.
-        gradients: Gradients, at their most.
+        parameters: The parameters, including frozen ones.
+        gradients: The most gradients at any time.
         states: The optimizer's state and master copies.
-        buckets: Gradients on their way.
-        host: Of these, what lies in host memory: all of gradients and states under offload_optimizer, else nothing.
+        buckets: Gradients that are being sent.
+        host: The share of these bytes in host memory: all gradients and states under offload_optimizer, else 0.
     """
 
     parameters: int
@@ -40,7 +40,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.parameters + self.gradients + self.states + self.buckets
 
 
@@ -56,16 +56,16 @@ def estimate_zero_memory(
 ) -> MemoryEstimate:
     """Estimate the bytes that parameters, gradients and optimizer state take on each rank.
 
-    With N ranks and psi trainable float32 parameters under Adam that is, per parameter, 16 bytes without ZeRO,
-    8 + 8/N in stage 1 and 4 + 12/N in stage 2; in 16 bits with float32 masters 16, 4 + 12/N and 2 + 14/N; and two
-    buckets. Stage 1 needs its 8 (4) bytes only while whole gradients are held, as accumulation does.
+    With N ranks, a trainable float32 parameter under Adam takes 16 bytes without ZeRO, 8 + 8/N in stage 1 and
+    4 + 12/N in stage 2. In 16 bits with float32 masters it takes 16, 4 + 12/N and 2 + 14/N. Two buckets come on top.
+    Stage 1 needs its 8 (4) bytes only while whole gradients are held, as during accumulation.
 
     Args:
         model: The model, or its number of (trainable) parameters.
         world_size: Number of ranks.
         stage: 0 (no ZeRO: every rank has all), 1 or 2.
-        dtype: dtype of the parameters, where a number is given.
-        states_per_parameter: State values that the optimizer keeps per parameter: 2 for Adam, 1 for SGD with momentum.
+        dtype: dtype of the parameters if a number is given.
+        states_per_parameter: State values of the optimizer per parameter: 2 for Adam, 1 for SGD with momentum.
         bucket_cap_mb: As of ZeroOptimizer.
         offload_optimizer: As of ZeroOptimizer.
 
@@ -100,17 +100,17 @@ def _sizes(model: nn.Module | int, dtype: torch.dtype) -> Iterable[tuple[int, to
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that are alive on one rank.
+    """Bytes that are allocated on one rank.
 
     Attributes:
-        parameters: The optimizer's parameters, frozen ones too.
+        parameters: The optimizer's parameters, including frozen ones.
         whole_gradients: Gradients in p.grad.
-        buckets: Gradients that wait in slices, and are under way.
+        buckets: Gradients that wait in slices, or are being sent.
         gradient_shards: Averages of this rank's part.
         states: The wrapped optimizer's state.
         masters: Master copies.
         resident: Resident memory of the process.
-        device_allocated: What torch has allocated on the accelerator; 0 where there is none.
+        device_allocated: Bytes that torch has allocated on the accelerator; 0 without one.
     """
 
     parameters: int
@@ -124,7 +124,7 @@ class MemoryReport:
 
 
 def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
-    """What this rank holds now. Makes no collective call."""
+    """Report the memory of this rank. Makes no collective call."""
     params = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
     reducer = optimizer.partition.reducer
     states, masters = 0, 0
@@ -144,14 +144,14 @@ def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
 
 
 def memory_reports(optimizer: ZeroOptimizer) -> list[MemoryReport]:
-    """The reports of all ranks. All ranks call."""
+    """Report the memory of all ranks. All ranks call."""
     return [
         MemoryReport(**entry) for entry in optimizer.communicator.all_gather_object(asdict(memory_report(optimizer)))
     ]
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not tell."""
+    """Return the resident memory of this process; 0 if the system does not tell."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -160,7 +160,7 @@ def resident_bytes() -> int:
 
 
 def release_memory() -> None:
-    """Give back what is not in use: Python's garbage, torch's cache on the accelerator, the C library's free lists."""
+    """Free unused memory: Python's garbage, torch's cache on the accelerator, the C library's free lists."""
     gc.collect()
     if torch.accelerator.is_available():
         _device_calls().empty_cache()
@@ -174,5 +174,5 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _device_calls() -> Any:
-    """torch.cuda, or its like for the accelerator that there is."""
+    """Return torch.cuda, or its counterpart for another accelerator."""
     return torch.get_device_module()

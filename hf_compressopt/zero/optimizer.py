@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.algorithms.join import Joinable
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.common import evaluate
-from hf_compressopt.optim.options import check_names
+from hf_compressopt.optim.shard_stub import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.access import AccessByParameter
 from hf_compressopt.zero.averages import GradientAverages
@@ -29,7 +30,7 @@ from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.groups import ParamGroups, detach_earlier
 from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters
-from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters
+from hf_compressopt.zero.parts import hyperparameters
 from hf_compressopt.zero.ranks import Ranks
 from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
 from hf_compressopt.zero.torch_clipping import guard_torch_clipping
@@ -165,14 +166,10 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         and ``step_was_skipped`` is True until the next step.
 
         Args:
-            closure: Evaluates the model again and returns the loss.
-
-        Returns:
-            The closure's return value.
+            closure: Evaluates the model again and returns the loss, which step() returns.
 
         Raises:
-            TypeError: As :meth:`finish_gradients`.
-            RuntimeError: As :meth:`finish_gradients`.
+            TypeError: As :meth:`finish_gradients`; so is the RuntimeError.
         """
         loss = evaluate(closure)
         if self._states_are_away:
@@ -293,41 +290,26 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         self._averages.factor *= inverse_scale
         return not math.isfinite(float(square))
 
-    # -- for others ---------------------------------------------------------------------------------------------------
-
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.
+        """List names of the trainable parameters, per group: ``names`` in their order, or torch's param_names.
 
         Raises:
             ValueError: If their number is not that of the trainable parameters, or one occurs twice.
         """
-        order, known = self.partition.in_order(), self.partition.known
-        names = [known[number].name for number in order] if names is None else names
-        check_names(names, len(known))
-        grouped: list[list[str]] = [[] for _ in self.param_groups]
-        for name, number in zip(names, order, strict=True):
-            grouped[known[number].group].append(name)
-        return grouped
+        return self.partition.names_by_group(names, len(self.param_groups))
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
         """The parameters that are partitioned, in the order of the param groups."""
         return [self.partition.tensors[number] for number in self.partition.in_order()]
 
-    def pieces(self) -> Iterator[tuple[UpdateBucket, Part]]:
-        """Iterate over this rank's parts of the parameters and the buckets in which they are updated."""
-        return self.partition.parts()
-
     # -- state dict ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def state_in_shards(self) -> Iterator[None]:
         """Make ``state_dict()`` a small stub, which ``load_state_dict()`` ignores: the state is in shards."""
-        before, self._in_shards = self._in_shards, True
-        try:
+        with switched(self, "_in_shards", True):
             yield
-        finally:
-            self._in_shards = before
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's local state, in tensors and primitives. Makes no collective call.
@@ -344,13 +326,7 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         Raises:
             ValueError: If it does not fit; nothing is changed then.
         """
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        if not self._in_shards:
-            state_dicts.load(self, state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        load_with_hooks(self, state_dict, partial(state_dicts.load, self), in_shards=self._in_shards)
 
     # -- for a log ----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.partition import partition, slice_numel
 from hf_compressopt.zero.parts import Part, UpdateBucket
@@ -149,7 +150,7 @@ class PartitionedParameters:
         for number in slices:
             gradients = self.reducer.slices[number]
             for span in gradients.cut.parts[gradients.communicator.rank]:
-                known = self.known[span.param]
+                known = self.known[span.index]
                 parts.append(Part.of(span, number, known.group, known.tensor, self.config.master, self.config.offload))
         return UpdateBucket(slices, parts, groups, self._make_inner, self.config.kept_state)
 
@@ -188,6 +189,24 @@ class PartitionedParameters:
     def in_order(self) -> list[int]:
         """List the numbers of the parameters in the order of the param groups, whenever they were added."""
         return sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
+
+    def names_by_group(self, names: Sequence[str] | None, groups: int) -> list[list[str]]:
+        """List the names of the parameters for each of the param groups.
+
+        Args:
+            names: Other names, for all parameters in their order; None is their own.
+            groups: Number of param groups.
+
+        Raises:
+            ValueError: If their number is not that of the parameters, or one occurs twice.
+        """
+        order = self.in_order()
+        names = [self.known[number].name for number in order] if names is None else names
+        check_names(names, len(self.known))
+        grouped: list[list[str]] = [[] for _ in range(groups)]
+        for name, number in zip(names, order, strict=True):
+            grouped[self.known[number].group].append(name)
+        return grouped
 
     def of_communicator(self, communicator: Communicator) -> list[int]:
         """List the numbers of the parameters that the ranks of a communicator hold copies of."""

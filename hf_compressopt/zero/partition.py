@@ -1,10 +1,10 @@
-"""Who owns which elements: pure interval arithmetic, no tensors, no process group.
+"""The owner of each element: pure interval arithmetic, no tensors, no process group.
 
 Parameters that travel together are laid out one after another, each starting at a multiple of ``ALIGN`` elements, and
-cut into slices of equal length, across tensor boundaries. A slice is one message; it is cut again into ``world_size``
-parts, and part r belongs to rank r. Every cut is a multiple of ``ALIGN`` elements away from the start of the parameter
-that it cuts, so that a vector unit treats each element as it would in the whole tensor: an element-wise optimizer
-computes the same bits on the parts.
+cut into slices of equal length, across tensor boundaries. A slice is one message. It is cut again into ``world_size``
+parts, and part r belongs to rank r. Every cut is a multiple of ``ALIGN`` elements away from the start of its parameter,
+so that a vector unit treats each element as it would in the whole tensor: an element-wise optimizer computes the same
+bits on the parts.
 """
 
 from __future__ import annotations
@@ -14,48 +14,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from hf_compressopt.flat import Span
+
 #: Elements; a multiple of every vector unit's width and of torch's unrolled loops, in float32 and in 16 bits.
 ALIGN = 64
-#: A bucket is sent as this many slices, under way together: one big gloo all-to-all leaves half of the link unused.
+#: Slices of a bucket, under way at the same time: one big gloo all-to-all leaves half of the link unused.
 SLICES_PER_BUCKET = 8
-#: But no slice is shorter than this for that reason, in elements.
+#: Elements below which a slice is not made shorter for that reason.
 SHORTEST_SLICE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Span:
-    """Elements [start, stop) of the flattened parameter ``param``, at ``offset`` in its owner's part of a slice."""
-
-    param: int
-    start: int
-    stop: int
-    offset: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the span."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
 class Slice:
-    """One message: for each rank a part of ``part_numel`` elements, padding included, and what lies in it."""
+    """One message: for each rank a part of ``part_numel`` elements, padding included, and the spans in it.
+
+    The offset of a span is its place in its part.
+    """
 
     part_numel: int
     parts: tuple[tuple[Span, ...], ...]
 
     @cached_property
     def places(self) -> dict[int, list[tuple[int, Span]]]:
-        """For each parameter that has elements here: where each of its spans begins in the whole slice."""
+        """The spans of each parameter that has elements here, with their places in the whole slice."""
         found: dict[int, list[tuple[int, Span]]] = {}
         for owner, spans in enumerate(self.parts):
             for span in spans:
-                found.setdefault(span.param, []).append((owner * self.part_numel + span.offset, span))
+                found.setdefault(span.index, []).append((owner * self.part_numel + span.offset, span))
         return found
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """The padding of the whole slice: ranges [start, stop)."""
+        """The padding of the whole slice, as ranges [start, stop)."""
         filled = sorted((begin, begin + span.numel) for rows in self.places.values() for begin, span in rows)
         ends = [0, *(stop for _, stop in filled)]
         begins = [*(start for start, _ in filled), self.numel]
@@ -68,19 +58,19 @@ class Slice:
 
 
 def slice_numel(bucket_numel: int, world_size: int) -> int:
-    """Elements of the slices into which a bucket of this size is cut: a multiple of ``ALIGN * world_size``."""
+    """Return the length of the slices of a bucket, in elements: a multiple of ``ALIGN * world_size``."""
     wanted = max(-(-bucket_numel // SLICES_PER_BUCKET), min(bucket_numel, SHORTEST_SLICE))
     return _round_up(wanted, ALIGN * world_size)
 
 
 def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *, rotate: bool = False) -> list[Slice]:
-    """Cut parameters into slices, and these among the ranks.
+    """Cut parameters into slices, and each slice into parts for the ranks.
 
     Args:
         numels: Number and elements of each parameter, in the order in which they travel; 0 elements are legal.
         length: Elements of every slice but the last, a multiple of ``ALIGN * world_size``.
         world_size: Ranks that share a slice.
-        rotate: Whether the first part of slice i goes to rank i, modulo the number of ranks, and not always to rank 0.
+        rotate: Give the first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
     """
     begins, position = [], 0
     for _, numel in numels:

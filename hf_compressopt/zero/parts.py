@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_compressopt.flat import Span
 from hf_compressopt.optim.lamb import Lamb
-from hf_compressopt.zero.partition import Span
 from hf_compressopt.zero.transport import in_host_memory, write_span
 
 #: Keys of a param group that are not the wrapped optimizer's.
@@ -52,7 +52,7 @@ class Part:
     @property
     def param(self) -> int:
         """Number of the parameter."""
-        return self.span.param
+        return self.span.index
 
     def write_back(self, param: Tensor) -> None:
         """Round a master copy to the parameter."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.optim.shard_stub import switched
 from hf_compressopt.zero.hooks import GradientHook, inside_another_backward
 from hf_compressopt.zero.slices import SliceGradients
 from hf_compressopt.zero.transport import Precision, Window, in_host_memory, pack, reduce_scatter
@@ -139,11 +140,8 @@ class GradientReducer:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients in p.grad inside the block; the next pass outside sends them with its own."""
-        before, self.enabled = self.enabled, False
-        try:
+        with switched(self, "enabled", False):
             yield
-        finally:
-            self.enabled = before
 
     def announce_passes(self, announce: Callable[[], Any]) -> None:
         """Call a method before each pass, without keeping its object alive."""

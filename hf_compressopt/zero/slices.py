@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.zero.partition import Slice, Span
+from hf_compressopt.flat import Span
+from hf_compressopt.zero.partition import Slice
 
 
 @dataclass

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.optim.flat_optimizer import STUB_NOTE
 from hf_compressopt.optim.options import check_count
-from hf_compressopt.optim.state_dict import STATE_KEY
+from hf_compressopt.optim.shard_stub import STATE_KEY, make_stub
 from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
 
 if TYPE_CHECKING:
@@ -104,11 +103,7 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
         for key in _NOT_SAVED:
             group.pop(key, None)
     if in_shards:
-        packed["state"] = {}
-        # one group too many: torch's own optimizers refuse it, while they would take an empty state for a fresh one
-        packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
-        packed[STATE_KEY] = {"stub": True, "step": optimizer.steps}
-        return packed
+        return make_stub(packed, optimizer.steps)
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
     for bucket, part in optimizer.partition.parts():
         row: dict[str, Any] = {"start": part.span.start, "stop": part.span.stop, "state": bucket.state_of(part)}
@@ -127,19 +122,18 @@ def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
+def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
     """Load a state dict of this rank and layout, or a whole one of the wrapped optimizer.
 
+    Args:
+        optimizer: The optimizer.
+        state_dict: The state dict.
+        own: Its header if it is one of a ZeroOptimizer, or None.
+
     Raises:
-        ValueError: If it does not fit, or is a stub; nothing is changed then.
+        ValueError: If it does not fit; nothing is changed then.
     """
-    own, partition = state_dict.get(STATE_KEY), optimizer.partition
-    if own is not None and own.get("stub"):
-        raise ValueError(
-            "this state dict is a stub: the state itself lies beside it, in compressopt.index.json and its safetensors "
-            "files; load it with hf_compressopt.load_state(optimizer, directory), or through Trainer or Accelerate "
-            "with hf_compressopt registered"
-        )
+    partition = optimizer.partition
     saved_groups = state_dict["param_groups"]
     sizes, saved = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved_groups]
     if sizes != saved:

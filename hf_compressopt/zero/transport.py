@@ -146,7 +146,7 @@ def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Commun
     window.room_for(nbytes)
     part = torch.empty(cut.part_numel, dtype=example.dtype, device=example.device)  # padding is sent as it is
     for span in cut.parts[rank]:
-        part[span.offset : span.offset + span.numel] = params[span.param].detach().reshape(-1)[span.start : span.stop]
+        part[span.offset : span.offset + span.numel] = params[span.index].detach().reshape(-1)[span.start : span.stop]
     gathered = part.new_empty(cut.numel)
     handle = communicator.all_gather(gathered, part)
 
@@ -155,7 +155,7 @@ def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Commun
         for owner, spans in enumerate(cut.parts):
             for span in spans if owner != rank else ():
                 begin = owner * cut.part_numel + span.offset
-                write_span(params[span.param], span.start, span.stop, gathered[begin : begin + span.numel])
+                write_span(params[span.index], span.start, span.stop, gathered[begin : begin + span.numel])
 
     window.add(nbytes, arrived)
 

@@ -42,7 +42,7 @@ def load(connection: Any, rank: int, store: str, directory: str) -> None:
     from hf_compressopt import load_state
 
     optimizer = sharded()
-    states = (bucket.state_of(piece) for bucket, piece in optimizer.pieces())
+    states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
     held = sum(t.numel() * t.element_size() for state in states for key, t in state.items() if key != "step")
     connection.send((held, peak_beyond(lambda: load_state(optimizer, directory))))
     dist.barrier()

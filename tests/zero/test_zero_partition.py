@@ -22,7 +22,7 @@ def test_every_element_has_one_owner_and_every_cut_is_aligned(world_size: int, r
             for owner, spans in enumerate(cut.parts):
                 for span in spans:
                     assert span.start % ALIGN == span.offset % ALIGN == 0 and span.offset + span.numel <= cut.part_numel
-                    seen[span.param].append((span.start, span.stop))
+                    seen[span.index].append((span.start, span.stop))
                     used.append((owner * cut.part_numel + span.offset, span))
             assert sorted(used, key=lambda row: row[0]) == sorted(
                 (row for rows in cut.places.values() for row in rows), key=lambda row: row[0]

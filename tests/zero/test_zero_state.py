@@ -205,7 +205,7 @@ def other_dtypes(rank: int, world_size: int, folder: str) -> None:
         load_state(optimizer, folder)
         run_steps(rank, case, model, optimizer, range(3, 5))
         wanted = torch.bfloat16 if loaded else torch.float32
-        states = (bucket.state_of(piece) for bucket, piece in optimizer.pieces())
+        states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
         assert {state["exp_avg"].dtype for state in states if state} == {wanted}
 
 

@@ -143,7 +143,7 @@ def states_come_back(rank: int, world_size: int) -> None:
     there = nn.Parameter(torch.ones(5, dtype=torch.bfloat16, device="meta"))
     optimizer = ZeroOptimizer([{"params": [here]}, {"params": [there]}], torch.optim.SGD, lr=1.0)
     optimizer.reload_states()
-    assert {piece.tensor.device.type for _, piece in optimizer.pieces()} == {"cpu", "meta"}
+    assert {piece.tensor.device.type for _, piece in optimizer.partition.parts()} == {"cpu", "meta"}
 
 
 def test_states_of_groups_on_several_devices_come_back_to_their_own() -> None:
