@@ -1,7 +1,4 @@
-"""The command ``hf-compressopt``, also ``python -m hf_compressopt.cli``.
-
-A function adds each subcommand's parser. Its default ``run`` takes the parsed arguments and returns the exit code.
-"""
+"""The command ``hf-compressopt``, also ``python -m hf_compressopt.cli``."""
 
 from __future__ import annotations
 
@@ -10,9 +7,11 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hf_compressopt
 from hf_compressopt.planner import command, units
@@ -35,12 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf-compressopt", description=hf_compressopt.__doc__)
     parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    _add_env(commands)
     command.add_parser(commands)
-    _add_from_deepspeed(commands)
-    _add_inspect(commands)
-    _add_consolidate(commands)
-    _add_import(commands)
+    for subcommand in _SUBCOMMANDS:
+        subcommand.add_parser(commands)
     arguments = parser.parse_args(argv)
     with _as_one_process():
         return int(arguments.run(arguments))
@@ -57,40 +53,12 @@ def _as_one_process() -> Iterator[None]:
             os.environ["WORLD_SIZE"] = exported
 
 
-def _add_env(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "env",
-        help="print versions, native libraries, GPUs, communicators, and which kernels are in use",
-        description="Print the information to include in a bug report. Exit code 1 if something cannot work.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_env)
-
-
 def _env(arguments: argparse.Namespace) -> int:
     from hf_compressopt import environment
 
     facts = environment.collect()
     print(json.dumps(facts, indent=2) if arguments.json else environment.render(facts))
     return 1 if facts["problems"] else 0
-
-
-def _add_from_deepspeed(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "from-deepspeed",
-        help="translate a DeepSpeed configuration into Trainer's flags and Accelerate's call",
-        description="Translate every option of a DeepSpeed configuration. Exit code 0 if each has a counterpart, 1 if "
-        "one has none, 2 if the file is not a valid configuration.",
-    )
-    parser.add_argument("config", help="ds_config.json, for DeepSpeed or, with auto values, for Transformers")
-    parser.add_argument("--ranks", type=_ranks, help="number of ranks, to divide a train_batch_size by")
-    parser.add_argument(
-        "--same-arithmetic",
-        action="store_true",
-        help="compute what DeepSpeed's optimizers did, except for their faults; the defaults here are better",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_from_deepspeed)
 
 
 def _ranks(text: str) -> int:
@@ -115,20 +83,6 @@ def _from_deepspeed(arguments: argparse.Namespace) -> int:
     return 1 if found.lost else 0
 
 
-def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="list what a checkpoint holds, and check that it is complete",
-        description="List the optimizers' checkpoints in a folder. Exit code 0 if all are complete, 1 if one is "
-        "damaged, 2 if there is none.",
-    )
-    parser.add_argument("directory", help=_FOLDER)
-    parser.add_argument("--prefix", type=_prefix, help="start of the file names (compressopt, compressopt_1, ...)")
-    parser.add_argument("--verify", action="store_true", help="read every tensor and compare its checksums")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every tensor")
-    parser.set_defaults(run=_inspect)
-
-
 def _inspect(arguments: argparse.Namespace) -> int:
     from hf_compressopt.format import inspect
 
@@ -142,23 +96,6 @@ def _inspect(arguments: argparse.Namespace) -> int:
         return 2
     print(json.dumps(found, indent=2) if arguments.json else "\n\n".join(map(inspect.render, found)))
     return 1 if any(facts["problems"] for facts in found) else 0
-
-
-def _add_consolidate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "consolidate",
-        help="write a checkpoint as one file with the state of torch.optim.AdamW",
-        description="Write the checkpoint of any number of ranks as one file, in little memory. torch.load reads "
-        "OUT.pt, for AdamW's load_state_dict. OUT.safetensors has the parameters' names. Exit code 0 if the file is "
-        "written, 1 if it cannot be, 2 if there is no checkpoint.",
-    )
-    parser.add_argument("directory", help=_FOLDER)
-    parser.add_argument("out", help="the file, .safetensors or .pt")
-    parser.add_argument(
-        "--prefix", type=_prefix, help="start of the file names, if the folder holds several checkpoints"
-    )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
-    parser.set_defaults(run=_consolidate)
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:
@@ -175,20 +112,6 @@ def _consolidate(arguments: argparse.Namespace) -> int:
         _complain("consolidate", error)
         return 1
     return 0
-
-
-def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "import",
-        help="write one file with the state of torch.optim.AdamW as a checkpoint",
-        description="Write a checkpoint that load_state of every optimizer here accepts. Exit code 0 if it is written, "
-        "1 if it cannot be, 2 if there is no such file.",
-    )
-    parser.add_argument("source", help="the file: Trainer's optimizer.pt, or the output of consolidate")
-    parser.add_argument("directory", help="the folder, created if missing")
-    parser.add_argument("--prefix", type=_prefix, default="compressopt", help="start of the file names (%(default)s)")
-    parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
-    parser.set_defaults(run=_import)
 
 
 def _import(arguments: argparse.Namespace) -> int:
@@ -213,6 +136,106 @@ def _prefix(text: str) -> str:
 
 def _complain(command: str, what: object) -> None:
     print(f"hf-compressopt {command}: {what}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class _Subcommand:
+    """A subcommand.
+
+    Attributes:
+        name: Its name.
+        run: Takes the parsed arguments and returns the exit code.
+        help: One line for the list of subcommands.
+        description: Its own help.
+        arguments: Keyword arguments of ``add_argument``, by name or flag.
+    """
+
+    name: str
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    description: str
+    arguments: dict[str, dict[str, Any]]
+
+    def add_parser(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        """Add the subcommand to those of a command."""
+        parser = commands.add_parser(self.name, help=self.help, description=self.description)
+        for name, options in self.arguments.items():
+            parser.add_argument(name, **options)
+        parser.set_defaults(run=self.run)
+
+
+def _flag(text: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": text}
+
+
+def _prefix_option(text: str, default: str | None = None) -> dict[str, Any]:
+    return {"type": _prefix, "default": default, "help": f"start of the file names{text}"}
+
+
+_SUBCOMMANDS = (
+    _Subcommand(
+        "env",
+        _env,
+        "print versions, native libraries, GPUs, communicators, and which kernels are in use",
+        "Print the information to include in a bug report. Exit code 1 if something cannot work.",
+        {"--json": _flag("print JSON")},
+    ),
+    _Subcommand(
+        "from-deepspeed",
+        _from_deepspeed,
+        "translate a DeepSpeed configuration into Trainer's flags and Accelerate's call",
+        "Translate every option of a DeepSpeed configuration. Exit code 0 if each has a counterpart, 1 if one has "
+        "none, 2 if the file is not a valid configuration.",
+        {
+            "config": {"help": "ds_config.json, for DeepSpeed or, with auto values, for Transformers"},
+            "--ranks": {"type": _ranks, "help": "number of ranks, to divide a train_batch_size by"},
+            "--same-arithmetic": _flag(
+                "compute what DeepSpeed's optimizers did, except for their faults; the defaults here are better"
+            ),
+            "--json": _flag("print JSON"),
+        },
+    ),
+    _Subcommand(
+        "inspect",
+        _inspect,
+        "list what a checkpoint holds, and check that it is complete",
+        "List the optimizers' checkpoints in a folder. Exit code 0 if all are complete, 1 if one is damaged, 2 if "
+        "there is none.",
+        {
+            "directory": {"help": _FOLDER},
+            "--prefix": _prefix_option(" (compressopt, compressopt_1, ...)"),
+            "--verify": _flag("read every tensor and compare its checksums"),
+            "--json": _flag("print JSON, with every tensor"),
+        },
+    ),
+    _Subcommand(
+        "consolidate",
+        _consolidate,
+        "write a checkpoint as one file with the state of torch.optim.AdamW",
+        "Write the checkpoint of any number of ranks as one file, in little memory. torch.load reads OUT.pt, for "
+        "AdamW's load_state_dict. OUT.safetensors has the parameters' names. Exit code 0 if the file is written, 1 if "
+        "it cannot be, 2 if there is no checkpoint.",
+        {
+            "directory": {"help": _FOLDER},
+            "out": {"help": "the file, .safetensors or .pt"},
+            "--prefix": _prefix_option(", if the folder holds several checkpoints"),
+            "--force": _flag("replace OUT if it exists"),
+        },
+    ),
+    _Subcommand(
+        "import",
+        _import,
+        "write one file with the state of torch.optim.AdamW as a checkpoint",
+        "Write a checkpoint that load_state of every optimizer here accepts. Exit code 0 if it is written, 1 if it "
+        "cannot be, 2 if there is no such file.",
+        {
+            "source": {"help": "the file: Trainer's optimizer.pt, or the output of consolidate"},
+            "directory": {"help": "the folder, created if missing"},
+            "--prefix": _prefix_option(" (%(default)s)", "compressopt"),
+            "--force": _flag("replace an existing checkpoint"),
+        },
+    ),
+)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,7 @@ from torch import Tensor, nn
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.background import wait_for_saves
-from hf_compressopt.integrations.capabilities import (
-    FollowsPlan,
-    OwnsGradients,
-    SavesShards,
-    follows_plan,
-    owns_gradients,
-    saves_shards,
-    shares,
-)
+from hf_compressopt.integrations import capabilities
 from hf_compressopt.integrations.ddp_models import DDPModels
 from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.integrations.shards import load_compressions, load_shards, save_compressions, save_shards
@@ -47,17 +39,17 @@ class SavingAccelerator(Accelerator):  # type: ignore[misc]
 
     _compressopt: Attachment
 
-    def compressed_optimizers(self) -> list[FollowsPlan]:
+    def compressed_optimizers(self) -> list[capabilities.FollowsPlan]:
         """The compressed optimizers among those that were prepared."""
-        return [optimizer for optimizer in map(innermost, self._optimizers) if follows_plan(optimizer)]
+        return [optimizer for optimizer in map(innermost, self._optimizers) if capabilities.follows_plan(optimizer)]
 
-    def our_optimizers(self) -> list[SavesShards]:
+    def our_optimizers(self) -> list[capabilities.SavesShards]:
         """The compressed and the partitioned optimizers among those that were prepared."""
-        return [optimizer for optimizer in map(innermost, self._optimizers) if saves_shards(optimizer)]
+        return [optimizer for optimizer in map(innermost, self._optimizers) if capabilities.saves_shards(optimizer)]
 
-    def partitioned_optimizers(self) -> list[OwnsGradients]:
+    def partitioned_optimizers(self) -> list[capabilities.OwnsGradients]:
         """The partitioned optimizers among those that were prepared."""
-        return [optimizer for optimizer in map(innermost, self._optimizers) if owns_gradients(optimizer)]
+        return [optimizer for optimizer in map(innermost, self._optimizers) if capabilities.owns_gradients(optimizer)]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """Return the model's state dict as Accelerate does; inside a local interval of 0/1 Adam, that of the last sync.
@@ -67,7 +59,7 @@ class SavingAccelerator(Accelerator):  # type: ignore[misc]
         """
         params = {id(p) for p in model.parameters()}
         with ExitStack() as stack:
-            owners = [o for o in self.compressed_optimizers() if shares(o.trainable_parameters, params)]
+            owners = [o for o in self.compressed_optimizers() if capabilities.shares(o.trainable_parameters, params)]
             apart = any(owner.ranks_are_apart for owner in owners)
             for owner in owners:
                 stack.enter_context(owner.synced_parameters())

@@ -13,15 +13,8 @@ import torch
 from transformers import Trainer, trainer, trainer_utils
 
 from hf_compressopt.amp import innermost
+from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.background import wait_for_saves
-from hf_compressopt.checkpoint.io import (
-    DEFAULT_PREFIX,
-    async_save_state,
-    has_checkpoint,
-    load_state,
-    save_state,
-    state_is_loaded,
-)
 from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
 from hf_compressopt.integrations.optim_args import read_optim_args
 from hf_compressopt.integrations.patching import wrap
@@ -59,7 +52,7 @@ def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, o
     save_compressions(self.accelerator._compressopt.models.compressions(), output_dir)
     if not saves_shards(innermost(self.optimizer)):
         return original(self, output_dir)
-    save = async_save_state if _saves_in_background(self) else save_state
+    save = io.async_save_state if _saves_in_background(self) else io.save_state
     save(inner, output_dir, names=parameter_names(inner, [self.model]))
     with innermost(self.optimizer).state_in_shards():
         return original(self, output_dir)
@@ -72,13 +65,13 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
         return original(self, checkpoint)
     wait_for_saves()
     load_compressions(self.accelerator._compressopt.models.compressions(), checkpoint)
-    if not anyone(has_checkpoint(checkpoint), inner, self.args.device):
+    if not anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
             logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts anew", checkpoint)
         return original(self, checkpoint)
-    load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
-    with state_is_loaded(inner):
+    io.load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
+    with io.state_is_loaded(inner):
         return original(self, checkpoint)
 
 
@@ -97,8 +90,8 @@ def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> 
 
 
 def _is_incomplete(checkpoint: str) -> bool:
-    begun = any(name.startswith(f"{DEFAULT_PREFIX}-") for name in os.listdir(checkpoint))
-    return begun and not has_checkpoint(checkpoint)
+    begun = any(name.startswith(f"{io.DEFAULT_PREFIX}-") for name in os.listdir(checkpoint))
+    return begun and not io.has_checkpoint(checkpoint)
 
 
 # -- saves in the background ------------------------------------------------------------------------------------------

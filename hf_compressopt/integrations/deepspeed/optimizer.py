@@ -6,16 +6,8 @@ from typing import Any
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.deepspeed import tables
-from hf_compressopt.integrations.deepspeed.translation import (
-    AUTO,
-    BECOMES,
-    DIFFERS,
-    LOST,
-    SAME,
-    Options,
-    as_text,
-    number,
-)
+from hf_compressopt.integrations.deepspeed.tables import BECOMES, DIFFERS, LOST, SAME
+from hf_compressopt.integrations.deepspeed.translation import AUTO, Options, as_text, number
 from hf_compressopt.integrations.optim_args import text_options
 
 _PARAMS = "optimizer.params."

@@ -8,7 +8,8 @@ from typing import Any
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.deepspeed import tables
-from hf_compressopt.integrations.deepspeed.translation import BECOMES, DIFFERS, LOST, SAME, Translation
+from hf_compressopt.integrations.deepspeed.tables import BECOMES, DIFFERS, LOST, SAME
+from hf_compressopt.integrations.deepspeed.translation import Translation
 from hf_compressopt.integrations.optim_args import text_options
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 

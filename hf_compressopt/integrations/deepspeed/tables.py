@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+#: The kinds of rows of a translation.
+BECOMES, SAME, DIFFERS, LOST = "becomes", "same", "differs", "lost"
 #: DeepSpeed's optimizers, in lower case, and Trainer's ``--optim`` here.
 NAMES = {
     "onebitadam": "onebit_adam",

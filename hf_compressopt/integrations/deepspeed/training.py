@@ -8,16 +8,8 @@ from typing import Any
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.deepspeed import tables
-from hf_compressopt.integrations.deepspeed.translation import (
-    AUTO,
-    BECOMES,
-    DIFFERS,
-    LOST,
-    SAME,
-    Options,
-    number,
-    whole_number,
-)
+from hf_compressopt.integrations.deepspeed.tables import BECOMES, DIFFERS, LOST, SAME
+from hf_compressopt.integrations.deepspeed.translation import AUTO, Options, number, whole_number
 
 _SCHEDULER = "scheduler.params."
 _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine_with_min_lr"}

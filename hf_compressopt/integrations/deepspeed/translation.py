@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_compressopt.integrations.deepspeed.tables import BECOMES, LOST, SAME
+
 AUTO = "auto"
 _DEEPEST = 8  # levels of a configuration; DeepSpeed's own have four
-#: The kinds of rows.
-BECOMES, SAME, DIFFERS, LOST = "becomes", "same", "differs", "lost"
 
 
 @dataclass(frozen=True)
