@@ -23,7 +23,7 @@ from hf_compressopt.integrations.algorithms import OPTIMIZERS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
-OTHERS = ("Lamb", "FusedAdam", "ZeroOptimizer")
+OTHERS = ("Lamb", "FusedAdam", "ZeroOptimizer", "GradientCompression")
 
 INTRODUCTION = """\
 # Options
@@ -102,8 +102,8 @@ def options(cls: type) -> dict[str, Option]:
     """The options of an optimizer class, its own constructor's first, then those that it hands to its bases."""
     described: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        described.update(descriptions(base))
-        described.update(descriptions(vars(base).get("config_class", object)))
+        for documented in (base, vars(base).get("__init__"), vars(base).get("config_class")):
+            described.update(descriptions(documented))
     found: dict[str, Option] = {}
     for parameter in _parameters(cls):
         name = parameter.name
@@ -126,11 +126,10 @@ def _parameters(cls: type) -> Iterator[inspect.Parameter]:
             return
 
 
-def descriptions(cls: type) -> dict[str, str]:
-    """What the ``Args`` or ``Attributes`` of a class's own docstring say of each name."""
-    found = re.search(
-        r"^(?:Args|Attributes):\n(.*?)(?:^\S|\Z)", inspect.cleandoc(vars(cls).get("__doc__") or ""), re.S | re.M
-    )
+def descriptions(documented: object) -> dict[str, str]:
+    """The description of each name in the ``Args`` or ``Attributes`` of a docstring; a class must have it itself."""
+    own = vars(documented).get("__doc__") if isinstance(documented, type) else getattr(documented, "__doc__", "")
+    found = re.search(r"^(?:Args|Attributes):\n(.*?)(?:^\S|\Z)", inspect.cleandoc(own or ""), re.S | re.M)
     entries = re.split(r"^ {4}(?=\S)", found[1], flags=re.M)[1:] if found else []
     pairs = (entry.partition(":") for entry in entries)
     return {name.strip("* "): " ".join(text.split()) for name, _, text in pairs}
@@ -164,7 +163,12 @@ def _table(rows: dict[str, Option]) -> str:
 
 
 def _kind(annotation: object) -> str:
-    return str(annotation).replace("torch.", "").replace("dist.", "")
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(
+        r"\b(?:torch|dist|distributed\.distributed_c10d|hf_compressopt|collectives\.communicator|collections\.abc)\.",
+        "",
+        text,
+    )
 
 
 def _code(default: object) -> str:
