@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,10 +67,18 @@ class Scheduled:
         """Last step of the first stage, or "auto"."""
         return self.schedule.freezes_at
 
+    @freeze_step.setter
+    def freeze_step(self, step: int | str) -> None:
+        self.schedule = self.schedule.frozen_at(step)
+
     @property
     def max_freeze_step(self) -> int:
         """Bound on the step that "auto" finds."""
         return self.schedule.max_freeze_step
+
+    @max_freeze_step.setter
+    def max_freeze_step(self, step: int) -> None:
+        self.schedule = replace(self.schedule, max_freeze_step=step)  # type: ignore[type-var]
 
     @property
     def last_warmup_step(self) -> int:
