@@ -114,16 +114,16 @@ class Agreement(ABC):
         Numbers are all alike if and only if their mean square is the square of their mean.
 
         Args:
-            values: [] each, as many on all ranks.
+            values: Of any shape, alike on all ranks.
             digests: Numbers in [0, DIGEST_BOUND), as many on all ranks.
 
         Returns:
-            [len(values)] float64, the sums; and for each digest whether all ranks have the same one.
+            [numel of all values] float64, the sums; and for each digest whether all ranks have the same one.
         """
         squares = [float(number) for digest in digests for number in (digest, digest * digest)]
-        head = torch.stack([value.to(self.device, torch.float64) for value in values])
+        head = torch.cat([value.to(self.device, torch.float64).view(-1) for value in values])
         message = torch.cat([head, torch.tensor(squares, dtype=torch.float64, device=self.device)])
         self.all_reduce(message).wait()
-        sums = [int(number) for number in message[len(values) :].tolist()]
+        sums = [int(number) for number in message[head.numel() :].tolist()]
         pairs = zip(sums[::2], sums[1::2], strict=True)
-        return message[: len(values)], [self.world_size * square == total * total for total, square in pairs]
+        return message[: head.numel()], [self.world_size * square == total * total for total, square in pairs]

@@ -8,15 +8,18 @@ from itertools import chain
 from typing import Any
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL
 from hf_compressopt.optim.alignment import largest_difference, parameter_bits, replicated_bits, take_first_ranks
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.gradients import Grads, StepGradients
 from hf_compressopt.optim.group_state import GroupState, by_communicator, has_own_groups
 from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.sketched_norm import sketch_of
 from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -33,12 +36,14 @@ class Consensus:
     Attributes:
         states: The param groups, a list that may grow.
         communicator: All ranks.
+        clip: "sketch" to clip local gradients by the norm of their mean, "local" by the root of their mean square.
         measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
     """
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
         """Begin with nothing known."""
         self.states, self.communicator = states, communicator
+        self.clip = "local"
         self.measured: StepGradients | None = None
         self._overflow = False  # a gradient scaler found an element that is not finite
         self._gradients_compared = False
@@ -165,7 +170,7 @@ class Consensus:
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
                 return gradients, True
-        self._agree(gradients, plan)
+        self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
             gradients.clip_(max_grad_norm, in_place=given is None)
         return gradients, gradients.is_finite()
@@ -175,8 +180,9 @@ class Consensus:
         ask = self.asks(plan) and self.are_local(plan)
         gradients = StepGradients.collect(self.states, None, self.communicator, ask=ask)
         gradients.reuse(self.measured)
-        part = gradients if parameters is None else gradients.of(parameters, self.states)
-        self._agree(gradients, plan, part)
+        chosen = None if parameters is None else list(parameters)
+        part = gradients if chosen is None else gradients.of(chosen, self.states)
+        self._agree(gradients, plan, part, chosen, sketched=True)
         norm = part.clip_(max_norm, in_place=True)
         gradients.after_clipping(part)
         self.measured = gradients
@@ -198,7 +204,15 @@ class Consensus:
         """Forget what was known of the gradients."""
         self.measured, self._overflow = None, False
 
-    def _agree(self, gradients: StepGradients, plan: StepPlan, part: StepGradients | None = None) -> None:
+    def _agree(
+        self,
+        gradients: StepGradients,
+        plan: StepPlan,
+        part: StepGradients | None = None,
+        chosen: Sequence[Tensor] | None = None,
+        *,
+        sketched: bool = False,
+    ) -> None:
         """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike.
 
         Raises:
@@ -208,10 +222,31 @@ class Consensus:
         digests = [digest_of(self.hyperparameters())] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
             digests += self.gradient_digest(gradients.groups)
-        alike = gradients.agree(digests, overflow=self._overflow, part=part)
+        sketch = self._sketch(gradients, plan, part, chosen) if sketched else None
+        alike = gradients.agree(digests, overflow=self._overflow, part=part, sketch=sketch)
         if alike and not alike[0]:
             self.require_same_hyperparameters()
         self.heed_gradients(digests[1:], alike[1:])
+
+    def _sketch(
+        self, gradients: StepGradients, plan: StepPlan, part: StepGradients | None, chosen: Sequence[Tensor] | None
+    ) -> Tensor | None:
+        """Return this rank's sketch of the gradients to clip; None if they are clipped in another way.
+
+        The ranks decide alike: by the plan, by the param groups, and by whose parameters are clipped.
+        """
+        local = gradients.ask and plan.agree and not plan.reduce_grads and self.communicator.world_size > 1
+        if self.clip != "sketch" or not local or has_own_groups(self.states):
+            return None
+        ids = None if chosen is None else {id(p) for p in chosen if p.requires_grad}
+        if ids is not None and not ids <= {id(p) for state in self.states for p in state.options["params"]}:
+            return None
+        if gradients.fault is not None:
+            return torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=self.communicator.device)
+        sketch, squares = sketch_of(self.states, gradients.groups, ids, plan.step)
+        if part is None or part is gradients:
+            gradients.take_squares(squares)
+        return sketch
 
     def gradient_digest(self, gradients: Grads | None) -> list[int]:
         """Return a digest of this rank's local gradients the first time, else nothing.

@@ -16,6 +16,7 @@ from hf_compressopt.kernels.memory import holds_values, in_memory
 from hf_compressopt.optim.functional import clip_factor
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.options import DTYPES
+from hf_compressopt.optim.sketched_norm import square_of_mean
 
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
@@ -113,6 +114,11 @@ class StepGradients:
             self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
         return self._local_squares
 
+    def take_squares(self, squares: Tensor) -> None:
+        """Take over the sum of squares of this rank's gradients, [] float64, if all have the same share."""
+        if len(set(self._shares)) == 1:
+            self._local_squares = {self._shares[0]: squares}
+
     def reuse(self, measured: StepGradients | None) -> bool:
         """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients.
 
@@ -128,7 +134,14 @@ class StepGradients:
         """Return whether this rank's gradients are valid and finite."""
         return self.fault is None and all(math.isfinite(float(square)) for square in self.local_squares().values())
 
-    def agree(self, digests: Sequence[int] = (), *, overflow: bool = False, part: StepGradients | None = None) -> Any:
+    def agree(
+        self,
+        digests: Sequence[int] = (),
+        *,
+        overflow: bool = False,
+        part: StepGradients | None = None,
+        sketch: Tensor | None = None,
+    ) -> Any:
         """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers.
 
         One small all-reduce, of which all ranks take part; without ``ask`` nothing is sent.
@@ -137,6 +150,8 @@ class StepGradients:
             digests: Numbers to compare; see :meth:`~hf_compressopt.collectives.agreement.Agreement.sum_and_compare`.
             overflow: Whether this rank knows already that an element of its gradients is not finite.
             part: Gradients of some parameters, whose squares are summed in the same message.
+            sketch: [4096] float32, this rank's sketch of the gradients of ``part``. Then the norm of ``part`` is that
+                of the mean gradient.
 
         Returns:
             For each digest, whether all ranks have the same one; none without ``ask``.
@@ -149,13 +164,18 @@ class StepGradients:
         alike: list[bool] = []
         if self.ask:
             faults = torch.full_like(squares[0], float(self.fault is not None))
-            sums, alike = self._communicator.sum_and_compare([faults, *squares], digests)
+            sketches = [] if sketch is None else [sketch]
+            sums, alike = self._communicator.sum_and_compare([faults, *squares, *sketches], digests)
             if self.fault is None and float(sums[0]) > 0:
                 raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
             squares = [sums[1], sums[2]]
+            if sketch is not None:
+                mean = square_of_mean(sums[3:], self._communicator.world_size)
+                squares[1] = torch.where(sums[2].isfinite(), mean, sums[2])
         if self.fault is not None:
             raise self.fault
-        self._square, part._square = squares
+        self._square = squares[0]
+        part._square = squares[1]
         self.measured_signature = self.signature()
         return alike
 

@@ -36,7 +36,8 @@ class LocalGradients:
         """Clip the gradients of the coming step, by the same factor on every rank. All ranks call.
 
         Averaged gradients are clipped by their norm. Local ones by sqrt(mean over ranks of their squared norms), an
-        upper bound of the norm of their average that is at most sqrt(W) larger.
+        upper bound of the norm of their average that is at most sqrt(W) larger; with clip="sketch" by an estimate of
+        the norm of their average.
 
         Args:
             max_norm: The norm to clip to; ``math.inf`` only measures.

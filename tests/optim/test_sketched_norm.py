@@ -1,0 +1,114 @@
+"""clip="sketch": local gradients are clipped by the norm of their mean, which every rank finds from a small message."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+SHAPES = [(300, 41), (77,), (0,), (5, 6, 7), (900,)]
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor]:
+    """A common part, and noise of its own on each rank, of more than its size."""
+    common, own = (torch.Generator().manual_seed(seed) for seed in (step, 1000 * (rank + 1) + step))
+    return [torch.randn(s, generator=common) + 2 * torch.randn(s, generator=own) for s in SHAPES]
+
+
+def norm_of_mean(world_size: int, step: int, numbers: list[int]) -> float:
+    total = 0.0
+    for i in numbers:
+        mean = sum(gradients(rank, step)[i].double() for rank in range(world_size)) / world_size
+        total += float(mean.square().sum())
+    return math.sqrt(total)
+
+
+def norms(rank: int, world_size: int, clip: str, numbers: list[int] | None) -> list[float]:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = OnebitAdam(groups, lr=1e-3, freeze_step=1, scale_block=64, clip=clip)
+    found = []
+    for step in range(1, 9):
+        for i, (p, grad) in enumerate(zip(params, gradients(rank if step > 1 else 0, step), strict=True)):
+            p.grad = None if i == 1 and rank == 1 and step > 1 else grad  # one rank has no gradient for it
+        chosen = None if numbers is None else [params[i] for i in numbers]
+        norm = float(optimizer.clip_grad_norm_(0.5, chosen))
+        if step > 1:
+            found.append(norm)
+            optimizer.step()
+        else:
+            optimizer.step()
+    return [*found, float(torch.cat([p.detach().flatten() for p in params]).double().sum())]
+
+
+@pytest.mark.parametrize("numbers", [None, [0, 2, 4], [4]])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_norm_is_that_of_the_mean_gradient(world_size: int, numbers: list[int] | None) -> None:
+    ranks = run_ranks(world_size, norms, "sketch", numbers)
+    assert all(row == ranks[0] for row in ranks)  # the norms, and the parameters after them, in bits
+    places = list(range(len(SHAPES))) if numbers is None else numbers
+    for step, found in enumerate(ranks[0][:-1], start=2):
+        true = norm_of_mean(world_size, step, [i for i in places if i != 1])
+        assert 0.93 * true < found < (1.10 if 1 in places else 1.07) * true
+    local = run_ranks(world_size, norms, "local", numbers)[0]
+    assert all(mine < 0.9 * theirs for mine, theirs in zip(ranks[0][:-1], local[:-1], strict=True))
+
+
+def clipped_in_step(rank: int, world_size: int, bad: bool) -> dict[str, Any]:
+    """max_grad_norm in step(), beside gradients that were clipped by the true norm of the mean before."""
+    made: list[torch.optim.Optimizer] = []
+    weights = []
+    for clip in ("sketch", "by hand"):
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        options = {"max_grad_norm": 1.0, "clip": "sketch"} if clip == "sketch" else {}
+        optimizer = OnebitAdam(params, lr=1e-3, freeze_step=2, scale_block=64, eps=1e-3, **options)
+        for step in range(1, 7):
+            warm = step <= 2
+            mine = [g.clone() for g in gradients(rank, step)]
+            if warm:
+                mine = [sum(g) / world_size for g in zip(*(gradients(r, step) for r in range(world_size)), strict=True)]
+            if clip != "sketch":
+                norm = norm_of_mean(world_size, step, list(range(len(SHAPES))))
+                mine = [g * min(1.0, 1.0 / (norm + 1e-6)) for g in mine]
+            if bad and step == 4 and rank == 1 and clip == "sketch":
+                mine[0][3, 3] = math.inf
+            for p, g in zip(params, mine, strict=True):
+                p.grad = g
+            optimizer.step()
+        made.append(optimizer)
+        weights.append(torch.cat([p.detach().flatten() for p in params]))
+    return {"weights": weights, "skipped": made[0].skipped_steps}
+
+
+def test_a_step_clips_by_the_norm_of_the_mean() -> None:
+    for result in run_ranks(2, clipped_in_step, False):
+        sketched, by_hand = result["weights"]
+        assert result["skipped"] == 0
+        assert float((sketched - by_hand).norm()) < 0.05 * float((by_hand - 1).norm())
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
+    ranks = run_ranks(2, clipped_in_step, True)
+    assert [result["skipped"] for result in ranks] == [1, 1]
+    assert torch.equal(ranks[0]["weights"][0], ranks[1]["weights"][0])
+
+
+@pytest.mark.parametrize("cls", [OnebitAdam, OnebitLamb, ZeroOneAdam])
+def test_an_unknown_norm_is_refused(cls: Any) -> None:
+    with pytest.raises(ValueError, match=r"clip must be one of \['local', 'sketch'\], got 'mean'"):
+        cls([torch.nn.Parameter(torch.zeros(3))], clip="mean")
+
+
+def unlike(rank: int, world_size: int) -> None:
+    p = torch.nn.Parameter(torch.zeros(9))
+    optimizer = OnebitAdam([p], clip="sketch" if rank else "local")
+    p.grad = torch.ones(9)
+    optimizer.step()
+
+
+def test_ranks_must_clip_alike() -> None:
+    errors = run_ranks_expecting_error(2, unlike)
+    assert all("differ from rank 0" in error for error in errors.values())
