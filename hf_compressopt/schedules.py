@@ -19,7 +19,7 @@ _Schedule = TypeVar("_Schedule", bound="Schedule")
 
 
 class Stage(Enum):
-    """What the ranks exchange in a step."""
+    """The kind of messages that the ranks exchange in a step."""
 
     WARMUP = "warmup"  # full-precision gradients; the variance is learnt
     COMPRESSED = "compressed"  # 1-bit momentum with error feedback; the variance is frozen

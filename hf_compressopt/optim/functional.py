@@ -87,7 +87,11 @@ def adam_step_(
     if not params:
         return
     if fused and not options.eps_inside_sqrt:
-        return _fused_adam_step_(params, grads, exp_avgs, exp_avg_sqs, steps, options)
+        nothing: list[Tensor | None] = [None] * len(params)
+        counts = list(torch.stack(list(steps)).to(params[0].device).unbind())
+        moments = list(exp_avgs), list(exp_avg_sqs)
+        tensors = AdamTensors(list(grads), list(params), *moments, counts, masters=nothing, copies=nothing)
+        return _fused_adam_step_(tensors, steps, options)
     wide = [p if p.dtype == torch.float32 else p.float() for p in params]
     grads = [g if g.dtype == torch.float32 else g.float() for g in grads]
     if options.bias_correction and not options.eps_inside_sqrt:
@@ -114,19 +118,7 @@ def adam_step_(
             p.copy_(result)
 
 
-def _fused_adam_step_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    options: AdamOptions,
-) -> None:
-    nothing: list[Tensor | None] = [None] * len(params)
-    counts = list(torch.stack(list(steps)).to(params[0].device).unbind())
-    tensors = AdamTensors(
-        list(grads), list(params), list(exp_avgs), list(exp_avg_sqs), counts, masters=nothing, copies=nothing
-    )
+def _fused_adam_step_(tensors: AdamTensors, steps: Sequence[Tensor], options: AdamOptions) -> None:
     adam_(
         tensors,
         AdamStep(

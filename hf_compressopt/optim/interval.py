@@ -32,7 +32,7 @@ class AlikeParameters:
 
     @property
     def ranks_are_apart(self) -> bool:
-        """Whether each rank has its own parameters at this moment: never here."""
+        """True if each rank has its own parameters at this moment: never here."""
         return False
 
     def settle_parameters(self) -> None:

@@ -28,7 +28,7 @@ class LocalGradients:
 
     @property
     def local_gradients(self) -> bool:
-        """Whether some gradients of the coming step are this rank's own, so that ranks must agree on their norm."""
+        """True if some gradients of the coming step are this rank's own, so that ranks must agree on their norm."""
         return self._consensus.are_local(self.plan)
 
     @torch.no_grad()

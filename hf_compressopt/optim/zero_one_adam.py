@@ -208,7 +208,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     @property
     def ranks_are_apart(self) -> bool:
-        """Whether each rank has its own parameters at this moment. No collective call; alike on all ranks."""
+        """True if each rank has its own parameters at this moment. No collective call; alike on all ranks."""
         return self._interval.is_apart()
 
     def own_parameters_restorer(self) -> Callable[[], None]:

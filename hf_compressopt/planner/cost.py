@@ -60,7 +60,8 @@ class Passes:
 ONEBIT_ADAM = Passes(_NORM, 16, 16)
 #: 1-bit gradients: g, error -> error; v, p, m -> p, m.
 ZERO_ONE_GRADIENT = Passes(_NORM, 12, 20)
-#: Each step alone: g, m, v, p, u -> m, p, u. At a sync: u, error -> error; anchor, v -> anchor, p, m, u.
+#: Each step alone: g, m, v, p, u -> m, p, u; and p twice, to notice writes.
+#: At a sync: u, error -> error; anchor, v -> anchor, p, m, u.
 ZERO_ONE_LOCAL = Passes(_NORM + 40, 12, 24)
 #: As 1-bit Adam; then m, v, v_fresh, p -> m, v_fresh and sums, and once more m, v, p -> p.
 ONEBIT_LAMB = Passes(_NORM, 16, 40)
