@@ -5,7 +5,8 @@
     python scripts/benchmark_kernels.py --only step          # a compressed step on 2 gloo ranks, 1 thread each
 
 All variants of a table take turns in one run; times are medians. The roofline is an in-place `a += b`; "of roofline" is
-the ratio of the bytes per second that a kernel reads and writes to those of the roofline.
+the ratio of the bytes per second that a kernel reads and writes to those of the roofline. Kernels that mostly read have
+a lower one, `dot(a, b)`: memory takes writes on top of its reads for little, so "of dot" is their measure.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ from _common import Variants, gloo_ranks, medians, parser_of, print_table
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, OnebitAdam, kernels
-from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, Segment, message_nbytes, num_blocks
+from hf_compressopt.kernels import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    IntegerFormat,
+    Segment,
+    any_nan,
+    message_nbytes,
+    num_blocks,
+)
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 
 CPU = torch.device("cpu")
 BLOCK = 4096
@@ -89,8 +101,47 @@ class Buffers:
             ),
         }
 
+    def integer_variants(self, bits: int) -> dict[str, tuple[Callable[[], object], float]]:
+        """The same of b-bit integers."""
+        n, form, whole = self.numel, IntegerFormat(bits), [Segment(self.param, 0, self.numel, 0)]
+        z = Combination(n, CPU, grads=whole, beta=0.5)
+        message = torch.zeros(form.nbytes(n), dtype=torch.uint8)
+        form.compress_(z, self.error, message, 1)
+        messages, y, sent = (
+            message.repeat(max(AVERAGED)),
+            form.average(n, message, 1, message.numel()),
+            bits / 8 + 1 / 64,
+        )
+
+        def average_compress(count: int, new_error: Tensor) -> tuple[Callable[[], None], float]:
+            received = messages[: count * message.numel()]
+            return lambda: form.average_compress_(received, self.error, new_error, message, count), (
+                8 + (count + 1) * sent
+            )
+
+        return {
+            f"int{bits}: compress": (lambda: form.compress_(z, self.error, message, 1), 8 + sent),
+            **{f"int{bits}: average of {count}": average_compress(count, self.out) for count in AVERAGED},
+            f"int{bits}: average of 2 in place": average_compress(2, self.error),
+            f"int{bits}: decompress": (lambda: form.decompress_(y, self.out), 4 + sent),
+            f"int{bits}: commit": (lambda: form.commit_(z, self.error, message, y, whole), 16 + 2 * sent),
+            f"int{bits}: any_nan": (lambda: any_nan(y), 1 / 64),
+        }
+
+    def norm_variants(self) -> dict[str, tuple[Callable[[], object], float]]:
+        """Sums of squares, without a sketch and with one."""
+        y, squares = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
+        whole = [Segment(self.variance, 0, self.numel, 0)]
+        return {
+            "sum of squares": (lambda: kernels.sum_of_squares([self.variance], CPU), 4),
+            "sum of squares + sketch": (lambda: sketch_(whole, 0, 1, y, squares), 4),
+        }
+
     def roofline(self) -> None:
         self.error.add_(self.out)
+
+    def dot(self) -> None:
+        torch.dot(self.x, self.variance)
 
     def torch_and_packbits(self) -> None:
         """Compression as one writes it with torch and numpy."""
@@ -105,24 +156,35 @@ class Buffers:
 
 def benchmark_kernels(numel: int, rounds: int, slow_rounds: int) -> None:
     buffers = Buffers(numel)
-    variants = buffers.variants()
+    variants = {
+        **buffers.variants(),
+        **buffers.integer_variants(4),
+        **buffers.integer_variants(8),
+        **buffers.norm_variants(),
+    }
     buffers.out.zero_()
     with kernels_from("native"):
-        calls: Variants = {"roofline": buffers.roofline, **{name: call for name, (call, _) in variants.items()}}
+        calls: Variants = {"roofline": buffers.roofline, "dot": buffers.dot}
+        calls |= {name: call for name, (call, _) in variants.items()}
         native = medians(calls, rounds)
     with kernels_from("reference"):
         slow: Variants = {name: call for name, (call, _) in variants.items()}
         slow["torch + packbits"] = buffers.torch_and_packbits
         others = medians(slow, slow_rounds)
-    speed = 12 * numel / native["roofline"]
-    rows = [["kernel", "ms", "GB/s", "of roofline", "reference / native", "torch + packbits / native"]]
-    rows.append(["a += b", f"{native['roofline'] * 1e3:.2f}", f"{speed / 1e9:.1f}", "1", "", ""])
+    speed, reading = 12 * numel / native["roofline"], 8 * numel / native["dot"]
+    rows = [["kernel", "ms", "GB/s", "of roofline", "of dot", "reference / native", "torch + packbits / native"]]
+    rows.append(
+        ["a += b", f"{native['roofline'] * 1e3:.2f}", f"{speed / 1e9:.1f}", "1", f"{speed / reading:.2f}", "", ""]
+    )
+    rows.append(
+        ["dot(a, b)", f"{native['dot'] * 1e3:.2f}", f"{reading / 1e9:.1f}", f"{reading / speed:.2f}", "1", "", ""]
+    )
     for name, (_, nbytes) in variants.items():
         seconds = native[name]
         rate = nbytes * numel / seconds
         packbits = f"{others['torch + packbits'] / seconds:.1f}" if name == "compress" else ""
-        numbers = f"{seconds * 1e3:.2f}", f"{rate / 1e9:.1f}", f"{rate / speed:.2f}", f"{others[name] / seconds:.1f}"
-        rows.append([name, *numbers, packbits])
+        shares = f"{rate / speed:.2f}", f"{rate / reading:.2f}", f"{others[name] / seconds:.1f}"
+        rows.append([name, f"{seconds * 1e3:.2f}", f"{rate / 1e9:.1f}", *shares, packbits])
     print_table(f"{numel} elements, {torch.get_num_threads()} threads, {kernels.implementation(CPU)}", rows)
 
 

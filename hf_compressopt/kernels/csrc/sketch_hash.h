@@ -14,9 +14,9 @@ namespace compressopt {
 namespace { /* nothing here is shared by the files of several instruction sets */
 
 constexpr int64_t kSketch = 4096;   /* numbers of a sketch, and elements of a run */
-constexpr int64_t kRowLanes = 16;   /* elements of a row */
-constexpr int64_t kRows = kSketch / kRowLanes;
-constexpr int64_t kSignWord = 64;   /* elements whose signs are one hash */
+constexpr uint32_t kRowLanes = 16;  /* elements of a row */
+constexpr uint32_t kRows = kSketch / kRowLanes;
+constexpr uint32_t kSignWord = 64;  /* elements whose signs are one hash */
 constexpr int64_t kMostSpans = 64;  /* parts that are summed by themselves */
 constexpr int64_t kLeastRuns = 16;  /* runs of a span */
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
@@ -50,7 +50,7 @@ struct Spans {
           numel(numel_),
           first_run(offset / kSketch),
           runs((offset + numel + kSketch - 1) / kSketch - first_run),
-          per_span((runs + kMostSpans - 1) / kMostSpans < kLeastRuns ? kLeastRuns : (runs + kMostSpans - 1) / kMostSpans),
+          per_span(runs <= kMostSpans * kLeastRuns ? kLeastRuns : (runs + kMostSpans - 1) / kMostSpans),
           count((runs + per_span - 1) / per_span) {}
     /* The first element of a span, counted from offset. */
     CO_ON_DEVICE constexpr int64_t begin(int64_t span) const {

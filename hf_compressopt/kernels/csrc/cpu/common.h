@@ -84,6 +84,9 @@ inline void *element(void *data, int32_t dtype, int64_t i) {
     return static_cast<char *>(data) + i * (dtype == CO_FLOAT32 ? 4 : 2);
 }
 
+/* Into the second-level cache. */
+inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
+
 /* Copy past the caches. */
 inline void stream_copy(float *out, const float *in, int64_t n) {
     int64_t head = least(n, static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(out) / 4) & (kLanes - 1)));

@@ -40,8 +40,8 @@ inline void each_block(const Combination &source, const float *error, int64_t be
 #pragma GCC unroll 8
                 for (int k = 0; k < 8; ++k) {
                     int64_t at = i + kLanes * k;
-                    prefetch(error + begin + at + kIntegerAhead);
-                    if (g != nullptr) prefetch(element(g, dtype, at + kIntegerAhead));
+                    prefetch_far(error + begin + at + kIntegerAhead);
+                    if (g != nullptr) prefetch_far(element(g, dtype, at + kIntegerAhead));
                     u.v[k] = value(at, Full{}) + load(error + begin + at);
                 }
                 body(begin + i, kIntegerBlock, u);
@@ -104,10 +104,12 @@ inline Block sum_of_messages(const Message &from, int64_t stride, int32_t world_
 template <int kBits>
 inline int32_t average_integers(const uint8_t *messages, const float *error, float *new_error, uint8_t *out,
                                 int64_t numel, int32_t world_size, const co_exec *exec) {
-    IntegerMessages<kBits> from = integer_messages<kBits>(messages, numel, 1), to = integer_messages<kBits>(out, numel, 1);
+    IntegerMessages<kBits> from = integer_messages<kBits>(messages, numel, 1);
+    IntegerMessages<kBits> to = integer_messages<kBits>(out, numel, 1);
     Message received = from.chunk(0);
     Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
-    bool past_caches = new_error != error && 4 * numel >= kStreamBytes && reinterpret_cast<uintptr_t>(new_error) % 64 == 0;
+    bool aligned = reinterpret_cast<uintptr_t>(new_error) % 64 == 0;
+    bool past_caches = new_error != error && 4 * numel >= kStreamBytes && aligned;
     to.write_padding(0);
     to.each_piece(exec, numel * (9 + world_size), [&](int64_t, int64_t begin, int64_t end) {
         BlockWriter<kBits> writer(to.chunk(0));

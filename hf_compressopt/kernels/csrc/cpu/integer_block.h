@@ -8,10 +8,7 @@ namespace {
 
 constexpr int64_t kIntegerBlock = 128;
 constexpr int64_t kIntegerTile = 1024;      /* elements of a commit that stay in the first-level cache */
-#ifndef AHEAD
-#define AHEAD 2048
-#endif
-constexpr int64_t kIntegerAhead = AHEAD;
+constexpr int64_t kIntegerAhead = 2048;    /* elements */
 constexpr int64_t kIntegerPiece = 32768;    /* elements that a thread takes at a time */
 constexpr uint32_t kHugePattern = 0x7f000000; /* of 2^127: beyond it a block counts as not finite */
 constexpr float kTinyScale = 0x1p-120f;     /* below it a block counts as zero */

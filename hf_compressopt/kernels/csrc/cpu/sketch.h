@@ -33,14 +33,18 @@ struct SpanSketch {
     template <class T>
     inline void add_to_run(const T *x, int64_t run, int64_t place, int64_t n, SquareSum &sum) const {
         uint32_t both = keys.rotation(run);
-        uint32_t rows = both & (kRows - 1);
+        uint32_t rows = both % kRows;
         LaneRotation rotation(both / kRows);
         auto add_row = [&](Vec value, int64_t at, uint64_t signs) {
-            float *to = y + kLanes * ((at / kLanes + rows) & (kRows - 1));
+            float *to = y + (static_cast<uint32_t>(at) / kRowLanes + rows) % kRows * kRowLanes;
             sum.add(value);
             store(to, load(to) + rotation(with_signs_changed(value, static_cast<uint32_t>(signs))));
         };
-        auto signs_at = [&](int64_t at) { return keys.sign_word((run * kSketch + at) / kSignWord) >> at % kSignWord; };
+        int64_t words = run * (kSketch / kSignWord);
+        auto signs_at = [&](int64_t at) {
+            uint32_t here = static_cast<uint32_t>(at);
+            return keys.sign_word(words + here / kSignWord) >> here % kSignWord;
+        };
         auto add_some = [&](int64_t some) { /* of one row; 0 in the other lanes changes nothing */
             float lanes[kLanes] = {};
             store(lanes + place % kLanes, load(x, static_cast<int>(some)), static_cast<int>(some));
@@ -59,8 +63,8 @@ struct SpanSketch {
         for (; n >= kSignWord; n -= kSignWord) {
             uint64_t signs = signs_at(place);
 #pragma GCC unroll 4
-            for (int k = 0; k < kSignWord / kLanes; ++k) {
-                prefetch(x + kLanes * k + kSketchAhead);
+            for (uint32_t k = 0; k < kSignWord / kRowLanes; ++k) {
+                prefetch_far(x + kLanes * k + kSketchAhead); /* the first-level cache is half full of the sketch */
                 add_row(load(x + kLanes * k), place + kLanes * k, signs >> kLanes * k & 0xffff);
             }
             x += kSignWord;

@@ -10,7 +10,6 @@ namespace {
 constexpr int kNumbers = 4;  // of a thread
 constexpr int kParts = static_cast<int>(kSketch) / (kThreads * kNumbers);  // blocks of threads of a span
 constexpr int kWords = static_cast<int>(kSketch / kSignWord);  // hashes of a run's signs
-constexpr unsigned kLanes = kRowLanes, kRowsOfRun = kRows;
 constexpr int kBatch = kThreads / kWords;  // runs whose signs are hashed together, a word by each thread
 
 __device__ inline float element(const Run& run, int64_t i) {
@@ -54,8 +53,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
             for (int j = 0; j < kNumbers; ++j) {
                 const unsigned place = static_cast<unsigned>(first + j * kThreads);
-                const unsigned row = (place / kLanes - rotation) % kRowsOfRun, lane = (place - rotation / kRowsOfRun) % kLanes;
-                const unsigned inside = row * kLanes + lane;
+                const unsigned row = (place / kRowLanes - rotation) % kRows;
+                const unsigned inside = row * kRowLanes + (place - rotation / kRows) % kRowLanes;
                 const int64_t i = start + inside;
                 const bool there = begin <= i && i < end;
                 int k = entry;
