@@ -35,6 +35,7 @@ from hf_compressopt.kernels import (
     message_nbytes,
     num_blocks,
 )
+from hf_compressopt.kernels.integer_messages import Commit
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 
 CPU = torch.device("cpu")
@@ -124,7 +125,7 @@ class Buffers:
             **{f"int{bits}: average of {count}": average_compress(count, self.out) for count in AVERAGED},
             f"int{bits}: average of 2 in place": average_compress(2, self.error),
             f"int{bits}: decompress": (lambda: form.decompress_(y, self.out), 4 + sent),
-            f"int{bits}: commit": (lambda: form.commit_(z, self.error, message, y, whole), 16 + 2 * sent),
+            f"int{bits}: commit": (lambda: form.commit_(Commit(z, self.error, message, y, whole)), 16 + 2 * sent),
             f"int{bits}: any_nan": (lambda: any_nan(y), 1 / 64),
         }
 

@@ -21,7 +21,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels import Average, Combination, MessageFormat, Segment
-from hf_compressopt.kernels.integer_messages import IntegerAverage
+from hf_compressopt.kernels.integer_messages import Commit, IntegerAverage
 from hf_compressopt.kernels.integers import IntegerFormat
 
 _Result = TypeVar("_Result")
@@ -198,7 +198,7 @@ class Exchanged:
     def commit(self, outputs: Sequence[Segment], scale: float) -> None:
         """Write the errors of the step, and the average times ``scale`` into ``outputs``."""
         self.server_error.copy_(self.new_server_error)
-        self.format.commit_(self.z, self.worker_error, self.sent, self.average, outputs, scale)
+        self.format.commit_(Commit(self.z, self.worker_error, self.sent, self.average, outputs, scale))
 
     def discard(self, outputs: Sequence[Segment], scale: float) -> None:
         """Write the average times ``scale`` into ``outputs``, and leave the errors as they are."""

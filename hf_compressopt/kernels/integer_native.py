@@ -6,7 +6,6 @@ The functions implement :class:`hf_compressopt.kernels.integer_protocol.IntegerK
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch import Tensor
 
 from hf_compressopt.kernels.c_operands import Operands, mark_written, pointer_to
 from hf_compressopt.kernels.integer_messages import (
+    Commit,
     IntegerAverage,
     chunk_integer_message_nbytes,
     integer_message_nbytes,
 )
 from hf_compressopt.kernels.library import call
-from hf_compressopt.kernels.operands import Combination, Segment
+from hf_compressopt.kernels.operands import Combination
 
 
 class IntegersRecord(ctypes.Structure):
@@ -76,16 +76,11 @@ def decompress_(y: IntegerAverage, out: Tensor) -> None:
     mark_written([out])
 
 
-def commit_(
-    z: Combination,
-    error: Tensor,
-    own: Tensor,
-    y: IntegerAverage,
-    outputs: Sequence[Segment],
-    output_scale: float = 1.0,
-) -> None:
+def commit_(commit: Commit) -> None:
     """See :meth:`IntegerKernels.commit_`."""
-    use, nbytes = Operands(error.device, y.numel), sum(chunk_integer_message_nbytes(y.numel, y.world_size, y.bits))
+    z, y, outputs = commit.z, commit.y, commit.outputs
+    use = Operands(commit.error.device, y.numel)
+    nbytes = sum(chunk_integer_message_nbytes(y.numel, y.world_size, y.bits))
     if z.numel != y.numel:
         raise ValueError(f"z and y must have as many elements, got {z.numel} and {y.numel}")
     if z.grads is not None and [(s.numel, s.index) for s in z.grads] != [(s.numel, s.index) for s in outputs]:
@@ -95,11 +90,11 @@ def commit_(
         "co_commit_integers",
         use.device,
         use.combination(z),
-        use.floats("error", error),
-        use.read("own", own, torch.uint8, nbytes),
+        use.floats("error", commit.error),
+        use.read("own", commit.own, torch.uint8, nbytes),
         _average(use, y),
         table.address,
         table.count,
-        output_scale,
+        commit.output_scale,
     )
-    mark_written([error], outputs)
+    mark_written([commit.error], outputs)

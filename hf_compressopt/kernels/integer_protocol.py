@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from hf_compressopt.kernels.integer_messages import IntegerAverage
-from hf_compressopt.kernels.operands import Combination, Segment
+from hf_compressopt.kernels.integer_messages import Commit, IntegerAverage
+from hf_compressopt.kernels.operands import Combination
 
 
 class IntegerKernels(Protocol):
@@ -55,24 +54,5 @@ class IntegerKernels(Protocol):
             out: [n] float32, written.
         """
 
-    def commit_(
-        self,
-        z: Combination,
-        error: Tensor,
-        own: Tensor,
-        y: IntegerAverage,
-        outputs: Sequence[Segment],
-        output_scale: float = 1.0,
-    ) -> None:
-        """Finish a step that is finite: error <- z + error - the values of ``own``; outputs <- y * output_scale.
-
-        Args:
-            z: As it was given to :meth:`compress_`, n elements, read.
-            error: [n] float32, updated in place.
-            own: The messages that :meth:`compress_` wrote, for ``y.world_size`` and ``y.bits``, read.
-            y: The average that came back, n elements, read.
-            outputs: Segments that cover the bucket, each written in its own dtype. Segments without a tensor are left
-                alone. They may be the gradients of ``z``, at the same places. If ``z`` has segments, the outputs'
-                segments must have the same lengths and indices.
-            output_scale: Factor of the average, such as the loss scale that ``z.beta`` divides out.
-        """
+    def commit_(self, commit: Commit) -> None:
+        """Finish a step that is finite: error <- z + error - the values of ``own``; outputs <- y * output_scale."""

@@ -5,7 +5,7 @@ The functions from :func:`compress_` on implement :class:`hf_compressopt.kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from hf_compressopt.flat import SIGNS_PER_BYTE, chunk_range
 from hf_compressopt.kernels import reference
 from hf_compressopt.kernels.integer_messages import (
     INTEGER_BLOCK,
+    Commit,
     IntegerAverage,
     integer_message_nbytes,
     integers_nbytes,
     num_integer_blocks,
     scales_of,
 )
-from hf_compressopt.kernels.operands import Combination, Segment
+from hf_compressopt.kernels.operands import Combination
 
 _GROUP = 4  # messages that are summed by themselves
 _SIZE_BITS = 0x7FFFFFFF  # of a float32, without its sign
@@ -125,23 +126,17 @@ def decompress_(y: IntegerAverage, out: Tensor) -> None:
             out[start:stop] = decode(y.messages[rank * y.stride :], stop - start, y.bits)
 
 
-def commit_(
-    z: Combination,
-    error: Tensor,
-    own: Tensor,
-    y: IntegerAverage,
-    outputs: Sequence[Segment],
-    output_scale: float = 1.0,
-) -> None:
+def commit_(commit: Commit) -> None:
     """See :meth:`IntegerKernels.commit_`."""
-    error.add_(reference.values_of(z))
-    for start, stop, message in _chunks(own, y.numel, y.world_size, y.bits):
+    error, y = commit.error, commit.y
+    error.add_(reference.values_of(commit.z))
+    for start, stop, message in _chunks(commit.own, y.numel, y.world_size, y.bits):
         error[start:stop] -= decode(message, stop - start, y.bits)
     average = torch.empty_like(error)
     decompress_(y, average)
-    average *= output_scale
+    average *= commit.output_scale
     start = 0
-    for segment in outputs:
+    for segment in commit.outputs:
         if segment.tensor is not None:
             segment.part.copy_(average[start : start + segment.numel])
         start += segment.numel

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import integer_native, integer_operators, integer_reference, library
+from hf_compressopt.kernels import integer_native, integer_operators, integer_reference
+from hf_compressopt.kernels.choice import one_of
 from hf_compressopt.kernels.integer_messages import (
     INTEGER_BITS,
+    Commit,
     IntegerAverage,
     chunk_integer_message_nbytes,
     integer_message_nbytes,
     scales_of,
 )
 from hf_compressopt.kernels.integer_protocol import IntegerKernels
-from hf_compressopt.kernels.operands import Combination, Segment
+from hf_compressopt.kernels.operands import Combination
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,9 @@ class IntegerFormat:
         """See :meth:`IntegerKernels.decompress_`."""
         integer_kernels(out).decompress_(y, out)
 
-    def commit_(
-        self,
-        z: Combination,
-        error: Tensor,
-        own: Tensor,
-        y: IntegerAverage,
-        outputs: Sequence[Segment],
-        output_scale: float = 1.0,
-    ) -> None:
+    def commit_(self, commit: Commit) -> None:
         """See :meth:`IntegerKernels.commit_`."""
-        integer_kernels(error).commit_(z, error, own, y, outputs, output_scale)
+        integer_kernels(commit.error).commit_(commit)
 
 
 def integer_kernels(where: torch.device | Tensor) -> IntegerKernels:
@@ -120,11 +113,7 @@ def integer_kernels(where: torch.device | Tensor) -> IntegerKernels:
         where: The device; or a tensor on it. For a fake tensor, and while torch.compile traces, a tensor gives kernels
             that are operators of torch.
     """
-    if isinstance(where, Tensor):
-        if torch.compiler.is_compiling() or type(where) is not Tensor:
-            return integer_operators
-        where = where.device
-    return integer_native if library.available(where) else integer_reference
+    return one_of(where, integer_native, integer_reference, integer_operators)
 
 
 def any_nan(y: IntegerAverage) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels import library
 from hf_compressopt.kernels.integer_messages import (
+    Commit,
     IntegerAverage,
     chunk_integer_message_nbytes,
     integer_message_nbytes,
@@ -235,7 +236,7 @@ def test_steps_of_several_ranks_lose_nothing(bits: int, world_size: int) -> None
         y = IntegerAverage(numel, gathered, world_size, bits, sizes[0])
         results = [torch.zeros(numel) for _ in range(world_size)]
         for z, error, messages, result in zip(zs, errors, outgoing, results, strict=True):
-            IntegerFormat(bits).commit_(z, error, messages, y, [Segment(result, 0, numel, 0)], output_scale=4.0)
+            IntegerFormat(bits).commit_(Commit(z, error, messages, y, [Segment(result, 0, numel, 0)], output_scale=4.0))
         assert all(torch.equal(result, results[0]) for result in results)
         received += results[0].double()
     left = 4 * (torch.stack([error.double() for error in errors]).mean(0) + torch.cat(server_errors).double())
@@ -270,8 +271,8 @@ def test_a_commit_in_place_writes_what_a_commit_elsewhere_writes(bits: int) -> N
     IntegerFormat(bits).compress_(z, error, message, 1)
     y = IntegerAverage(numel, message, 1, bits, message.numel())
     elsewhere, other_error = [torch.zeros_like(grad) for grad in grads], error.clone()
-    IntegerFormat(bits).commit_(z, other_error, message, y, segments(elsewhere), output_scale=2.0)
-    IntegerFormat(bits).commit_(z, error, message, y, segments(grads), output_scale=2.0)
+    IntegerFormat(bits).commit_(Commit(z, other_error, message, y, segments(elsewhere), output_scale=2.0))
+    IntegerFormat(bits).commit_(Commit(z, error, message, y, segments(grads), output_scale=2.0))
     assert torch.equal(error, other_error)
     assert all(torch.equal(grad, other) for grad, other in zip(grads, elsewhere, strict=True))
     assert torch.equal(torch.cat([grad.float() for grad in grads])[600:], decoded(message, numel, bits)[600:] * 2)

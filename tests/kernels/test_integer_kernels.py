@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_compressopt.kernels import integer_native, library
-from hf_compressopt.kernels.integer_messages import IntegerAverage, integer_message_nbytes
+from hf_compressopt.kernels.integer_messages import Commit, IntegerAverage, integer_message_nbytes
 from hf_compressopt.kernels.integers import IntegerFormat
 from hf_compressopt.kernels.operands import Combination, Segment
 from tests.support import integer_cases as cases
@@ -85,10 +85,10 @@ def test_wrong_tensors_are_refused() -> None:
             lambda: integer_native.decompress_(IntegerAverage(80, message[:32], 1, 4, 48), x),
             "have 48 bytes or more",
         ),
-        (lambda: integer_native.commit_(z, error, message, y, half[:1], 1.0), "must cover 80 elements, got 40"),
+        (lambda: integer_native.commit_(Commit(z, error, message, y, half[:1], 1.0)), "must cover 80 elements, got 40"),
         (
             lambda: integer_native.commit_(
-                Combination(80, CPU, grads=[Segment(x, 0, 80, 0)]), error, message, y, half, 1.0
+                Commit(Combination(80, CPU, grads=[Segment(x, 0, 80, 0)]), error, message, y, half, 1.0)
             ),
             "outputs must have segments of the same lengths and indices",
         ),
@@ -106,7 +106,9 @@ def test_what_is_written_gets_a_new_version() -> None:
     message = torch.zeros(integer_message_nbytes(80, 4), dtype=torch.uint8)
     IntegerFormat(4).compress_(z, error, message, 1)
     assert (grad._version, error._version, message._version) == (0, 0, 1)
-    IntegerFormat(4).commit_(z, error, message, IntegerAverage(80, message, 1, 4, 48), [Segment(grad, 0, 80, 0)])
+    IntegerFormat(4).commit_(
+        Commit(z, error, message, IntegerAverage(80, message, 1, 4, 48), [Segment(grad, 0, 80, 0)])
+    )
     assert (grad._version, error._version, message._version) == (1, 1, 1)
 
 

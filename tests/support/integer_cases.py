@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels import integer_native, integer_reference
 from hf_compressopt.kernels.integer_messages import (
+    Commit,
     IntegerAverage,
     chunk_integer_message_nbytes,
     integer_message_nbytes,
@@ -185,6 +186,6 @@ def check_commit(
             [replace(new, index=old.index) for new, old in zip(news, outputs, strict=True)]
             for news in (fresh, own_fresh)
         )
-    integer_reference.commit_(z, error, messages, y, outputs, 3.0)
-    integer_native.commit_(own, own_error, own_messages, own_y, own_outputs, 3.0)
+    integer_reference.commit_(Commit(z, error, messages, y, outputs, 3.0))
+    integer_native.commit_(Commit(own, own_error, own_messages, own_y, own_outputs, 3.0))
     case.check()
