@@ -260,9 +260,9 @@ BAD_OPTIONS = {
 def make_with_bad_options(rank: int, world_size: int, directory: str) -> dict[str, str]:
     messages = {}
     for text in BAD_OPTIONS:
-        trainer = make_trainer(rank, world_size, Run({**ONEBIT, "optim_args": text, "output_dir": directory}))
+        run = Run({**ONEBIT, "optim_args": text, "output_dir": directory})
         try:
-            trainer.create_optimizer()
+            make_trainer(rank, world_size, run).create_optimizer()
             messages[text] = "no error"
         except ValueError as error:
             messages[text] = str(error)
