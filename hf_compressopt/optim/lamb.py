@@ -10,7 +10,7 @@ For every tensor:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,12 +81,8 @@ class Lamb(torch.optim.Optimizer):
         """Return everything, so that a copy has the bounds too."""
         return dict(self.__dict__)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. Returns the closure's return value."""
         loss = evaluate(closure)
         for group in self.param_groups:
