@@ -221,7 +221,8 @@ class Consensus:
         """
         digests = [digest_of(self.hyperparameters())] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
-            digests += self.gradient_digest(gradients.groups)
+            # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
+            digests += self.gradient_digest(gradients.groups) or [0]
         sketch = self._sketch(gradients, plan, part, chosen) if sketched else None
         alike = gradients.agree(digests, overflow=self._overflow, part=part, sketch=sketch)
         if alike and not alike[0]:
