@@ -30,7 +30,7 @@ class GradScaler(torch.amp.GradScaler):
             return {found_inf.device: torch.full_like(found_inf, float(inner.unscale_(float(inv_scale))))}
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
-            inner.note_overflow(any(map(bool, found.values())))
+            inner._consensus.note_overflow(any(map(bool, found.values())))
             return found or {found_inf.device: found_inf}
         return found
 
@@ -40,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
         inner, found = innermost(optimizer), optimizer_state["found_inf_per_device"]
         if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
             # all ranks agree here, or have agreed while clipping: torch itself looks at this rank's gradients only
-            agreed = float(inner.overflow_anywhere())
+            agreed = float(inner._consensus.overflow_anywhere(inner.plan))
             found.update({device: torch.full_like(value, agreed) for device, value in found.items()})
         if isinstance(inner, (CompressedOptimizer, ZeroOptimizer)) and any(map(bool, found.values())):
             inner.skip_step()

@@ -82,7 +82,7 @@ class FlatState:
     def _group_tensors(self, names: Sequence[Sequence[str]], stage: Stage) -> Iterator[StateTensor]:
         """The tensors of all param groups, as they are in a stage."""
         for number, (state, called) in enumerate(zip(self._optimizer._states, names, strict=True)):
-            own = self._optimizer._own_tensors(stage) if state.compressed else ()
+            own = self._optimizer.own_tensors.get(stage, ()) if state.compressed else ()
             for name, index in zip(called, range(len(state.params)), strict=True):
                 yield from self._parameter_tensors(state, index, name, own)
             yield StateTensor.of(

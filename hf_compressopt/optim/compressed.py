@@ -27,7 +27,7 @@ from hf_compressopt.optim.local_gradients import LocalGradients
 from hf_compressopt.optim.logs import report_switch, write_log
 from hf_compressopt.optim.metrics import describe, numbers_of
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
-from hf_compressopt.optim.scheduled import Scheduled, room_for_history
+from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
 from hf_compressopt.optim.sketched_norm import CLIPS
 from hf_compressopt.optim.state_dict import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.schedules import Stage, StepPlan
@@ -279,7 +279,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
             self._compressed_step(plan, compressed, gradients)
             for state in compressed:
                 state.steps += 1
-        if self._first_stage_ends(plan, lambda: mean_variance_norm(self._states, self._bias_counts, self.communicator)):
+        if ends_first_stage(self, plan, lambda: mean_variance_norm(self._states, self._bias_counts, self.communicator)):
             self._end_warmup(plan)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:

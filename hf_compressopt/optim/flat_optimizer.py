@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     rounds: int = 0
     #: State tensors beyond Adam's moments.
     extra_state: tuple[ExtraState, ...] = ()
+    #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
+    own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {}
 
     def __init__(
         self,
@@ -175,10 +177,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def last_plan(self) -> StepPlan:
         """Plan of the last step; before the first one its own."""
         raise NotImplementedError("abstract")
-
-    def _own_tensors(self, stage: Stage) -> Sequence[str]:
-        """State tensors that are each rank's own in this stage, beside the errors; "param" for the parameters."""
-        return ()
 
 
 def communicator_of(

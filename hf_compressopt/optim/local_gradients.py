@@ -53,23 +53,6 @@ class LocalGradients:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         return self._consensus.clip_(self._begin_step(), max_norm, parameters).float()
 
-    def note_overflow(self, overflow: bool) -> None:
-        """Take note that a gradient scaler has unscaled this rank's gradients; no collective call.
-
-        Args:
-            overflow: Whether an element of them is not finite.
-        """
-        self._consensus.note_overflow(overflow)
-
-    def overflow_anywhere(self) -> bool:
-        """Return whether the gradients of any rank are not finite. All ranks call; at most one small all-reduce.
-
-        Raises:
-            TypeError: For gradients that cannot be used, on all ranks.
-            ValueError: Likewise.
-        """
-        return self._consensus.overflow_anywhere(self.plan)
-
     def join_hook(self, **_: Any) -> Any:
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
 

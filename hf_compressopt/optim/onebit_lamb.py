@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
+from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Bucket, Span
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions
 from hf_compressopt.optim.compressed import CompressedOptimizer
@@ -122,21 +123,10 @@ class OnebitLamb(CompressedOptimizer):
                     square = kernels.sum_of_squares([state.view(state.exp_avg, index)], state.device)
                     scales.append((square / numel).sqrt())
                     places.append((state, index))
-        united = self._united_scale(scales, [1 / state.communicator.world_size for state, _ in places])
+        united = _united_scale(scales, [state for state, _ in places], self._states, self.communicator)
         for scale, (state, index) in zip(scales, places, strict=True):
             one = torch.ones_like(scale)
             state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
-
-    def _united_scale(self, scales: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-        """Return the mean of the tensors' momentum scales; a tensor that only some of the ranks hold counts once."""
-        device = self.communicator.device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        if not has_own_groups(self._states):
-            return torch.stack(list(scales)).mean() if scales else total[0]
-        for scale, share in zip(scales, shares, strict=True):
-            total += share * torch.stack([scale.to(device), torch.ones_like(total[0])])
-        self.communicator.all_reduce(total).wait()
-        return total[0] / total[1]
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
@@ -179,7 +169,7 @@ class OnebitLamb(CompressedOptimizer):
         last = state.extra["last_factor"][rows]
         factor = factor.float().clamp(self.factor_min, self.factor_max)
         factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
-        coeff = self._frozen_coeffs(state)[rows] * factor
+        coeff = _frozen_coeffs(state, self.coeff_beta)[rows] * factor
         state.extra["last_factor"][rows], state.extra["lamb_coeff"][rows] = factor, coeff
         rates = torch.zeros_like(state.extra["lamb_coeff"])
         rates[rows] = coeff * state.options["lr"]
@@ -191,11 +181,33 @@ class OnebitLamb(CompressedOptimizer):
         with state.parameter_segments(span, moving) as params:
             kernels.on(state.device).lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
 
-    def _frozen_coeffs(self, state: GroupState) -> Tensor:
-        average, updates = state.extra["lamb_coeff_freeze"], state.extra["lamb_coeff_updates"]
-        if state.options["bias_correction"]:
-            average = average / (1 - self.coeff_beta**updates)
-        return torch.where(updates > 0, average, 1.0)
+
+def _united_scale(
+    scales: Sequence[Tensor], holders: Sequence[GroupState], states: Sequence[GroupState], communicator: Communicator
+) -> Tensor:
+    """Return the mean of the tensors' momentum scales; a tensor that only some of the ranks hold counts once.
+
+    Args:
+        scales: [] float64 each, of this rank's tensors.
+        holders: For each of them its param group.
+        states: All param groups.
+        communicator: All ranks.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=communicator.device)
+    if not has_own_groups(states):
+        return torch.stack(list(scales)).mean() if scales else total[0]
+    for scale, holder in zip(scales, holders, strict=True):
+        once = torch.stack([scale.to(total.device), torch.ones_like(total[0])])
+        total += once * (1 / holder.communicator.world_size)
+    communicator.all_reduce(total).wait()
+    return total[0] / total[1]
+
+
+def _frozen_coeffs(state: GroupState, coeff_beta: float) -> Tensor:
+    average, updates = state.extra["lamb_coeff_freeze"], state.extra["lamb_coeff_updates"]
+    if state.options["bias_correction"]:
+        average = average / (1 - coeff_beta**updates)
+    return torch.where(updates > 0, average, 1.0)
 
 
 def _lamb_options(group: dict[str, Any]) -> LambOptions:

@@ -80,11 +80,6 @@ class Scheduled:
     def max_freeze_step(self, step: int) -> None:
         self.schedule = replace(self.schedule, max_freeze_step=step)  # type: ignore[type-var]
 
-    @property
-    def last_warmup_step(self) -> int:
-        """Last step of the first stage if it is known, else its bound."""
-        return self.schedule.last_warmup_step
-
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
@@ -119,25 +114,28 @@ class Scheduled:
         self._fitted_to = max_steps
         return self.scale_schedule(max_steps, self._deferred)
 
-    def _first_stage_ends(self, plan: StepPlan, norm: Callable[[], float]) -> bool:
-        """Return whether the step that was taken by this plan is the last one of the first stage.
 
-        Args:
-            plan: The plan.
-            norm: Returns the 1-norm of the second moments, alike on all ranks, for "auto".
-        """
-        if self.schedule.freezes_at != AUTO:
-            return plan.ends_stage
-        detector = FreezeDetector(self._tensors[HISTORY], self.freeze_threshold, self.schedule.max_freeze_step)
-        now = norm() if detector.needs_norm(plan.step) else 0.0
-        stability = detector.stability(plan.step, now, float(self.param_groups[0]["lr"]))
-        if stability < self.freeze_threshold and not plan.ends_stage:
-            return False
-        self.schedule = self.schedule.frozen_at(plan.step)
-        if self.communicator.rank == 0:
-            why = f"stability {stability:.3f}" if stability >= self.freeze_threshold else "its bound, max_freeze_step"
-            write_log(logger, logging.INFO, "%s=auto: found %d (%s)", self.freeze_option, plan.step, why)
-        return True
+def ends_first_stage(optimizer: Scheduled, plan: StepPlan, norm: Callable[[], float]) -> bool:
+    """Return whether the step that was taken by this plan is the last one of the first stage.
+
+    Args:
+        optimizer: The optimizer; its schedule is replaced if "auto" ends the stage.
+        plan: The plan.
+        norm: Returns the 1-norm of the second moments, alike on all ranks, for "auto".
+    """
+    schedule, threshold = optimizer.schedule, optimizer.freeze_threshold
+    if schedule.freezes_at != AUTO:
+        return plan.ends_stage
+    detector = FreezeDetector(optimizer._tensors[HISTORY], threshold, schedule.max_freeze_step)
+    now = norm() if detector.needs_norm(plan.step) else 0.0
+    stability = detector.stability(plan.step, now, float(optimizer.param_groups[0]["lr"]))
+    if stability < threshold and not plan.ends_stage:
+        return False
+    optimizer.schedule = schedule.frozen_at(plan.step)
+    if optimizer.communicator.rank == 0:
+        why = f"stability {stability:.3f}" if stability >= threshold else "its bound, max_freeze_step"
+        write_log(logger, logging.INFO, "%s=auto: found %d (%s)", optimizer.freeze_option, plan.step, why)
+    return True
 
 
 def room_for_history(schedule: Schedule, beta2: float) -> dict[str, Tensor]:

@@ -16,10 +16,10 @@ and in a sync, all together,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ class ZeroOneAdam(CompressedOptimizer):
     schedule: ZeroOneSchedule
     schedule_class = ZeroOneSchedule
     freeze_option = ZeroOneSchedule.freeze_option
+    own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {Stage.LOCAL_STEP: ("exp_avg", "local_update", "param")}
     _after_the_switch = ("the sum of each rank's updates", "each rank's own")
 
     def __init__(
@@ -200,9 +201,6 @@ class ZeroOneAdam(CompressedOptimizer):
                 self.communicator.require_equal(what, [so_far, frozen])
         self._consensus.heed_gradients(digests[1:], alike[1:])
         return float(sums[0]) > 0
-
-    def _own_tensors(self, stage: Stage) -> Sequence[str]:
-        return ("exp_avg", "local_update", "param") if stage is Stage.LOCAL_STEP else ()
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
 

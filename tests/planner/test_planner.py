@@ -169,7 +169,7 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
         if plan.stage is Stage.VARIANCE:
             shares[plan.stage, int(plan.reduce_grads)] += 1
         else:
-            schedule = ZeroOneSchedule(optimizer.last_warmup_step, local_step_scaler=max(1, steps // 10))
+            schedule = ZeroOneSchedule(optimizer.schedule.last_warmup_step, local_step_scaler=max(1, steps // 10))
             shares[plan.stage, schedule.local_interval(plan.step)] += 1
     assert report.zero_one_shares(steps) == shares
 
