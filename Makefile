@@ -19,7 +19,7 @@ COMPAT     := oldest newest
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
-	@echo "make test      the tests (real process groups, a real Trainer), under 12 minutes on 2 cores"
+	@echo "make test      the tests (real process groups, a real Trainer), some 9 minutes on 2 cores"
 	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them and of torch"

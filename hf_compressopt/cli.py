@@ -38,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for subcommand in _SUBCOMMANDS:
         subcommand.add_parser(commands)
     arguments = parser.parse_args(argv)
-    with _as_one_process():
-        return int(arguments.run(arguments))
+    try:
+        with _as_one_process():
+            code = int(arguments.run(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has read enough; nothing is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
 
 
 @contextmanager

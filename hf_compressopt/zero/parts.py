@@ -88,6 +88,7 @@ class Part:
 
 def _take_over(master: Tensor, values: Tensor) -> None:
     """Give a master copy the values that are not what it rounds to."""
+    values = values.resolve_neg()  # torch views no lazily negated tensor as integers
     if master.device.type == "cpu" and values.device.type == "cpu":
         bits = _BITS[values.element_size()]  # torch compares integers several times as fast
         for begin in range(0, values.numel(), _COMPARED):  # fits into a cache; differences are rare

@@ -270,3 +270,14 @@ def test_two_thousand_random_command_lines_end_in_an_exit_code(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     check_random_lines(1, 2000, tmp_path, capsys)
+
+
+def test_a_reader_that_has_read_enough_causes_no_traceback() -> None:
+    command = [sys.executable, "-m", "hf_compressopt.cli", *TIMES]
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1")
+    )
+    assert started.stdout is not None
+    started.stdout.close()  # before anything is printed
+    _, errors = started.communicate(timeout=120)
+    assert started.returncode == 1 and errors == ""

@@ -111,6 +111,7 @@ def test_causal_lm_has_the_losses_of_adamw_with_zero_and_the_fused_one(tmp_path:
     assert "adam_w_mode" in state["param_groups"][0]
 
 
+@pytest.mark.full
 def test_text_classification_trains_on_files_as_two_machines(tmp_path: Path) -> None:
     with (
         (tmp_path / "train.csv").open("w", newline="") as train,
@@ -139,6 +140,7 @@ def test_text_classification_trains_on_files_as_two_machines(tmp_path: Path) -> 
     assert results["eval_accuracy"] * 5 == pytest.approx(round(results["eval_accuracy"] * 5))
 
 
+@pytest.mark.full
 def test_seq2seq_generates_and_resumes_with_tied_weights(tmp_path: Path) -> None:
     rows = [{"question": f"{n}", "answer": f"{n + 1}"} for n in range(40)]
     (tmp_path / "train.json").write_text("\n".join(map(json.dumps, rows)))
