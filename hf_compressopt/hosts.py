@@ -1,4 +1,4 @@
-"""How an optimizer attaches itself to the hosts: to those that the program has imported, and to no others."""
+"""Attachment of an optimizer to the hosts that the program has imported, and to no others."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a load does to an optimizer.
+    """Effect of a load on an optimizer.
 
     Attributes:
         tensors: What is read, and the memory that it is read into, some of it the optimizer's own.
@@ -66,7 +66,7 @@ class Checkpointable(Protocol):
         """
 
     def header(self) -> dict[str, Any]:
-        """What a checkpoint holds beside tensors, in values that JSON holds."""
+        """Values of a checkpoint beside its tensors, as JSON holds them."""
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         """Check that a checkpoint fits, and say what to read. The optimizer does not change.

@@ -42,7 +42,7 @@ class Header:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether a ZeroOptimizer of stage 1 or 2 has written it, which saves master copies of 16-bit parameters.
+        """True if a ZeroOptimizer of stage 1 or 2 has written it, which saves master copies of 16-bit parameters.
 
         ``stage`` is a number for these, 0 for an ordinary optimizer, and a word for a compressed one.
         """

@@ -26,7 +26,7 @@ from hf_compressopt.zero.state_dict import check_header, header_of, load_groups,
 
 
 class _Staged(NamedTuple):
-    """What was read for a part of a parameter, by the key of its state."""
+    """Values that were read for a part of a parameter, by the key of its state."""
 
     bucket: UpdateBucket
     part: Part
@@ -87,7 +87,7 @@ class PartitionedState:
         return tensors
 
     def _single(self, kind: str, name: str, value: Any) -> StateTensor:
-        """What the wrapped optimizer has once per parameter.
+        """Describe the values that the wrapped optimizer has once per parameter.
 
         Raises:
             ValueError: For a tensor of several elements.
@@ -132,7 +132,7 @@ class PartitionedState:
     def _wanted(
         self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]
     ) -> Iterator[tuple[_Staged, StateTensor]]:
-        """What a checkpoint holds of this rank's parts, and memory for it.
+        """Describe what a checkpoint holds of this rank's parts, and memory for it.
 
         Raises:
             ValueError: If the shape of a tensor is not that of its parameter.

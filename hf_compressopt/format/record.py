@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Per(Enum):
-    """What a parameter has a value for; the value of a member begins the tensor's name."""
+    """Unit for which a parameter has one value; the value of a member begins the tensor's name."""
 
     ELEMENT = ""  # one value per element: a tensor shaped like the parameter
     SCALAR = "scalar:"  # one value per parameter, a tensor in the optimizer
@@ -108,7 +108,7 @@ class StateTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is the whole tensor."""
+        """True if the part is the whole tensor."""
         return self.stop - self.start == prod(self.shape)
 
     @property

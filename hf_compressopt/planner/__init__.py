@@ -1,1 +1,1 @@
-"""What a step will take, in memory, bytes and time, before a machine is rented."""
+"""Predictions of a step's memory, bytes and time, before a machine is rented."""

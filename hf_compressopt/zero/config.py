@@ -146,7 +146,7 @@ class ZeroConfig:
 
     @cached_property
     def precision(self) -> Precision:
-        """How gradients are scaled and rounded."""
+        """Scaling and rounding of gradients."""
         sent = as_dtype("communication_data_type", self.communication_data_type)
         kept = as_dtype("gradient_accumulation_dtype", self.gradient_accumulation_dtype)
         if not self.postscale_gradients:
@@ -166,7 +166,7 @@ class ZeroConfig:
 
     @cached_property
     def offload(self) -> bool:
-        """Whether masters and states live in host memory."""
+        """True if masters and states live in host memory."""
         return self.offload_optimizer in (True, "cpu")
 
     @cached_property
