@@ -59,7 +59,7 @@ class Simulation:
         self.server_error = np.zeros(numel, np.float32)
 
     def average(self, grads: np.ndarray) -> np.ndarray:
-        """What every rank gets for gradients [W, numel]; errors change only if all of it is finite."""
+        """Return the average of gradients [W, numel] that every rank gets; errors change only if it is finite."""
         worker_error, server_error = self.worker_error.copy(), self.server_error.copy()
         out = np.empty(grads.shape[1], np.float32)
         for bucket in self.buckets:
