@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 
 #: Elements whose signs share a byte.
 SIGNS_PER_BYTE = 8
+#: Bytes of a float32 value, and of a MiB: sizes of buckets are given in MiB of float32 values.
+FLOAT_BYTES = 4
+BYTES_PER_MB = 2**20
 
 
 def chunk_numel(numel: int, world_size: int) -> int:
@@ -31,10 +35,13 @@ def bucket_numel_of(bucket_cap_mb: float) -> int:
     """Elements of a bucket of ``bucket_cap_mb`` MiB of float32 values.
 
     Raises:
-        ValueError: If not even one value fits.
+        ValueError: If not even one value fits, or it is not finite.
+        TypeError: If it is not a number.
     """
-    numel = bucket_cap_mb * 2**20 / 4
-    if not 1 <= numel < float("inf"):
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+        raise TypeError(f"bucket_cap_mb must be a number > 0, got {bucket_cap_mb!r}")
+    numel = bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES
+    if not 1 <= numel < inf:
         raise ValueError(f"bucket_cap_mb must be > 0, finite, and hold at least one float32 value, got {bucket_cap_mb}")
     return int(numel)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
-from hf_compressopt.flat import Bucket
+from hf_compressopt.flat import Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
@@ -29,7 +28,6 @@ from hf_compressopt.optim.metrics import describe, numbers_of
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
 from hf_compressopt.optim.sketched_norm import CLIPS
-from hf_compressopt.optim.state_dict import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.schedules import Stage, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -118,10 +116,6 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         if amsgrad:
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
-        check_at_least("bucket_cap_mb", bucket_cap_mb, 0)
-        bucket_numel = math.floor(bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES)
-        if bucket_numel < 1:
-            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {bucket_cap_mb}")
         if clip not in CLIPS:
             raise ValueError(f"clip must be one of {list(CLIPS)}, got {clip!r}")
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
@@ -140,7 +134,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         super().__init__(
             params,
             defaults,
-            bucket_numel=bucket_numel,
+            bucket_numel=bucket_numel_of(bucket_cap_mb),
             scale_block=scale_block,
             communicator=communicator,
             process_group=process_group,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.group_state import GroupState
-from hf_compressopt.optim.state_dict import FLOAT_BYTES
 from hf_compressopt.schedules import Schedule, StepPlan
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count, check_group, loadable_group
@@ -21,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 #: Name of the tensor that holds the norms that "auto" compares.
 HISTORY = "freeze_history"
-BYTES_PER_MB = 2**20
-FLOAT_BYTES = 4
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
 from hf_compressopt.kernels.messages import chunk_message_nbytes
-from hf_compressopt.optim.state_dict import BYTES_PER_MB, FLOAT_BYTES
 
 #: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
 WIRE_EFFICIENCY = 0.9
@@ -198,8 +198,7 @@ class Training:
                 f"update_seconds must be >= 0 and less than compute_seconds={self.compute_seconds}, of which it is a "
                 f"part, got {self.update_seconds}"
             )
-        if not self.bucket_cap_mb * BYTES_PER_MB >= FLOAT_BYTES:
-            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {self.bucket_cap_mb}")
+        bucket_numel_of(self.bucket_cap_mb)  # it checks it
 
 
 @dataclass(frozen=True)
@@ -279,7 +278,7 @@ class Model:
     def compressed(self, passes: Passes) -> Step:
         """A step with a compressed message, (4)."""
         params, world_size, block = self.training.params, self.cluster.ranks, self.training.scale_block
-        bucket = min(int(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES), params)
+        bucket = min(bucket_numel_of(self.training.bucket_cap_mb), params)
         number = params / bucket
         nbytes = chunk_message_nbytes(bucket, world_size, block)
         one = all_to_all(self.cluster, sum(nbytes)) + ring(self.cluster, world_size * nbytes[0], passes=1)

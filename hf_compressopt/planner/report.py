@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.state_dict import FLOAT_BYTES
 from hf_compressopt.planner.cost import (
     ONEBIT_ADAM,
     ONEBIT_LAMB,

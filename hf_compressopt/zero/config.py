@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.flat import bucket_numel_of
 from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
 from hf_compressopt.zero.loss_scale import LossScale
-from hf_compressopt.zero.transport import FLOAT_BYTES, Precision
+from hf_compressopt.zero.transport import Precision
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_MIB = 1 << 20
 _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _FLAGS = (
     "overlap_comm",
@@ -116,10 +116,7 @@ class ZeroConfig:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        if self.bucket_cap_mb is not None:
-            check_at_least("bucket_cap_mb", self.bucket_cap_mb, 0)
-        if self.reduce_numel < 1:
-            raise ValueError(f"bucket_cap_mb must be > 0 and hold at least one float32 value, got {self.bucket_cap_mb}")
+        _ = self.reduce_numel  # it checks bucket_cap_mb
 
     def _check_predivision(self) -> None:
         factor = self.gradient_predivide_factor
@@ -137,7 +134,7 @@ class ZeroConfig:
         """Elements of the gradients that are sent at the same time."""
         if self.reduce_bucket_size is not None:
             return self.reduce_bucket_size
-        return int((25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb) * _MIB / FLOAT_BYTES)
+        return bucket_numel_of(25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb)
 
     @cached_property
     def gather_numel(self) -> int:

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hf_compressopt.zero.transport import FLOAT_BYTES
+from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 
 if TYPE_CHECKING:
     from hf_compressopt.zero.optimizer import ZeroOptimizer
-
-_MB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def estimate_zero_memory(
             gradients += numel * kind.itemsize
             master = FLOAT_BYTES if kind.itemsize < FLOAT_BYTES else 0
             states += numel * (states_per_parameter * max(kind.itemsize, FLOAT_BYTES) + master)
-    buckets = min(2 * int(bucket_cap_mb * _MB), 2 * gradients) if world_size > 1 else 0
+    buckets = min(2 * int(bucket_cap_mb * BYTES_PER_MB), 2 * gradients) if world_size > 1 else 0
     if stage >= 1:
         states = -(-states // world_size)
     if stage == 2:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import ZeroConfig
@@ -19,7 +20,6 @@ from hf_compressopt.zero.ranks import Ranks
 from hf_compressopt.zero.reducer import GradientReducer
 from hf_compressopt.zero.slices import SliceGradients
 from hf_compressopt.zero.supported import check_parameters
-from hf_compressopt.zero.transport import FLOAT_BYTES
 
 
 @dataclass(frozen=True)

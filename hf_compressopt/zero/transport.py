@@ -12,8 +12,6 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.zero.partition import Slice
 
-FLOAT_BYTES = 4
-
 
 @dataclass(frozen=True)
 class Precision:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.functional import trust_ratio
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import UpdateBucket
-from hf_compressopt.zero.transport import FLOAT_BYTES, Window, gather_parameters
+from hf_compressopt.zero.transport import Window, gather_parameters
 
 
 def update_parameters(

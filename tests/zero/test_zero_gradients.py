@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
-from hf_compressopt.zero.transport import FLOAT_BYTES
+from hf_compressopt.flat import FLOAT_BYTES
 from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error
 from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps, train_plain, train_zero
 
