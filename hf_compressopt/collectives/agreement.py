@@ -9,8 +9,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-#: Digests are below this bound, so that sums of their squares over thousands of ranks are exact in float64.
-DIGEST_BOUND = 1 << 20
+_DIGEST_BITS = 20
+DIGEST_BOUND = 1 << _DIGEST_BITS
+#: Bits of a digest that are compared as one number: sums of its squares over thousands of ranks are exact.
+_BITS_TOGETHER = {torch.float64: 20, torch.float32: 5}
 _Result = TypeVar("_Result")
 
 
@@ -108,7 +110,9 @@ class Agreement(ABC):
         self.gather_together(lambda: results.append(action()), undo, others)
         return results[0]
 
-    def sum_and_compare(self, values: Sequence[Tensor], digests: Sequence[int]) -> tuple[Tensor, list[bool]]:
+    def sum_and_compare(
+        self, values: Sequence[Tensor], digests: Sequence[int], dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor, list[bool]]:
         """Sum some values over the ranks, and compare some numbers, in one small all-reduce.
 
         Numbers are all alike if and only if their mean square is the square of their mean.
@@ -116,14 +120,19 @@ class Agreement(ABC):
         Args:
             values: Of any shape, alike on all ranks.
             digests: Numbers in [0, DIGEST_BOUND), as many on all ranks.
+            dtype: Of the message, float64 or float32.
 
         Returns:
             [numel of all values] float64, the sums; and for each digest whether all ranks have the same one.
         """
-        squares = [float(number) for digest in digests for number in (digest, digest * digest)]
-        head = torch.cat([value.to(self.device, torch.float64).view(-1) for value in values])
-        message = torch.cat([head, torch.tensor(squares, dtype=torch.float64, device=self.device)])
+        bits = _BITS_TOGETHER[dtype]
+        shifts = range(0, _DIGEST_BITS, bits)
+        pieces = [digest >> shift & (1 << bits) - 1 for digest in digests for shift in shifts]
+        squares = [float(number) for piece in pieces for number in (piece, piece * piece)]
+        head = torch.cat([value.to(self.device, dtype).view(-1) for value in values])
+        message = torch.cat([head, torch.tensor(squares, dtype=dtype, device=self.device)])
         self.all_reduce(message).wait()
         sums = [int(number) for number in message[head.numel() :].tolist()]
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        return message[: head.numel()], [self.world_size * square == total * total for total, square in pairs]
+        same = [self.world_size * square == total**2 for total, square in zip(sums[::2], sums[1::2], strict=True)]
+        alike = [all(same[at : at + len(shifts)]) for at in range(0, len(same), len(shifts))]
+        return message[: head.numel()].double(), alike

@@ -58,7 +58,7 @@ class CompressOptPlugin:
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
         scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
-        clip: "local" or "sketch": the norm by which gradients are clipped after the first stage.
+        clip: "sketch" or "local": the norm by which gradients are clipped after the first stage.
         bucket_cap_mb: MiB of float32 values that are sent together.
         communicator: "auto", or the name of a torch.distributed backend.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it. Not supported with the
@@ -75,7 +75,7 @@ class CompressOptPlugin:
     freeze_step: int | str = field(default_factory=_freeze_step_from_env)
     scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
     variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
-    clip: str = field(default_factory=_from_env("CLIP", "local", str))
+    clip: str = field(default_factory=_from_env("CLIP", "sketch", str))
     bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
     communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
     zero_stage: int = field(default_factory=_from_env("ZERO_STAGE", 0, int))

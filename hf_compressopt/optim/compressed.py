@@ -62,9 +62,9 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
         weight_decay: Decoupled weight decay, >= 0.
         max_grad_norm: Gradients are clipped to this norm in :meth:`step`; 0 is off. (Trainer clips by itself.)
-        clip: Norm by which local gradients are clipped: "local" is the root of the mean of the ranks' squared norms, up
-            to sqrt(world size) larger than the norm of the mean gradient; "sketch" is an estimate of that norm with a
-            standard deviation of 1.1 %, alike on all ranks. Param groups with a process group of their own, and
+        clip: Norm by which local gradients are clipped: "sketch" is an estimate of the norm of their mean with a
+            standard deviation of 1.1 %, alike on all ranks; "local" is the root of the mean of the ranks' squared
+            norms, up to sqrt(world size) larger. Param groups with a process group of their own, and
             the local steps of 0/1 Adam, are clipped as by "local".
         scale_block: Elements that share a scale in a message, a positive multiple of 8; None is the original's one
             scale per message.
@@ -97,7 +97,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
-        clip: str = "local",
+        clip: str = "sketch",
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
         bucket_cap_mb: float = 25.0,

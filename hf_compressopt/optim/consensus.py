@@ -43,7 +43,7 @@ class Consensus:
     def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
         """Begin with nothing known."""
         self.states, self.communicator = states, communicator
-        self.clip = "local"
+        self.clip = "sketch"
         self.measured: StepGradients | None = None
         self._overflow = False  # a gradient scaler found an element that is not finite
         self._gradients_compared = False
@@ -236,7 +236,7 @@ class Consensus:
 
         The ranks decide alike: by the plan, by the param groups, and by whose parameters are clipped.
         """
-        local = gradients.ask and plan.agree and not plan.reduce_grads and self.communicator.world_size > 1
+        local = gradients.ask and not plan.reduce_grads and self.communicator.world_size > 1
         if self.clip != "sketch" or not local or has_own_groups(self.states):
             return None
         ids = None if chosen is None else {id(p) for p in chosen if p.requires_grad}

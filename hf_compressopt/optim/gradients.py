@@ -165,7 +165,8 @@ class StepGradients:
         if self.ask:
             faults = torch.full_like(squares[0], float(self.fault is not None))
             sketches = [] if sketch is None else [sketch]
-            sums, alike = self._communicator.sum_and_compare([faults, *squares, *sketches], digests)
+            dtype = torch.float64 if sketch is None else torch.float32  # of an estimate: half the bytes
+            sums, alike = self._communicator.sum_and_compare([faults, *squares, *sketches], digests, dtype)
             if self.fault is None and float(sums[0]) > 0:
                 raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
             squares = [sums[1], sums[2]]

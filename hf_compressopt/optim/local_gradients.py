@@ -35,9 +35,9 @@ class LocalGradients:
     def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
         """Clip the gradients of the coming step, by the same factor on every rank. All ranks call.
 
-        Averaged gradients are clipped by their norm. Local ones by sqrt(mean over ranks of their squared norms), an
-        upper bound of the norm of their average that is at most sqrt(W) larger; with clip="sketch" by an estimate of
-        the norm of their average.
+        Averaged gradients are clipped by their norm. Local ones by an estimate of the norm of their average; with
+        clip="local" by sqrt(mean over ranks of their squared norms), an upper bound of that norm, at most sqrt(W)
+        larger.
 
         Args:
             max_norm: The norm to clip to; ``math.inf`` only measures.

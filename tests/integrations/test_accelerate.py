@@ -152,9 +152,9 @@ def test_the_plugin_makes_each_of_the_family(name: str) -> None:
 
 
 @pytest.mark.invariant(34)
-def test_local_gradients_are_clipped_alike_by_the_root_of_the_mean_square(tmp_path: Path) -> None:
+def test_local_gradients_are_clipped_alike_by_the_norm_of_their_mean() -> None:
     for rank, (logged, expected, clipped, limit) in enumerate(run_ranks(2, clip_local)):
-        assert logged == pytest.approx(expected, rel=1e-6), rank
+        assert logged == pytest.approx(expected, rel=1e-5), rank  # of fewer than 4096 elements the sketch is exact
         assert clipped == pytest.approx(min(limit, expected), rel=1e-4), rank
 
 
@@ -172,14 +172,14 @@ def clip_local(rank: int, world_size: int) -> tuple[float, float, float, float]:
         if step == 0:
             optimizer.step()
 
-    def mean_square() -> float:
-        local = sum(p.grad.double().square().sum() for p in model.parameters()) / world_size
-        dist.all_reduce(local)
-        return float(local)
+    def norm_of_mean() -> float:
+        mean = torch.cat([p.grad.double().flatten() for p in model.parameters()]) / world_size
+        dist.all_reduce(mean)
+        return float(mean.norm())
 
-    expected = mean_square() ** 0.5
+    expected = norm_of_mean()
     norm = float(accelerator.clip_grad_norm_(model.parameters(), limit))
-    return norm, expected, mean_square() ** 0.5, limit
+    return norm, expected, norm_of_mean(), limit
 
 
 @pytest.mark.parametrize("order", ["first", "last", "apart"])

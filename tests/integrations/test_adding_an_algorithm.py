@@ -31,7 +31,7 @@ def test_the_file_is_short() -> None:
 def test_a_new_algorithm_trains_saves_and_resumes_in_trainer(tmp_path: Path) -> None:
     arguments = {
         "optim": "sign_momentum",
-        "optim_args": f"freeze_step={FREEZE},scale_block=256,bucket_cap_mb=0.02",
+        "optim_args": f"freeze_step={FREEZE},scale_block=256,bucket_cap_mb=0.02,clip=local",
         "max_steps": STEPS,
         "learning_rate": 5e-3,
         "save_strategy": "steps",

@@ -52,7 +52,14 @@ CASES = [
     missing_gradients({"lr": 0.01, "scale_block": 8}),
     Case("small_buckets", [{"shapes": ODD}, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11), "lr": 0.01}),
     Case("small_buckets_one_scale", ONE_SCALE_GROUPS, ONE_SCALE),
-    Case("clipping", [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}], {"max_grad_norm": 0.5, "lr": 0.01}),
+    *(
+        Case(
+            f"clipping_{clip}",
+            [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}],
+            {"max_grad_norm": 0.5, "clip": clip, "lr": 0.01},
+        )
+        for clip in ("sketch", "local")  # of fewer than 4096 elements the sketch is exact
+    ),
     Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
     Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),
     *(
@@ -320,11 +327,13 @@ def train_beside_unused_parameter(rank, world_size):
 
 @pytest.mark.invariant(34)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_clip_grad_norm(world_size):
-    """Averaged gradients: their norm. Local ones: sqrt(mean of the squared norms), and one factor on every rank."""
-    rows = run_ranks(world_size, clip_on_a_rank)
+@pytest.mark.parametrize("clip", ["sketch", "local"])
+def test_clip_grad_norm(world_size, clip):
+    """Averaged gradients: their norm. Local ones: that of their mean, or sqrt(mean of the squared norms)."""
+    rows = run_ranks(world_size, clip_on_a_rank, clip)
+    norms = [3 * (rank + 1) for rank in range(world_size)]
+    expected = np.mean(norms) if clip == "sketch" else math.sqrt(np.mean(np.square(norms)))
     for averaged, clipped, local, _, again, _ in rows:
-        expected = math.sqrt(sum((3 * (rank + 1)) ** 2 for rank in range(world_size)) / world_size)
         assert averaged == pytest.approx(3.0)
         assert clipped == pytest.approx(1.5)
         assert local == pytest.approx(expected)
@@ -333,9 +342,9 @@ def test_clip_grad_norm(world_size):
     assert rows[0][5] == pytest.approx(rows[-1][5]), "the factor must be the same on all ranks"
 
 
-def clip_on_a_rank(rank, world_size):
+def clip_on_a_rank(rank, world_size, clip):
     p = torch.nn.Parameter(torch.zeros(9))
-    optimizer = OnebitAdam([p], freeze_step=1)
+    optimizer = OnebitAdam([p], freeze_step=1, clip=clip)
     p.grad = torch.ones(9)
     averaged = float(optimizer.clip_grad_norm_(1.5))
     clipped = float(p.grad.norm())

@@ -68,7 +68,14 @@ CASES = [
     missing_gradients({"lr": 0.01, "scale_block": 8}),
     Case("small_buckets", [{"shapes": ODD}, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11), "lr": 0.01}),
     Case("small_buckets_one_scale", ONE_SCALE_GROUPS, ONE_SCALE),
-    Case("clipping", [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}], {"max_grad_norm": 0.5, "lr": 0.01}),
+    *(
+        Case(
+            f"clipping_{clip}",
+            [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}],
+            {"max_grad_norm": 0.5, "clip": clip, "lr": 0.01},
+        )
+        for clip in ("sketch", "local")  # of fewer than 4096 elements the sketch is exact
+    ),
     Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
     Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),
     Case(CANCEL, [{"shapes": ODD}, {"shapes": ODD[:2]}], {"betas": (0.5, 0.9), "lr": 0.01}, freeze_step=2, steps=8),

@@ -134,6 +134,7 @@ class OnebitAdamSimulation:
         bias_correction: bool = True,
         eps_inside_sqrt: bool = False,
         max_grad_norm: float = 0.0,
+        clip: str = "sketch",
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
         bucket_numel: int = 6_553_600,
@@ -142,6 +143,7 @@ class OnebitAdamSimulation:
         self.groups = [SimulatedGroup(**{**defaults, **group}) for group in groups]
         self.world_size, self.freeze_step = world_size, freeze_step
         self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
+        self.clip = clip
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
         self.bucket_numel = bucket_numel
         self.step_count = 0
@@ -178,7 +180,7 @@ class OnebitAdamSimulation:
             np.concatenate([np.zeros(0), *(g.flatten(t) for g, t in zip(self.groups, rank, strict=True))])
             for rank in grads
         ]
-        if compressed:
+        if compressed and self.clip == "local":
             norm = np.sqrt(np.mean([np.sum(f * f) for f in flat]))
         else:
             norm = np.linalg.norm(np.mean(flat, axis=0))

@@ -73,6 +73,7 @@ class ZeroOneAdamSimulation:
         bias_correction: bool = True,
         eps_inside_sqrt: bool = False,
         max_grad_norm: float = 0.0,
+        clip: str = "sketch",
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
         bucket_numel: int = 6_553_600,
@@ -85,6 +86,7 @@ class ZeroOneAdamSimulation:
         self.world_size, self.var_freeze_step = world_size, var_freeze_step
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
+        self.clip = clip
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
         self.variance_steps = set(variance_steps(var_freeze_step, var_update_scaler, first_step))
         self.step_count = first_step - 1
@@ -146,7 +148,7 @@ class ZeroOneAdamSimulation:
             for rank in grads
         ]
         own = [float(np.linalg.norm(f)) for f in flat]
-        if self.reduces_grads(t):
+        if self.reduces_grads(t) or (self.clip == "sketch" and not self.ranks_step_alone(t)):
             norms = [float(np.linalg.norm(np.mean(flat, axis=0)))] * self.world_size
         elif self.ranks_step_alone(t):
             norms = own
