@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.test_checkpoint import make, train
+from tests.support.forking import forked
 from tests.support.harness import run_ranks
 
 KILLS, SEED = 64, 20
@@ -201,10 +202,8 @@ def kill_savers(connection: Any, directory: str) -> None:
 
 def test_a_killed_save_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
     print(f"seed {SEED}")
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=kill_savers, args=(theirs, str(tmp_path)))
-    process.start()
+    ours, theirs = multiprocessing.Pipe()
+    process = forked(kill_savers, theirs, str(tmp_path))
     try:
         assert ours.poll(150), "the kills came to no end"
         outcomes = ours.recv()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.forking import forked
 from tests.support.harness import run_ranks
 from tests.support.memory import MIB, peak_beyond
 
@@ -53,13 +54,10 @@ def load(connection: Any, rank: int, store: str, directory: str) -> None:
 def test_a_load_grows_by_the_ranks_own_share_and_64_mb_at_most(tmp_path: Path) -> None:
     written = run_ranks(4, save, str(tmp_path / "checkpoint"), timeout=240)[0]
     assert written > COUNT * SIDE**2 * 8
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(2)]
+    pipes = [multiprocessing.Pipe() for _ in range(2)]
     paths = (str(tmp_path / "store"), str(tmp_path / "checkpoint"))
-    processes = [context.Process(target=load, args=(pipes[rank][1], rank, *paths)) for rank in range(2)]
+    processes = [forked(load, pipes[rank][1], rank, *paths) for rank in range(2)]
     try:
-        for process in processes:
-            process.start()
         for ours, _ in pipes:
             assert ours.poll(240), "a rank gave no answer"
             held, grown = ours.recv()

@@ -2,8 +2,9 @@
 
     results = run_ranks(2, work, argument)     # work(rank, world_size, argument), a module-level function
 
-The workers are spawned once per test session and reused, since importing torch costs more than most tests. Every call
-makes a process group of its own and destroys it afterwards. Arguments and results travel through pickle.
+The workers are forked once per test session, from a process that has imported torch, and reused: importing torch costs
+more than most tests. Every call makes a process group of its own and destroys it afterwards. Arguments and results
+travel through pickle.
 """
 
 import atexit
@@ -11,18 +12,17 @@ import gc
 import multiprocessing
 import os
 import pickle
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.forking import forked
+
 MAX_WORLD_SIZE = 4
-REPO_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class Failure(NamedTuple):
@@ -91,11 +91,9 @@ class RankPool:
         self.processes, self.connections = [], []
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
         for _ in range(len(self.processes), world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, REPO_ROOT), daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            process = forked(_serve, theirs)
             theirs.close()
             self.processes.append(process)
             self.connections.append(ours)
@@ -121,13 +119,11 @@ class RankPool:
         return [outcomes[rank] for rank in range(world_size)]
 
 
-def _serve(connection: Connection, repo_root: str) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if repo_root not in sys.path:
-        sys.path.insert(0, repo_root)
+def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # the modules: looking through them would take longer than most tests, and copy their memory
     torch.set_num_threads(1)
     while True:
         try:
@@ -136,7 +132,7 @@ def _serve(connection: Connection, repo_root: str) -> None:
             return
         outcome = pickle.dumps(_run_task(task))
         gc.collect()  # a failed rank must let go of its group, or the others wait for it
-        gc.freeze()  # what is left are modules: looking through them again would take longer than most tests
+        gc.freeze()  # what is left are modules that the test imported
         connection.send_bytes(outcome)
         connection.recv_bytes()
         if dist.is_initialized():

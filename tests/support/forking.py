@@ -1,0 +1,38 @@
+"""Processes that have imported torch already: forks of a server that only imports."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+# Importing them takes seconds, and starts no thread but one of the allocator's, which may be missing in a fork.
+# torch._dynamo: the first step of an optimizer imports it.
+TORCH = ["torch", "torch._dynamo"]
+TRANSFORMERS = ["transformers.trainer", "transformers.models.gpt2.modeling_gpt2"]
+
+
+def forked(target: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start a process that calls the module-level function, has this one's environment, and ends with this one.
+
+    The first call starts the server, which imports transformers only if tests of Trainer have been collected.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(TORCH + (TRANSFORMERS if "tests.support.trainer_runs" in sys.modules else []))
+    process = context.Process(target=_call, args=(dict(os.environ), target, args), daemon=True)
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads would not survive a fork
+    try:
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return process
+
+
+def _call(environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    target(*args)
