@@ -12,8 +12,9 @@ import torch
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.capabilities import saves_shards
-from hf_compressopt.integrations.optim_args import check_grad_compression, parse_value
+from hf_compressopt.integrations.optim_args import check_grad_compression, parse_value, text_options
 from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
+from hf_compressopt.optim.options import MAX_UPDATE
 
 _Value = TypeVar("_Value")
 
@@ -58,6 +59,8 @@ class CompressOptPlugin:
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
         scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
+        max_update: Learning rates that an element moves at most in a step of the compressed stage; None or 0 is off.
+            OnebitLamb has no such bound.
         clip: "sketch" or "local": the norm by which gradients are clipped after the first stage.
         bucket_cap_mb: MiB of float32 values that are sent together.
         communicator: "auto", or the name of a torch.distributed backend.
@@ -75,6 +78,7 @@ class CompressOptPlugin:
     freeze_step: int | str = field(default_factory=_freeze_step_from_env)
     scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
     variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
+    max_update: float | None = field(default_factory=_from_env("MAX_UPDATE", MAX_UPDATE, float, type(None)))
     clip: str = field(default_factory=_from_env("CLIP", "sketch", str))
     bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
     communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
@@ -131,6 +135,8 @@ class CompressOptPlugin:
         cls = ALGORITHMS[self.optimizer]
         option = getattr(cls, "freeze_option", None)
         given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
+        if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
+            given["max_update"] = self.max_update  # a class that does not know it says so
         made = cls(
             optimizer.param_groups,
             **given,

@@ -54,7 +54,13 @@ class AverageRecord(ctypes.Structure):
 class DescentRecord(ctypes.Structure):
     """``co_descent``."""
 
-    _fields_ = [("lr", c_float), ("decay", c_float), ("eps", c_float), ("eps_inside_sqrt", c_int32)]
+    _fields_ = [
+        ("lr", c_float),
+        ("decay", c_float),
+        ("eps", c_float),
+        ("eps_inside_sqrt", c_int32),
+        ("bound", c_float),
+    ]
 
 
 class LambRecord(ctypes.Structure):
@@ -252,7 +258,7 @@ def block_argument(scale_block: int | None) -> int:
 
 def descent_record(descent: Descent) -> Any:
     """Return a ``co_descent`` by reference."""
-    return ctypes.byref(DescentRecord(descent.lr, descent.decay, descent.eps, descent.eps_inside_sqrt))
+    return ctypes.byref(DescentRecord(descent.lr, descent.decay, descent.eps, descent.eps_inside_sqrt, descent.bound))
 
 
 def lamb_record(o: LambOptions) -> Any:

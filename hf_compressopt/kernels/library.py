@@ -18,7 +18,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 3
+_ABI_VERSION = 4
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 

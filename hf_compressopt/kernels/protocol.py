@@ -69,16 +69,22 @@ class Kernels(Protocol):
         """
 
     def apply_adam_(self, update: AdamUpdate) -> None:
-        """Take the momentum from an average, and step: m <- y; p <- p decay - lr m^ / denominator(v^).
+        """Take the momentum from an average, and step: m <- y; p <- p decay - lr bounded(m^ / denominator(v^)).
 
         With another ``beta`` than 1 the momentum becomes m + beta (y - m).
         """
 
     def local_step_(self, update: LocalUpdate) -> None:
-        """Take 0/1 Adam's local step: m <- b1 m + (1-b1) g; p <- p decay - lr m / denominator(v); u <- u + lr m."""
+        """Take 0/1 Adam's local step.
+
+        m <- b1 m + (1-b1) g; p <- p decay - lr bounded(m / denominator(v)); u <- u + lr m.
+        """
 
     def sync_parameters_(self, sync: ParameterSync) -> None:
-        """Take 0/1 Adam's sync: m <- y / lr_sum; anchor <- anchor decay - y / denominator(v); p <- anchor; u <- 0."""
+        """Take 0/1 Adam's sync.
+
+        m <- y / lr_sum; anchor <- anchor decay - bounded(y / denominator(v)); p <- anchor; u <- 0.
+        """
 
     def lamb_moments_(self, moments: LambMoments) -> None:
         """Take 1-bit LAMB's first pass over a bucket: momentum, fresh variance, and the sums for each coefficient.

@@ -5,6 +5,7 @@ The functions implement :class:`hf_compressopt.kernels.protocol.Kernels`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -124,7 +125,7 @@ def sync_parameters_(sync: ParameterSync) -> None:
             m.zero_()
         if segment.tensor is not None:
             direction = torch.zeros_like(value) if segment.still else value / _denominator(v, sync.descent)
-            own.mul_(sync.descent.decay).sub_(direction)
+            own.mul_(sync.descent.decay).sub_(_bounded(direction, sync.descent))
             segment.part.copy_(own)
     sync.local_update.zero_()
 
@@ -170,13 +171,20 @@ def _lamb_update(segment: Segment, direction: Tensor, options: LambOptions) -> T
 
 
 def _descend_(segment: Segment, direction: Tensor, descent: Descent) -> None:
-    """Move p <- p decay - lr d, in float32 whatever the parameter's dtype. d counts as 0 if the tensor stands still."""
+    """Move p <- p decay - lr bounded(d), in float32 whatever the parameter's dtype.
+
+    d counts as 0 if the tensor stands still.
+    """
     wide = segment.part.float()
     if descent.decay != 1:
         wide = wide * descent.decay
     if not segment.still:
-        wide = wide - direction * descent.lr
+        wide = wide - _bounded(direction, descent) * descent.lr
     segment.part.copy_(wide)
+
+
+def _bounded(direction: Tensor, descent: Descent) -> Tensor:
+    return direction if math.isinf(descent.bound) else direction.clamp(-descent.bound, descent.bound)
 
 
 def _denominator(variance: Tensor, options: Descent | LambOptions) -> Tensor:

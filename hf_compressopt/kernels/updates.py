@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,19 +13,21 @@ from hf_compressopt.kernels.operands import Average, Segment
 
 @dataclass(frozen=True)
 class Descent:
-    """The rate and the denominator of a step along a direction d: p <- p * decay - lr * d.
+    """The rate, the denominator and the bound of a step along a direction d: p <- p * decay - lr * bounded(d).
 
     Attributes:
         lr: Learning rate.
         decay: 1 - lr * weight_decay; with exactly 1.0 p is not multiplied.
         eps: Added to the denominator.
         eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
+        bound: Largest size of an element of d, > 0; larger ones are cut to it. Infinity changes nothing; NaN stays.
     """
 
     lr: float
     decay: float
     eps: float
     eps_inside_sqrt: bool
+    bound: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class ParameterSync:
         local_update: [n] float32, u, set to 0.
         params: Segments that cover the bucket. Segments without a tensor change neither anchor nor parameter.
         lr_sum: Sum of the learning rates of the interval, not 0.
-        descent: ``decay`` is the product over the interval; ``lr`` is not used.
+        descent: ``decay`` is the product over the interval, ``bound`` that of y / denominator(v); ``lr`` is not used.
     """
 
     y: Average

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +45,11 @@ def adam_options(group: dict[str, Any]) -> AdamOptions:
     )
 
 
-def descent(group: dict[str, Any]) -> Descent:
-    """Return how the parameters of a param group follow a direction."""
+def descent(group: dict[str, Any], max_update: float | None = None) -> Descent:
+    """Return how the parameters of a param group follow a direction; None or 0 as ``max_update`` is no bound."""
     lr = float(group["lr"])
-    return Descent(lr, 1 - lr * group["weight_decay"], group["eps"], group["eps_inside_sqrt"])
+    bound = float(max_update or math.inf)
+    return Descent(lr, 1 - lr * group["weight_decay"], group["eps"], group["eps_inside_sqrt"], bound)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

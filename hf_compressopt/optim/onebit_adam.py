@@ -10,7 +10,8 @@ At the end of step freeze_step, once: m <- m^, v <- v^; in each tensor v <- max(
 Compressed stage, t > freeze_step:
     m_r = b1 m + (1 - b1) g_r                                                               (4)
     m = compressed_all_reduce(m_r), times exp_avg_mask if there is one                      (5)
-    p <- p (1 - lr wd) - lr m / (sqrt(v) + eps)                                             (6)
+    p <- p (1 - lr wd) - lr bounded(m / (sqrt(v) + eps))                                    (6)
+where bounded(d) cuts every element of d to +-max_update.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
 from hf_compressopt.schedules import StepPlan
 
 
@@ -37,6 +39,8 @@ class OnebitAdam(CompressedOptimizer):
         lr: Learning rate.
         fused_warmup: Take the steps in full precision in one pass of a native kernel: faster, and torch's AdamW except
             for rounding; with False its bits. (The compressed stage is native anyway.)
+        max_update: Learning rates that an element of a parameter moves at most in a step of the compressed stage,
+            beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
         **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 
@@ -45,11 +49,21 @@ class OnebitAdam(CompressedOptimizer):
         TypeError: For parameters that no option can make work.
     """
 
-    def __init__(self, params: Any, lr: float | Tensor = 1e-3, *, fused_warmup: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        fused_warmup: bool = False,
+        max_update: float | None = MAX_UPDATE,
+        **options: Any,
+    ) -> None:
         """See the class."""
         if not isinstance(fused_warmup, bool):
             raise TypeError(f"fused_warmup must be True or False, got {fused_warmup!r}")
-        self._fused_warmup = fused_warmup
+        check_max_update(max_update)
+        self._fused_warmup, self.max_update = fused_warmup, max_update
+        self._alike = (f"max_update={max_update or 0}",)
         super().__init__(params, lr, **options)
 
     def _prepare(
@@ -64,5 +78,5 @@ class OnebitAdam(CompressedOptimizer):
         exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
         with state.parameter_segments(bucket) as params:
             kernels.on(exp_avg.device).apply_adam_(
-                AdamUpdate(average, exp_avg, variance, params, descent(state.options))
+                AdamUpdate(average, exp_avg, variance, params, descent(state.options, self.max_update))
             )  # (5), (6)

@@ -78,6 +78,12 @@ class OnebitLamb(CompressedOptimizer):
     ) -> None:
         """See the class."""
         check_coefficients(min_coeff, max_coeff)
+        if options.get("max_update"):
+            raise ValueError(
+                f"max_update is not supported with OnebitLamb, got {options['max_update']}: the step of a tensor is "
+                "scaled by trust ratios that were measured on updates without such a bound. Use factor_max"
+            )
+        options.pop("max_update", None)
         check_at_least("factor_min", factor_min, 0)
         check_at_least("factor_max", factor_max, factor_min)
         check_at_least("factor_threshold", factor_threshold, 0)

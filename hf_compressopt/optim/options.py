@@ -15,6 +15,8 @@ from hf_compressopt.flat import SIGNS_PER_BYTE
 from hf_compressopt.kernels.memory import why_not_dense
 from hf_compressopt.optim.grad_norm import is_shard
 
+#: Learning rates that an element moves at most in a step of a compressed stage, unless an option says otherwise.
+MAX_UPDATE: float | None = None
 _NOT_LOADED = ("params", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _NO_HYPERPARAMETERS = ("params", "param_names", "process_group", "exp_avg_mask")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,6 +35,17 @@ def check_at_least(name: str, value: Any, low: float) -> None:
         raise ValueError(f"{name} must be >= {low}, got {value}")
     if math.isinf(value):
         raise ValueError(f"{name} must be finite, got {value}")
+
+
+def check_max_update(value: Any) -> None:
+    """Check a bound on the learning rates that an element moves in a step: None or 0 is off.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is negative or not finite.
+    """
+    if value is not None:
+        check_at_least("max_update", value, 0)
 
 
 def check_count(name: str, value: Any, low: int = 1) -> None:

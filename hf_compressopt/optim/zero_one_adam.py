@@ -3,19 +3,21 @@
 Variance stage, t <= var_freeze_step; in a variance step g is averaged in full precision, in any other by
     g = compressed_all_reduce(g_r), times the mask if there is one                          (1)
     m = b1 m + (1 - b1) g;  in a variance step v = b2 v + (1 - b2) g^2                      (2)
-    p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps)                                           (3)
+    p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), in other steps bounded                   (3)
 At the end of step var_freeze_step: bias corrections and variance floor as in 1-bit Adam, errors set to zero.
 Local-step stage: each rank alone, in every step,
-    m_r = b1 m_r + (1 - b1) g_r;  p_r <- p_r (1 - lr wd) - lr m_r / (sqrt(v) + eps)         (4)
+    m_r = b1 m_r + (1 - b1) g_r;  p_r <- p_r (1 - lr wd) - lr bounded(m_r / (sqrt(v) + eps))  (4)
     u_r <- u_r + lr m_r;  lrs <- lrs + lr;  decay <- decay (1 - lr wd)                      (5)
 and in a sync, all together,
     y = compressed_all_reduce(u_r), times the mask;  m <- y / lrs                           (6)
-    p <- decay anchor - y / (sqrt(v) + eps);  anchor <- p;  u, lrs <- 0;  decay <- 1        (7)
+    p <- decay anchor - bounded(y / (sqrt(v) + eps));  anchor <- p;  u, lrs <- 0;  decay <- 1  (7)
+where bounded(d) cuts every element of d to +-max_update, in (7) to +-max_update lrs.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import AdamUpdate, Average, Combination, LocalUpdate, ParameterSync
+from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, LocalUpdate, ParameterSync
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.consensus import digest_of
 from hf_compressopt.optim.functional import descent
@@ -34,6 +36,7 @@ from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.interval import LocalInterval
 from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,9 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: Variance steps after which the interval between them doubles (kappa), >= 1.
         local_step_scaler: Steps after which the interval between syncs doubles, >= 1.
         local_step_clipper: Longest interval between syncs (H), >= 1.
+        max_update: Learning rates that an element of a parameter moves at most in a step in which the variance does not
+            learn, beside the weight decay, >= 0: in steps of the variance stage whose gradients travel as signs, and in
+            local steps; a sync may move it by as many as the local steps together. None or 0 is off.
         **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
 
     Raises:
@@ -84,9 +90,13 @@ class ZeroOneAdam(CompressedOptimizer):
         var_update_scaler: int = 16,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
+        max_update: float | None = MAX_UPDATE,
         **options: Any,
     ) -> None:
         """See the class."""
+        check_max_update(max_update)
+        self.max_update = max_update
+        self._alike = (f"max_update={max_update or 0}",)
         super().__init__(params, lr, freeze_step=var_freeze_step, **options)
         self.schedule = replace(
             self.schedule,
@@ -113,7 +123,7 @@ class ZeroOneAdam(CompressedOptimizer):
         with_grad = {index for index, grad in enumerate(grads) if grad is not None}
         for bucket in state.layout.buckets:
             momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
-            _descend(state, bucket, momentum, beta=1.0, counted=True, moving=with_grad)
+            _descend(state, bucket, momentum, descent(state.options), beta=1.0, counted=True, moving=with_grad)
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
@@ -141,10 +151,12 @@ class ZeroOneAdam(CompressedOptimizer):
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
         if plan.stage is not Stage.LOCAL_STEP:
             beta1, _ = state.options["betas"]
-            _descend(state, bucket, average, beta=1 - beta1, counted=False)  # (1), (2), (3)
+            bounded = descent(state.options, self.max_update)
+            _descend(state, bucket, average, bounded, beta=1 - beta1, counted=False)  # (1), (2), (3)
             return
-        flat = slice(bucket.start, bucket.stop)
-        decayed = replace(descent(state.options), decay=float(state.extra["decay"]))
+        flat, lr_sum = slice(bucket.start, bucket.stop), float(state.extra["lr_sum"])
+        bound = (self.max_update or math.inf) * lr_sum
+        decayed = replace(descent(state.options), decay=float(state.extra["decay"]), bound=bound)
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).sync_parameters_(
                 ParameterSync(  # (6), (7)
@@ -154,7 +166,7 @@ class ZeroOneAdam(CompressedOptimizer):
                     state.exp_avg_sq[flat],
                     state.extra["local_update"][flat],
                     params,
-                    float(state.extra["lr_sum"]),
+                    lr_sum,
                     decayed,
                 )
             )
@@ -167,7 +179,8 @@ class ZeroOneAdam(CompressedOptimizer):
             message = "step %d: a gradient of rank %d is not finite; the rank steps with its momentum"
             write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
         for state in states:
-            _local_step(state, None if gradients is None else gradients[state.number])
+            bounded = descent(state.options, self.max_update)
+            _local_step(state, None if gradients is None else gradients[state.number], bounded)
         if plan.synchronize:
             self._sync(plan, states, gradients)
         self._interval.expect()
@@ -272,6 +285,7 @@ def _descend(
     state: GroupState,
     bucket: Bucket,
     average: Average,
+    how: Descent,
     *,
     beta: float,
     counted: bool,
@@ -282,7 +296,7 @@ def _descend(
     corrections = _corrections(state, counted)
     with state.parameter_segments(bucket, moving) as params:
         kernels.on(state.device).apply_adam_(
-            AdamUpdate(average, exp_avg, variance, params, descent(state.options), beta=beta, corrections=corrections)
+            AdamUpdate(average, exp_avg, variance, params, how, beta=beta, corrections=corrections)
         )
 
 
@@ -298,7 +312,7 @@ def _corrections(state: GroupState, counted: bool) -> Tensor:
     return torch.stack([first, second], dim=1).float()
 
 
-def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
+def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None, how: Descent) -> None:
     """Take (4) and (5) of one group."""
     options = state.options
     lr, decay, (beta1, _) = float(options["lr"]), options["weight_decay"], options["betas"]
@@ -315,7 +329,7 @@ def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None) -> Non
                     gradients,
                     params,
                     beta1,
-                    descent(options),
+                    how,
                 )
             )
     state.extra["lr_sum"] += lr

@@ -392,6 +392,21 @@ def test_plugin_fields_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     assert "COMPRESSOPT_FREEZE_STEP" in os.environ
 
 
+def test_the_plugins_bound_reaches_the_optimizers_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_compressopt import CompressOptPlugin
+
+    def make(name: str, **options: Any) -> Any:
+        return CompressOptPlugin(optimizer=name, **options).convert(torch.optim.AdamW(network().parameters()))
+
+    for name in ("onebit_adam", "zero_one_adam"):
+        assert make(name, max_update=3.0).max_update == 3.0 and not make(name, max_update=None).max_update
+    assert make("onebit_lamb").param_groups  # without an option that it does not have
+    with pytest.raises(ValueError, match="max_update is not supported with OnebitLamb, got 3.0"):
+        make("onebit_lamb", max_update=3.0)
+    monkeypatch.setenv("COMPRESSOPT_MAX_UPDATE", "2.5")
+    assert make("onebit_adam").max_update == 2.5
+
+
 def test_the_plugin_refuses_what_it_cannot_take_over() -> None:
     from hf_compressopt import CompressOptPlugin
 

@@ -10,6 +10,8 @@ from hf_compressopt.integrations.optim_args import OptimArgs, read_optim_args
     [
         ("onebit_adam", None, OptimArgs()),
         ("onebit_adam", " freeze_step = 3 , scale_block=none ", OptimArgs({"freeze_step": 3, "scale_block": None})),
+        ("onebit_adam", "max_update=3.5", OptimArgs({"max_update": 3.5})),
+        ("zero_one_adam", "max_update=none", OptimArgs({"max_update": None})),
         ("onebit_adam", "async_save=true", OptimArgs(async_save=True)),
         ("fused_adam", "bias_correction=false", OptimArgs({"bias_correction": False})),
         (
@@ -35,6 +37,7 @@ def test_each_option_reaches_its_owner(name: str, text: str | None, found: Optim
         ("zero1_adamw", "freeze_step=3", "no option 'freeze_step'"),
         ("zero1_adamw", "stage=2", "no option 'stage'"),
         ("zero1_adamw", "lr=2", "--learning_rate"),
+        ("onebit_lamb", "max_update=5", "OnebitLamb has no option 'max_update'; legal are"),
         ("lamb", "async_save=true", "async_save=true is not supported with lamb"),
         ("adamw_torch", "zero_stage=3", "stage must be 1 or 2, got 3"),
         ("adamw_torch", "zero_stage=two", "zero_stage must be an int"),

@@ -89,10 +89,15 @@ def test_local_step(instruction_set: str, descent: Descent) -> None:
             cases.check_local_step(CPU, numel, 7, with_grads=with_grads, descent=descent)
 
 
-def test_sync_parameters(instruction_set: str) -> None:
+@pytest.mark.parametrize("descent", cases.DESCENTS[::2])
+def test_sync_parameters(instruction_set: str, descent: Descent) -> None:
     for numel in cases.NUMELS:
         for world_size in (0, 1, 3):
-            cases.check_sync_parameters(CPU, numel, 7, world_size=world_size)
+            cases.check_sync_parameters(CPU, numel, 7, world_size=world_size, descent=descent)
+
+
+def test_directions_beyond_a_bound(instruction_set: str) -> None:
+    cases.check_bound(CPU)
 
 
 @pytest.mark.parametrize("weight_decay", (0.0, 0.1))

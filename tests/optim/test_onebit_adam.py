@@ -61,6 +61,7 @@ CASES = [
         for clip in ("sketch", "local")  # of fewer than 4096 elements the sketch is exact
     ),
     Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
+    Case("bounded", [{"shapes": ODD}], {"max_update": 0.4, "variance_floor": 0.0, "weight_decay": 0.1, "lr": 0.01}),
     Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),
     *(
         Case(f"large_{block}", [{"shapes": [(131, 133), (9,)]}], {"scale_block": block}, freeze_step=2, steps=5)
@@ -520,6 +521,9 @@ def metrics_on_a_rank(rank, world_size, numel):
         ({"scale_block": 0}, ValueError, ["scale_block", "multiple of 8", "0"]),
         ({"scale_block": 12}, ValueError, ["scale_block", "multiple of 8", "12"]),
         ({"bucket_cap_mb": 0}, ValueError, ["bucket_cap_mb", "> 0", "0"]),
+        ({"max_update": -1.0}, ValueError, ["max_update", ">= 0", "-1.0"]),
+        ({"max_update": math.inf}, ValueError, ["max_update", "finite", "inf"]),
+        ({"max_update": "5"}, TypeError, ["max_update", "number", "'5'"]),
         ({"amsgrad": True}, ValueError, ["amsgrad", "False", "True"]),
         ({"communicator": "no-such-thing"}, ValueError, ["communicator", "auto", "no-such-thing"]),
     ],

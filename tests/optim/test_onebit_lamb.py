@@ -476,6 +476,7 @@ def resume_on_a_rank(rank, world_size, directory):
         ({"factor_min": 5.0}, ["factor_m", "5.0"]),
         ({"factor_threshold": -0.1}, ["factor_threshold", ">= 0", "-0.1"]),
         ({"betas": (0.9, 1.0)}, ["betas[1]", "[0, 1)", "1.0"]),
+        ({"max_update": 5.0}, ["max_update", "not supported", "5.0", "factor_max"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

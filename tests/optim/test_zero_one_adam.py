@@ -79,6 +79,7 @@ CASES = [
         for clip in ("sketch", "local")  # of fewer than 4096 elements the sketch is exact
     ),
     case("high_floor", ONE, {"variance_floor": 0.9}),
+    case("bounded", ONE, {"max_update": 0.3, "weight_decay": 0.1, "scale_block": 8}, lrs=COSINE),
     case("freeze_at_a_one_bit_step", ONE, {"var_freeze_step": 7, "local_step_scaler": 5, "local_step_clipper": 3}),
     case("freeze_at_once", ONE, {"var_freeze_step": 1, "local_step_scaler": 2, "local_step_clipper": 8}),
     case("lr_zero_at_start", ONE, {"weight_decay": 0.1}, lrs=zero_lr((1, 5))),

@@ -137,6 +137,7 @@ class OnebitAdamSimulation:
         clip: str = "sketch",
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
+        max_update: float | None = None,
         bucket_numel: int = 6_553_600,
     ):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -145,7 +146,7 @@ class OnebitAdamSimulation:
         self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
         self.clip = clip
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
-        self.bucket_numel = bucket_numel
+        self.bucket_numel, self.max_update = bucket_numel, max_update
         self.step_count = 0
         self.min_distance = np.inf
         for group in self.groups:
@@ -231,4 +232,6 @@ class OnebitAdamSimulation:
             group.steps[i] += 1
             group.exp_avg[i] = m if group.exp_avg_mask is None else m * group.exp_avg_mask
             update = group.exp_avg[i] / self._denominator(group.exp_avg_sq[i], group.eps)
+            if self.max_update:
+                update = np.clip(update, -self.max_update, self.max_update)
             group.params[i] = group.params[i] * (1 - group.lr * group.weight_decay) - group.lr * update

@@ -76,6 +76,7 @@ class ZeroOneAdamSimulation:
         clip: str = "sketch",
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
+        max_update: float | None = None,
         bucket_numel: int = 6_553_600,
         first_step: int = 1,
     ):
@@ -88,6 +89,7 @@ class ZeroOneAdamSimulation:
         self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
         self.clip = clip
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
+        self.max_update = np.inf if not max_update else max_update
         self.variance_steps = set(variance_steps(var_freeze_step, var_update_scaler, first_step))
         self.step_count = first_step - 1
         self.min_distance = np.inf
@@ -159,14 +161,15 @@ class ZeroOneAdamSimulation:
     def _denominator(self, v: Array, eps: float) -> Array:
         return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
 
-    def _adam(self, group: ZeroOneGroup, i: int) -> None:
-        """Move tensor i, which is alike on all ranks."""
+    def _adam(self, group: ZeroOneGroup, i: int, bound: float = np.inf) -> None:
+        """Move tensor i, which is alike on all ranks, by `bound` learning rates at most."""
         b1, b2 = group.betas
         at = group.slices[i]
         m, v = group.m[0][at], group.v[at]
         if self.bias_correction:
             m, v = m / (1 - b1 ** group.steps[i]), v / (1 - b2 ** max(group.variance_counts[i], 1))
-        moved = group.p[0][at] * (1 - group.lr * group.weight_decay) - group.lr * m / self._denominator(v, group.eps)
+        update = np.clip(m / self._denominator(v, group.eps), -bound, bound)
+        moved = group.p[0][at] * (1 - group.lr * group.weight_decay) - group.lr * update
         for p in group.p:
             p[at] = moved
 
@@ -190,7 +193,7 @@ class ZeroOneAdamSimulation:
         group.m = [b1 * m + (1 - b1) * g for m in group.m]
         for i in range(len(group.slices)):
             group.steps[i] += 1
-            self._adam(group, i)
+            self._adam(group, i, self.max_update)
 
     def _freeze(self, group: ZeroOneGroup) -> None:
         b1, b2 = group.betas
@@ -211,7 +214,8 @@ class ZeroOneAdamSimulation:
         for rank, grads in enumerate(local):
             if finite[rank]:
                 group.m[rank] = b1 * group.m[rank] + (1 - b1) * group.flatten(grads)
-            group.p[rank] = group.p[rank] * decay - group.lr * group.m[rank] / denominator
+            update = np.clip(group.m[rank] / denominator, -self.max_update, self.max_update)
+            group.p[rank] = group.p[rank] * decay - group.lr * update
             group.accumulated[rank] = group.accumulated[rank] + group.lr * group.m[rank]
         group.lrs += group.lr
         group.decay *= decay
@@ -220,7 +224,8 @@ class ZeroOneAdamSimulation:
 
     def _synchronize(self, group: ZeroOneGroup) -> None:
         y = self._all_reduce(group, group.accumulated) * group.mask
-        group.anchor = group.decay * group.anchor - y / self._denominator(group.v, group.eps)
+        bound = self.max_update * group.lrs
+        group.anchor = group.decay * group.anchor - np.clip(y / self._denominator(group.v, group.eps), -bound, bound)
         group.p = [group.anchor.copy() for _ in group.p]
         group.m = [y / group.lrs for _ in group.m]
         group.accumulated = [np.zeros_like(u) for u in group.accumulated]

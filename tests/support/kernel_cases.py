@@ -253,7 +253,12 @@ def check_combine(device: torch.device, numel: int, segments: int, *, with_x: bo
 
 # -- what the optimizers do with the average --------------------------------------------------------------------------
 
-DESCENTS = (Descent(1e-2, 0.99, 1e-8, False), Descent(1e-2, 1.0, 1e-6, True))
+DESCENTS = (
+    Descent(1e-2, 0.99, 1e-8, False),
+    Descent(1e-2, 1.0, 1e-6, True),
+    Descent(1e-2, 0.99, 1e-8, False, 0.7),
+    Descent(1e-2, 1.0, 1e-6, True, 0.3),
+)
 
 
 def check_apply_adam(
@@ -295,7 +300,9 @@ def check_local_step(device: torch.device, numel: int, segments: int, *, with_gr
     case.check()
 
 
-def check_sync_parameters(device: torch.device, numel: int, segments: int, *, world_size: int) -> None:
+def check_sync_parameters(
+    device: torch.device, numel: int, segments: int, *, world_size: int, descent: Descent = DESCENTS[0]
+) -> None:
     case = Pair(Arena(device), numel + segments)
     y, own_y = average(case, numel, world_size, 512)
     m, own_m = case.normal(numel)
@@ -305,9 +312,28 @@ def check_sync_parameters(device: torch.device, numel: int, segments: int, *, wo
     if world_size == 0:  # as in a run of one rank
         y, own_y = Average.of(u), Average.of(own_u)
     params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
-    reference.sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 0.03, DESCENTS[0]))
-    native.sync_parameters_(ParameterSync(own_y, own_m, own_anchor, own_v, own_u, own_params, 0.03, DESCENTS[0]))
+    reference.sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
+    native.sync_parameters_(ParameterSync(own_y, own_m, own_anchor, own_v, own_u, own_params, 0.03, descent))
     case.check()
+
+
+def check_bound(device: torch.device) -> None:
+    """What passes a bound becomes it, NaN stays NaN, and infinity as the bound changes nothing."""
+    directions = torch.tensor([0.5, 2.0, 2.5, -2.0, -3e38, math.inf, -math.inf, math.nan, -0.0, 1e-45] * 5)
+    ones, expected = torch.ones_like(directions), directions.clamp(-2.0, 2.0)
+    for bound in (2.0, math.inf):
+        for how in (reference, native):
+            on = torch.device("cpu") if how is reference else device
+            params = [torch.zeros(len(directions), device=on) for _ in range(3)]
+            runs = [[Segment(p, 0, len(directions), 0)] for p in params]
+            m, u, anchor = (values.to(on, copy=True) for values in (directions, 0 * ones, 0 * ones))
+            y, v, descent = Average.of(directions.to(on)), ones.to(on), Descent(1.0, 1.0, 0.0, False, bound)
+            how.apply_adam_(AdamUpdate(y, m, v, runs[0], descent))
+            how.local_step_(LocalUpdate(m, v, u, None, runs[1], 0.9, descent))
+            how.sync_parameters_(ParameterSync(y, m, anchor, v, u, runs[2], 1.0, descent))
+            for param in params:
+                wanted = -expected if bound == 2.0 else -directions
+                torch.testing.assert_close(param.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def check_lamb(device: torch.device, numel: int, segments: int, *, world_size: int, options: LambOptions) -> None:

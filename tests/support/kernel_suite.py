@@ -64,7 +64,11 @@ class KernelSuite:
 
     @pytest.mark.parametrize("world_size", [0, 1, 3])
     def test_sync_parameters(self, device: torch.device, world_size: int) -> None:
-        cases.check_sync_parameters(device, 5003, 9, world_size=world_size)
+        for descent in cases.DESCENTS[::2]:
+            cases.check_sync_parameters(device, 5003, 9, world_size=world_size, descent=descent)
+
+    def test_directions_beyond_a_bound(self, device: torch.device) -> None:
+        cases.check_bound(device)
 
     @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
     def test_lamb(self, device: torch.device, weight_decay: float) -> None:

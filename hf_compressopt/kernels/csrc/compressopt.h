@@ -27,7 +27,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 3
+#define CO_ABI_VERSION 4
 
 typedef enum {
     CO_OK = 0,
@@ -151,24 +151,26 @@ typedef struct {
     float decay; /* 1 - lr * weight_decay; exactly 1: p is not multiplied */
     float eps;
     int32_t eps_inside_sqrt; /* denominator(v) = sqrt(v + eps) instead of sqrt(v) + eps */
+    float bound; /* > 0; bounded(d) = d > bound ? bound : d < -bound ? -bound : d, so that NaN stays NaN */
 } co_descent;
 
 /* m <- y where beta == 1, else m <- m + beta (y - m)   [torch's lerp for beta < 0.5: m + beta * (y - m)]
  * m^ = m / corrections[2 index], v^ = v / corrections[2 index + 1]; corrections == NULL: m and v themselves; a first
  * correction of infinity: the direction is 0.
- * p <- p * decay - lr * (m^ / denominator(v^))
+ * p <- p * decay - lr * bounded(m^ / denominator(v^))
  * params: data == NULL leaves the parameter alone, m is written all the same. */
 CO_API int32_t co_apply_adam(const co_average *y, float *exp_avg, const float *exp_avg_sq, const co_segment *params,
                              int64_t count, const float *corrections, float beta, const co_descent *descent,
                              const co_exec *exec);
 
 /* 0/1 Adam, one step of one rank alone: m <- alpha m + beta g (z of co_compress without factors; grads == NULL: m stays);
- * p <- p * decay - lr * (m / denominator(v)); local_update <- local_update + lr * m. */
+ * p <- p * decay - lr * bounded(m / denominator(v)); local_update <- local_update + lr * m. */
 CO_API int32_t co_local_step(float *exp_avg, const float *exp_avg_sq, float *local_update, const co_segment *grads,
                              const co_segment *params, int64_t count, int64_t numel, float alpha, float beta,
                              const co_descent *descent, const co_exec *exec);
 
-/* 0/1 Adam, a sync: m <- y / lr_sum; anchor <- anchor * decay - y / denominator(v); p <- anchor; local_update <- 0.
+/* 0/1 Adam, a sync: m <- y / lr_sum; anchor <- anchor * decay - bounded(y / denominator(v)); p <- anchor;
+ * local_update <- 0.
  * decay is descent->decay (the product over the interval), always multiplied; lr is not used.
  * params: data == NULL leaves anchor and parameter alone. */
 CO_API int32_t co_sync_parameters(const co_average *y, float *exp_avg, float *anchor, const float *exp_avg_sq,

@@ -13,6 +13,12 @@ struct Denominator {
     Vec operator()(Vec v) const { return inside ? square_root(v + eps) : square_root(v) + eps; }
 };
 
+struct Bound {
+    Vec low, high;
+    explicit Bound(float bound) : low(set1(-bound)), high(set1(bound)) {}
+    Vec operator()(Vec direction) const { return bounded(direction, low, high); }
+};
+
 /* A parameter's part of a tile, as each_part hands it out. */
 struct PartOfTile {
     const co_segment &segment;
@@ -43,19 +49,20 @@ inline void descend(const PartOfTile &part, const co_descent &descent, const Dir
     });
 }
 
-/* The same with m / denominator(v). m is ignored where the tensor keeps still. */
+/* The same with m / denominator(v), bounded. m is ignored where the tensor keeps still. */
 inline void descend(const PartOfTile &part, const co_descent &descent, const float *m, const float *v,
                     const float *corrections) {
     Denominator denominator(descent.eps, descent.eps_inside_sqrt);
+    Bound bound(descent.bound);
     if (part.still() || (corrections != nullptr && __builtin_isinf(corrections[2 * part.segment.index]))) {
         descend(part, descent, [](int64_t, auto) { return set1(0.0f); });
     } else if (corrections == nullptr) {
         descend(part, descent,
-                [&](int64_t i, auto lanes) { return lanes.get(m + i) / denominator(lanes.get(v + i)); });
+                [&](int64_t i, auto lanes) { return bound(lanes.get(m + i) / denominator(lanes.get(v + i))); });
     } else {
         Vec first = set1(corrections[2 * part.segment.index]), second = set1(corrections[2 * part.segment.index + 1]);
         descend(part, descent, [&](int64_t i, auto lanes) {
-            return lanes.get(m + i) / first / denominator(lanes.get(v + i) / second);
+            return bound(lanes.get(m + i) / first / denominator(lanes.get(v + i) / second));
         });
     }
 }
@@ -125,6 +132,7 @@ int32_t sync_parameters(const co_average *average, float *exp_avg, float *anchor
     if (segments.missing()) return out_of_memory();
     Average y(*average);
     Denominator denominator(descent->eps, descent->eps_inside_sqrt);
+    Bound bound(descent->bound);
     Vec decay = set1(descent->decay), rates = set1(lr_sum);
     parallel_tiles(exec, average->numel * 28, average->numel, [&](int64_t begin, int64_t end) {
         alignas(64) float scratch[kTile];
@@ -140,7 +148,7 @@ int32_t sync_parameters(const co_average *average, float *exp_avg, float *anchor
             with_dtype(part.segment.dtype, [&](auto type) {
                 auto *p = static_cast<typename decltype(type)::type *>(part.param);
                 each_vector(part.n, [&](int64_t i, auto lanes) {
-                    Vec step = still ? set1(0.0f) : lanes.get(mine + i) / denominator(lanes.get(v + i));
+                    Vec step = still ? set1(0.0f) : bound(lanes.get(mine + i) / denominator(lanes.get(v + i)));
                     Vec now = lanes.get(from + i) * decay - step;
                     lanes.put(from + i, now);
                     lanes.put(p + i, now);

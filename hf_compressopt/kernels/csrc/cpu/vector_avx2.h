@@ -159,6 +159,10 @@ struct Table {
     }
 };
 
+inline Vec bounded(Vec x, Vec low, Vec high) { /* of two numbers one of which is NaN both take the second */
+    return {_mm256_max_ps(low.a, _mm256_min_ps(high.a, x.a)), _mm256_max_ps(low.b, _mm256_min_ps(high.b, x.b))};
+}
+
 inline __m256 nan_or_greater(__m256 most, __m256 x) {
     __m256 take = _mm256_or_ps(_mm256_cmp_ps(most, x, _CMP_LT_OQ), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_blendv_ps(most, x, take);

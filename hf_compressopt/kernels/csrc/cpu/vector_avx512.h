@@ -160,6 +160,10 @@ struct Table {
     }
 };
 
+inline Vec bounded(Vec a, Vec low, Vec high) { /* of two numbers one of which is NaN both take the second */
+    return {_mm512_max_ps(low.v, _mm512_min_ps(high.v, a.v))};
+}
+
 inline Vec nan_or_greater(Vec most, Vec a) {
     __mmask16 take = _mm512_cmp_ps_mask(most.v, a.v, _CMP_LT_OQ) | _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     return {_mm512_mask_blend_ps(take, most.v, a.v)};

@@ -161,6 +161,15 @@ struct Table {
     }
 };
 
+/* x, or the bound that it passes; NaN stays. */
+inline Vec bounded(const Vec &x, const Vec &low, const Vec &high) {
+    Vec r;
+    for (int i = 0; i < 16; ++i) {
+        r.v[i] = x.v[i] > high.v[i] ? high.v[i] : x.v[i] < low.v[i] ? low.v[i] : x.v[i];
+    }
+    return r;
+}
+
 /* The greater; NaN where either is NaN. */
 inline Vec nan_or_greater(const Vec &most, const Vec &x) {
     Vec r;

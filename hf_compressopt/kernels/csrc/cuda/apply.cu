@@ -10,17 +10,20 @@ struct Denominator {
     __device__ Quad of(const Quad& v) const { return inside ? square_root(v + eps) : square_root(v) + eps; }
 };
 
-// p <- p * decay - lr * direction
+// p <- p * decay - lr * direction, bounded
 struct Descent {
-    Real lr, decay;
+    Real lr, decay, bound;
     Denominator denominator;
 
     explicit Descent(const co_descent& descent)
-        : lr(descent.lr), decay(descent.decay), denominator{descent.eps, descent.eps_inside_sqrt != 0} {}
+        : lr(descent.lr),
+          decay(descent.decay),
+          bound(descent.bound),
+          denominator{descent.eps, descent.eps_inside_sqrt != 0} {}
 
     __device__ void move(const Run& run, int64_t i, Span span, const Quad& p, const Quad& direction) const {
         const Quad shrunk = decay.value == 1.0f ? p : p * decay;
-        run.store_param(i, run.still ? shrunk : shrunk - direction * lr, span);
+        run.store_param(i, run.still ? shrunk : shrunk - bounded(direction, bound) * lr, span);
     }
 };
 
@@ -111,7 +114,7 @@ struct SyncParameters {
     float *exp_avg, *anchor;
     const float* exp_avg_sq;
     float* local_update;
-    Real lr_sum, decay;
+    Real lr_sum, decay, bound;
     Denominator denominator;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
@@ -124,7 +127,7 @@ struct SyncParameters {
         store(exp_avg + i, run.still ? same(0.0f) : value / lr_sum, span);
         store(local_update + i, same(0.0f), span);
         if (!run.param) return;
-        own = own * decay - (run.still ? same(0.0f) : value / denominator.of(v));
+        own = own * decay - (run.still ? same(0.0f) : bounded(value / denominator.of(v), bound));
         store(anchor + i, own, span);
         run.store_param(i, own, span);
     }
@@ -214,7 +217,7 @@ int32_t co_sync_parameters(const co_average* y, float* exp_avg, float* anchor, c
     CO_TRY(check_segments(params, count, y->numel, "params"));
     const Descent with(*descent);
     return run(SyncParameters{Average(*y), exp_avg, anchor, exp_avg_sq, local_update, lr_sum, with.decay,
-                              with.denominator},
+                              with.bound, with.denominator},
                RunsOf(params, nullptr, y->numel), count, Place(*exec));
 }
 

@@ -73,6 +73,13 @@ __device__ inline Quad operator/(const Quad& a, Real b) { return a / same(b); }
 __device__ inline Quad square_root(const Quad& a) {
     return each([&](int k) { return square_root(a.of[k]); });
 }
+// What passes a bound > 0 becomes it; NaN stays.
+__device__ inline Quad bounded(const Quad& a, Real bound) {
+    return each([&](int k) {
+        const float x = a.of[k].value;
+        return Real(x > bound.value ? bound.value : x < -bound.value ? -bound.value : x);
+    });
+}
 __device__ inline Quad negated(const Quad& a) {
     return each([&](int k) { return Real(-a.of[k].value); });
 }
