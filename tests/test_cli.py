@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,14 +10,14 @@ import torch
 
 import hf_compressopt
 from hf_compressopt import cli
-from tests.support.launching import environment, run
+from tests.support.launching import run, run_python
 
 PACKAGE = Path(hf_compressopt.__file__).parent
-CLI = [sys.executable, "-m", "hf_compressopt.cli"]
+CLI = ["-m", "hf_compressopt.cli"]
 
 
 def test_env_tells_versions_libraries_communicators_and_what_is_in_use() -> None:
-    facts = json.loads(run([*CLI, "env", "--json"]).stdout)
+    facts = json.loads(run([sys.executable, *CLI, "env", "--json"]).stdout)
     assert facts["problems"] == []
     assert facts["package"] == {"version": hf_compressopt.__version__, "path": str(PACKAGE)}
     for name in ("torch", "transformers", "accelerate", "safetensors"):
@@ -35,8 +34,9 @@ def test_env_tells_versions_libraries_communicators_and_what_is_in_use() -> None
     assert (facts["kernels"]["cuda"] == "no GPU") == (not torch.cuda.is_available())
 
 
-def test_env_for_people_says_the_same() -> None:
-    text = run([*CLI, "env"]).stdout
+def test_env_for_people_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
     assert text.startswith(f"hf_compressopt {hf_compressopt.__version__}\n")
     for line in (f"  torch         {torch.__version__.partition('+')[0]}", "native libraries", "  CPU tensors   "):
         assert line in text
@@ -67,18 +67,18 @@ from hf_compressopt.kernels import library, native
 library._DIRECTORY = pathlib.Path({str(tmp_path)!r})
 sys.exit(cli.main(["env"]))
 """
-    text = run([sys.executable, "-c", code]).stdout
+    text = run_python(["-c", code]).stdout
     assert f"  cpu           {broken} cannot be loaded: {broken}: invalid ELF header" in text
     assert f"  cuda          {tmp_path / 'libcompressopt_cuda.so'} does not exist" in text
     assert "  CPU tensors   reference" in text
-    with pytest.raises(AssertionError, match="PROBLEM: HF_COMPRESSOPT_KERNELS=native, but there are no native kernels"):
-        run([sys.executable, "-c", code], HF_COMPRESSOPT_KERNELS="native")
+    done = run_python(["-c", code], HF_COMPRESSOPT_KERNELS="native")
+    assert done.returncode == 1
+    assert "PROBLEM: HF_COMPRESSOPT_KERNELS=native, but there are no native kernels" in done.stdout
 
 
 @pytest.mark.parametrize(("setting", "code", "said"), [("reference", 0, "reference"), ("fast", 1, "an error")])
 def test_the_choice_of_kernels_is_told_and_an_unknown_one_is_an_error(setting: str, code: int, said: str) -> None:
-    command = [*CLI, "env", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(HF_COMPRESSOPT_KERNELS=setting))
+    done = run_python([*CLI, "env", "--json"], HF_COMPRESSOPT_KERNELS=setting)
     facts = json.loads(done.stdout)
     assert done.returncode == code
     assert facts["kernels"]["setting"] == setting and facts["kernels"]["cpu"] == said
@@ -98,10 +98,11 @@ def test_the_command_is_cheap_to_start() -> None:
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"
 
 
-def test_estimate_is_the_formula_per_rank() -> None:
+def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """bfloat16 with float32 masters: 16, 4 + 12/N and 2 + 14/N bytes per parameter, and two buckets."""
     words = ["estimate", "--params", "7e9", "--nodes", "4", "--gpus-per-node", "8", "--dtype", "bfloat16"]
-    facts = json.loads(run([*CLI, *words, "--json"]).stdout)
+    assert cli.main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
     assert facts["ranks"] == 32
     without_buckets = {name: row["total"] - row["buckets"] for name, row in facts["bytes_per_rank"].items()}
     assert {name: value for name, value in without_buckets.items() if "ZeRO" in name} == {
@@ -110,13 +111,15 @@ def test_estimate_is_the_formula_per_rank() -> None:
         "ZeRO-2": 7e9 * (2 + 14 / 32),
     }
     assert all(row["buckets"] == 50 * 2**20 for name, row in facts["bytes_per_rank"].items() if "ZeRO" in name)
-    lines = run([*CLI, *words]).stdout.splitlines()
+    assert cli.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "7,000,000,000 bfloat16 parameters, 32 rank(s); GB (1e9 bytes) on each rank"
     rows = {line.split()[0]: line.split()[-1] for line in lines[2:]}
     assert rows["ZeRO-2"] == "17.115" and rows["OnebitAdam"] == f"{7 * (2 + 2 + 12 + 4 / 32):.3f}"
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "1.5", "many"])
-def test_estimate_refuses_what_is_no_number_of_parameters(value: str) -> None:
-    with pytest.raises(AssertionError, match="--params"):
-        run([*CLI, "estimate", "--params", value])
+def test_estimate_refuses_what_is_no_number_of_parameters(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["estimate", "--params", value])
+    assert stopped.value.code == 2 and "--params" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from tests.checkpoint.make_fixtures import FIXTURES
 from tests.checkpoint.test_async_save import held_back
 from tests.checkpoint.test_checkpoint import make, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.launching import environment
+from tests.support.launching import environment, run_python
 
 
 def adamw(*names: str) -> torch.optim.Optimizer:
@@ -208,14 +208,11 @@ if len(sys.argv) > 2:
 
 
 def test_a_failed_save_that_nobody_asked_about_gives_an_exit_code(tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", END, str(tmp_path / "out"), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
-
-    ended = run()
+    command = [sys.executable, "-c", END, str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
     assert (ended.returncode, ended.stdout) == (1, "trained\n")
     assert "a save in the background failed, so the exit code is 1" in ended.stderr and "too large" in ended.stderr
-    asked = run("ask")
+    asked = run_python(["-c", END, str(tmp_path / "out"), "ask"])
     assert (asked.returncode, asked.stdout) == (0, "trained\nknown\n"), asked.stderr
 
 

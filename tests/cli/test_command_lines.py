@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_compressopt import cli, run
-from tests.support.launching import environment
+from tests.support.launching import environment, run_python
 
 ESTIMATE = ["estimate", "--params", "1e6", "--nodes", "4"]
 TIMES = [*ESTIMATE, "--bandwidth", "1Gbit", "--compute-seconds", "1"]
@@ -105,8 +105,8 @@ def test_import_works_under_a_launchers_variables(world_size: str, tmp_path: Pat
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    command = [sys.executable, "-m", "hf_compressopt.cli", "import", str(tmp_path / "optimizer.pt"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(WORLD_SIZE=world_size, RANK="1"))
+    command = ["-m", "hf_compressopt.cli", "import", str(tmp_path / "optimizer.pt"), str(tmp_path)]
+    done = run_python(command, WORLD_SIZE=world_size, RANK="1")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "compressopt.index.json").is_file()
 

@@ -16,7 +16,7 @@ def mpirun(world_size: int) -> list[str]:
     return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(world_size), sys.executable]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_mpi_gives_the_bits_of_gloo_and_resumes(world_size: int, tmp_path: Path) -> None:
     done = run([*mpirun(world_size), str(SCRIPTS / "mpi_family.py"), str(tmp_path / "store"), str(tmp_path)])
     found = json.loads(done.stdout.split("FOUND ", 1)[1].splitlines()[0])
@@ -30,27 +30,10 @@ def test_mpi_gives_the_bits_of_gloo_and_resumes(world_size: int, tmp_path: Path)
 
 
 def test_trainer_trains_and_resumes_under_mpirun(tmp_path: Path) -> None:
-    def train(directory: str, *more: str) -> dict[str, object]:
-        options = "communicator=mpi,freeze_step=2,scale_block=64"
-        words = [
-            "--use_cpu",
-            "--output_dir",
-            str(tmp_path / directory),
-            "--optim",
-            "onebit_adam",
-            "--optim_args",
-            options,
-        ]
-        words += (
-            "--max_steps 6 --logging_steps 1 --save_steps 4 --per_device_train_batch_size 2 --report_to none".split()
-        )
-        command = [*mpirun(2), "-m", "hf_compressopt.run", str(SCRIPTS / "plain_trainer_script.py"), *words, *more]
-        done = run(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-        assert "2 rank(s) over mpi" in done.stderr
-        return json.loads((tmp_path / directory / "trainer_state.json").read_text())
-
-    whole = train("whole")["log_history"]
-    rows = [row for row in whole if "loss" in row]  # type: ignore[attr-defined]
-    assert [row["compressopt/stage"] for row in rows] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    resumed = train("resumed", "--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-4"))["log_history"]
-    assert [row["loss"] for row in resumed if "loss" in row][-2:] == [row["loss"] for row in rows][-2:]  # type: ignore
+    command = [*mpirun(2), str(SCRIPTS / "mpi_trainer.py"), str(tmp_path)]
+    done = run(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert done.stderr.count("2 rank(s) over mpi") == 2
+    states = [json.loads((tmp_path / name / "trainer_state.json").read_text()) for name in ("whole", "resumed")]
+    whole, resumed = ([row for row in state["log_history"] if "loss" in row] for state in states)
+    assert [row["compressopt/stage"] for row in whole] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert [row["loss"] for row in resumed][-2:] == [row["loss"] for row in whole][-2:]

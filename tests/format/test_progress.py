@@ -4,36 +4,41 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
-import sys
 import termios
 from pathlib import Path
 
-from tests.support.launching import environment
-
-SAVE_AND_LOAD = """
-import sys
 import torch
+
 from hf_compressopt import load_state, save_state
 from hf_compressopt.format import progress
+from tests.support.forking import forked
 
-progress.BIG = int(sys.argv[2])
-weight = torch.nn.Parameter(torch.ones(100_000))
-optimizer = torch.optim.AdamW([weight])
-weight.grad = torch.ones_like(weight)
-optimizer.step()
-save_state(optimizer, sys.argv[1])
-load_state(optimizer, sys.argv[1])
-"""
+
+def save_and_load(stderr: str, folder: str, big: int) -> None:
+    """Runs in a process of its own. big: from so many bytes on, a checkpoint counts as big."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_NOCTTY), 2)
+    progress.BIG = big
+    weight = torch.nn.Parameter(torch.ones(100_000))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    save_state(optimizer, folder)
+    load_state(optimizer, folder)
 
 
 def shown(folder: Path, big: int, terminal: bool) -> str:
-    """What a save and a load, which are big from so many bytes on, write to stderr."""
-    ours, theirs = pty.openpty() if terminal else os.pipe()
-    if terminal:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-    words = [sys.executable, "-c", SAVE_AND_LOAD, str(folder), str(big)]
-    assert subprocess.run(words, env=environment(), stderr=theirs, timeout=60).returncode == 0
+    """The text that a save and a load write to stderr."""
+    if not terminal:
+        (file := folder.with_suffix(".stderr")).touch()
+        process = forked(save_and_load, str(file), str(folder), big)
+        process.join(60)
+        assert process.exitcode == 0, file.read_text()
+        return file.read_text()
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
+    process = forked(save_and_load, os.ttyname(theirs), str(folder), big)
+    process.join(60)
+    assert process.exitcode == 0
     os.write(theirs, b"END")
     found = b""
     while not found.endswith(b"END"):

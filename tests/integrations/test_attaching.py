@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.launching import run, torchrun
+from tests.support.launching import run, run_python
 from tests.support.trainer_runs import same_on_all_ranks
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "programs" / "stock_hosts.py")
@@ -20,9 +20,9 @@ STEPS, FREEZE = 6, 2
 
 @pytest.mark.parametrize("host", ["trainer", "accelerator"])
 def test_a_stock_host_leaves_gradients_local_without_another_import(host: str) -> None:
-    done = run([*torchrun(2), SCRIPT, host])
+    done = run_python([SCRIPT, host], ranks=2)
     for rank in (0, 1):
-        assert f"rank {rank}: [False, False, True, True]" in done.stdout, done.stdout
+        assert f"rank {rank}: [False, False, True, True]" in done.stdout, done.stdout + done.stderr
 
 
 def test_construction_loads_no_host() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import environment, free_port, run, torchrun
+from tests.support.launching import environment, free_port, run, run_python, torchrun
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "programs" / "plain_trainer_script.py")
 
@@ -26,7 +26,7 @@ def arguments(directory: Path) -> list[str]:
     return ["--use_cpu", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.full)])
 def test_an_unmodified_trainer_script_runs_with_two_processes(launcher: str, tmp_path: Path) -> None:
     starts = {
         "torchrun": torchrun(2),
@@ -67,28 +67,22 @@ ACCELERATE_SCRIPT = str(Path(SCRIPT).with_name("plain_accelerate_script.py"))
     ("variables", "expected", "log"),
     [
         ({"COMPRESSOPT_OPTIM": "onebit_adam"}, "OnebitAdam, alike True, stage 1.0", "attached OnebitAdam"),
-        pytest.param(
-            {"COMPRESSOPT_GRAD_COMPRESSION": "int4"},
-            "AdamW, alike True, stage None",
-            "travel as int4",
-            marks=pytest.mark.full,
-        ),
-        pytest.param({}, "AdamW, alike True, stage None", "", marks=pytest.mark.full),
+        ({"COMPRESSOPT_GRAD_COMPRESSION": "int4"}, "AdamW, alike True, stage None", "travel as int4"),
+        ({}, "AdamW, alike True, stage None", ""),
     ],
 )
 def test_an_unmodified_accelerate_script_follows_the_environment(
     variables: dict[str, str], expected: str, log: str
 ) -> None:
-    done = run([*torchrun(2), "-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "12"], **variables)
+    done = run_python(["-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "12"], ranks=2, **variables)
+    assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert f"rank {rank}: {expected}" in done.stdout
     assert done.stderr.count(log or "hf_compressopt] attached") == (1 if log else 0)
 
 
 def test_a_wrong_variable_is_said_before_the_script_starts() -> None:
-    command = [sys.executable, "-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "2"]
-    variables = environment(COMPRESSOPT_OPTIM="onebit_sgd")
-    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    done = run_python(["-m", "hf_compressopt.run", ACCELERATE_SCRIPT, "2"], COMPRESSOPT_OPTIM="onebit_sgd")
     assert done.returncode == 2 and "optimizer must be one of" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -108,14 +102,14 @@ def test_wrong_variables_are_refused(variables: dict[str, str], message: str, mo
         CompressOptPlugin()
 
 
-@pytest.mark.full
 def test_a_trainer_script_follows_the_same_variables(tmp_path: Path) -> None:
     words = arguments(tmp_path)
     for option in ("--optim", "--optim_args"):
         place = words.index(option)
         del words[place : place + 2]
     variables = {"COMPRESSOPT_OPTIM": "onebit_adam", "COMPRESSOPT_FREEZE_STEP": "2", "COMPRESSOPT_SCALE_BLOCK": "64"}
-    done = run([*torchrun(2), "-m", "hf_compressopt.run", SCRIPT, *words], **variables)
+    done = run_python(["-m", "hf_compressopt.run", SCRIPT, *words], ranks=2, **variables)
+    assert done.returncode == 0, done.stderr
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [row["compressopt/stage"] for row in history if "loss" in row] == [0.0, 0.0, 1.0, 1.0, 1.0]
     assert "freeze_step=2" in done.stderr and "scale_block=64" in done.stderr

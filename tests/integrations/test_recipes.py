@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.harness import run_ranks
-from tests.support.launching import REPO_ROOT, environment, free_port, run, torchrun
+from tests.support.launching import REPO_ROOT, environment, free_port, run, run_python, torchrun
 from tests.support.trainer_runs import use_accelerate
 
 RECIPES = REPO_ROOT / "recipes"
@@ -83,9 +83,13 @@ def same_model(*directories: Path) -> bool:
     )
 
 
-def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(launched: bool, tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    run([*two_processes(), *words("causal_lm", whole, CAUSAL_LM), "--tiny"])
+    if launched:
+        run([*two_processes(), *words("causal_lm", whole, CAUSAL_LM), "--tiny"])
+    else:
+        run_in_ranks(2, [*words("causal_lm", whole, CAUSAL_LM), "--tiny"])
     assert logged(whole, "compressopt/stage") == [0.0, 0.0, 1.0, 1.0]
     assert logged(whole, "compressopt/compression_ratio")[-1] > 30
     again = {**CAUSAL_LM, "resume_from_checkpoint": whole / "checkpoint-3"}
@@ -178,10 +182,10 @@ def test_accelerate_loop_accumulates_and_resumes(tmp_path: Path) -> None:
         "save_steps": 9,
     }
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    said = run([*two_processes(), *words("accelerate_loop", whole, settings), "--tiny"]).stdout
+    said = run_python([*words("accelerate_loop", whole, settings), "--tiny"], ranks=2).stdout
     lines = [line for line in said.splitlines() if line.startswith("step ")]
     sent = [float(line.rsplit(" ", 1)[1]) for line in lines]
-    assert len(sent) == 20 and sent[2] / sent[3] > 30
+    assert len(sent) == 20 and sent[2] / sent[3] > 25  # every step sends a sketch of the gradient's norm too
     for step in (9, 18):  # within an epoch, and near the end of one
         again = {**settings, "resume_from_checkpoint": whole / f"step-{step}"}
         run_in_ranks(2, [*words("accelerate_loop", resumed, again), "--tiny"])
@@ -214,7 +218,7 @@ def submit(slurm: dict[str, str], *command: str) -> str:
     return run(["bash", str(RECIPES / "multi_node" / "train.slurm"), *command], **slurm).stdout
 
 
-def test_the_slurm_script_joins_two_nodes_and_torch_loop_resumes(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_the_slurm_script_joins_two_nodes(slurm: dict[str, str]) -> None:
     said = submit(
         slurm, str(RECIPES / "multi_node" / "check_link.py"), "--use_cpu", "--params", "1e5", "--repeats", "2"
     )
@@ -222,6 +226,8 @@ def test_the_slurm_script_joins_two_nodes_and_torch_loop_resumes(slurm: dict[str
     sent = {line[:18].strip(): float(line[18:].split()[0]) for line in said.splitlines()[1:3]}
     assert sent == {"float32 gradients": 0.4, "1-bit messages": 0.01}  # MB: 2 (W-1)/W of 4 n, and of n/8 and scales
 
+
+def test_torch_loop_resumes(tmp_path: Path) -> None:
     settings = {
         "block_size": 16,
         "batch_size": 2,
@@ -230,12 +236,12 @@ def test_the_slurm_script_joins_two_nodes_and_torch_loop_resumes(slurm: dict[str
         "logging_steps": 1,
         "freeze_step": 2,
     }
-    said = submit(slurm, *words("torch_loop", tmp_path / "whole", settings))
+    said = run([*two_processes(), *words("torch_loop", tmp_path / "whole", settings)]).stdout
     assert [line.split(":")[0] for line in said.splitlines()[:-1]] == [f"step {n}" for n in range(1, 6)]
     saved = tmp_path / "whole" / "step-4"
     assert len(list(saved.glob("compressopt-*-of-00002.safetensors"))) == 2
     again = {**settings, "resume_from_checkpoint": saved}
-    resumed = submit(slurm, *words("torch_loop", tmp_path / "resumed", again))
+    resumed = run_python(words("torch_loop", tmp_path / "resumed", again), ranks=2).stdout
     assert resumed.splitlines() == said.splitlines()[-2:]
     models = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in ("whole", "resumed")]
     assert all(models[0][name].equal(models[1][name]) for name in models[0])

@@ -19,7 +19,8 @@ def forked(target: Callable[..., None], *args: Any) -> BaseProcess:
     The first call starts the server, which imports transformers only if tests of Trainer have been collected.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(TORCH + (TRANSFORMERS if "tests.support.trainer_runs" in sys.modules else []))
+    trainer = any(name.startswith(("tests.integrations.", "tests.support.trainer_runs")) for name in sys.modules)
+    context.set_forkserver_preload(TORCH + TRANSFORMERS if trainer else TORCH)
     process = context.Process(target=_call, args=(dict(os.environ), target, args), daemon=True)
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads would not survive a fork

@@ -1,18 +1,30 @@
-"""Start programs as a user would: through torchrun or accelerate, in processes of their own."""
+"""Start programs: as a user would, through torchrun or accelerate, or in forks that have imported torch already."""
 
 import os
+import random
+import runpy
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+
+from tests.support.forking import forked
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that outgoing connections take."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -33,3 +45,56 @@ def run(command: list[str], timeout: float = 240, **env: str) -> subprocess.Comp
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**env))
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def run_python(
+    words: list[str], ranks: int = 0, timeout: float = 240, cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Do what ``python words...`` does, in a fork that has imported torch; whatever the exit code, return it.
+
+    words: a script, "-m" and a module, or "-c" and code; then the arguments. With ranks >= 1, do it in so many forks,
+    as torchrun would: their output comes rank after rank, and the exit code is the largest. The package is imported
+    anew; what must see a fresh interpreter (imports, threads, the end of a process) needs ``run``.
+    """
+    variables = environment(**env)
+    if ranks:
+        place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        variables |= {name: str(value) for name, value in place.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs, processes = [], []
+        for rank in range(max(ranks, 1)):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
+            outputs.append((Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")))
+            paths = [str(path) for path in outputs[-1]]
+            processes.append(forked(_be_python, words, {**variables, **own}, str(cwd or Path.cwd()), *paths))
+        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+        for process in processes:
+            process.kill()
+            process.join()
+        out, err = ("".join(path.read_text() for path in kind) for kind in zip(*outputs, strict=True))
+    assert not late, f"{' '.join(words)}: ranks {late} did not end within {timeout:g} s\n{out[-4000:]}\n{err[-6000:]}"
+    return subprocess.CompletedProcess(words, max(abs(process.exitcode or 0) for process in processes), out, err)
+
+
+def _be_python(words: list[str], variables: dict[str, str], cwd: str, out: str, err: str) -> None:
+    for path, descriptor in ((out, 1), (err, 2)):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(cwd)
+    sys.path[:0] = [path for path in variables["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(words)
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
