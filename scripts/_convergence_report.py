@@ -14,24 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from _common import pyplot
 from _convergence_runs import (
-    ADAMW,
-    ADAMW_UNTIED,
     ALL_RUNS,
-    LEARNING_RATE,
     MB,
-    ONE_WORLD_SIZE,
-    PARTNER,
     RUNS,
-    UNCLIPPED,
-    UNCOMPRESSED,
     Run,
+    partner,
+    seeds_of,
     steps_of,
+    world_sizes_of,
 )
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = dict(zip((*LEARNING_RATE, *PARTNER), ("#1f6fb4", "#7a7a7a", "#d1495b", "#2a9d5c", "#e09f3e"), strict=True))
+COLOURS = dict(zip(RUNS["optimizers"], ("#1f6fb4", "#7a7a7a", "#7b4ea3", "#d1495b", "#2a9d5c", "#e09f3e"), strict=True))
 OPEN, CLOSE = "<!-- table {} -->", "<!-- end of table -->"
 Rows = dict[int, dict[str, Any]]  # by seed
 
@@ -45,21 +41,13 @@ class Results:
             for row in rows
             if row["name"] in ALL_RUNS
             and row["steps"] == steps_of(ALL_RUNS[row["name"]], arguments)
-            and row["seed"] in arguments.seeds
+            and row["seed"] in {*arguments.seeds, *arguments.tuning_seeds}
         ]
 
-    def __call__(self, run: Run | None, world_size: int) -> Rows:
+    def __call__(self, run: Run | None, world_size: int, seeds: Sequence[int]) -> Rows:
         name = run and run.name
-        return {row["seed"]: row for row in self.rows if row["name"] == name and row["world_size"] == world_size}
-
-
-def reference(run: Run) -> Run | None:
-    """The uncompressed run that a compressed one is compared with."""
-    if run.optimizer in UNCOMPRESSED:
-        return None
-    if run.long:
-        return ALL_RUNS[PARTNER[run.optimizer]] if run.clip else UNCLIPPED
-    return ADAMW if run.tied else ADAMW_UNTIED
+        rows = [row for row in self.rows if row["name"] == name and row["world_size"] == world_size]
+        return {row["seed"]: row for row in rows if row["seed"] in seeds}
 
 
 def loss_cell(rows: Rows, _: Rows) -> str:
@@ -109,15 +97,24 @@ Cell = Callable[[Rows, Rows], str]
 LOSS: dict[str, Cell] = {"evaluation loss": loss_cell}
 DIFFERENCE: dict[str, Cell] = {**LOSS, "against the uncompressed, %": difference_cell}
 MEGABYTES: dict[str, Cell] = {"MB sent per rank": bytes_cell}
-SWITCH: dict[str, Cell] = {"last step of warmup": lambda rows, _: values(rows, "switch")}
+SWITCH: dict[str, Cell] = {"last step of the first stage": lambda rows, _: values(rows, "switch")}
+STEP: dict[str, Cell] = {"largest step of any element, in lr": largest_step_cell}
 COLUMNS: dict[str, dict[str, Cell]] = {
-    "learning rates": LOSS,
     "optimizers": {**DIFFERENCE, **MEGABYTES, "rounds": lambda rows, _: values(rows, "rounds"), **SWITCH},
-    "causes": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+    "GPT-2": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+    "texts": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+    "fine-tuning": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+    "warmup bits": {**DIFFERENCE, **MEGABYTES},
+    "clip": DIFFERENCE,
+    "max_update": {**DIFFERENCE, **STEP},
+    "short runs": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+    "variance stage": {**DIFFERENCE, **MEGABYTES},
     "blocks": {**DIFFERENCE, **MEGABYTES, "kB per compressed step": late_step_cell},
-    "floors": {**DIFFERENCE, "largest step of any element, in lr": largest_step_cell},
+    "floors": {**DIFFERENCE, **STEP},
     "controls": {**DIFFERENCE, **MEGABYTES},
-    "warmup": {**DIFFERENCE, **MEGABYTES, **SWITCH},
+    "learning rates": LOSS,
+    "learning rates, GPT-2": LOSS,
+    "fine-tuning rates": LOSS,
 }
 
 
@@ -125,10 +122,11 @@ def table(group: str, results: Results, arguments: argparse.Namespace) -> str:
     """The rows of one group as Markdown."""
     columns = COLUMNS[group]
     lines = [["run", "ranks", "seeds", *columns], ["---"] + ["---:"] * (len(columns) + 2)]
-    for world_size in arguments.world_sizes[:1] if group in ONE_WORLD_SIZE else arguments.world_sizes:
+    seeds = seeds_of(group, arguments)
+    for world_size in world_sizes_of(group, arguments):
         for run in RUNS[group].values():
-            if rows := results(run, world_size):
-                others = results(reference(run), world_size)
+            if rows := results(run, world_size, seeds):
+                others = results(partner(run), world_size, seeds)
                 cells = (cell(rows, others) for cell in columns.values())
                 lines.append([run.name, str(world_size), str(len(rows)), *cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -144,7 +142,7 @@ def plot(path: Path, results: Results, arguments: argparse.Namespace) -> None:
     )
     for world_size, (by_step, by_bytes) in zip(world_sizes, grid, strict=True):
         for run in RUNS["optimizers"].values():
-            if rows := results(run, world_size):
+            if rows := results(run, world_size, arguments.seeds):
                 draw(by_step, run, rows, "step", 1)
                 draw(by_bytes, run, rows, "bytes", MB)
         by_step.set(title=f"{world_size} ranks: loss against steps", xlabel="optimizer steps")
@@ -166,7 +164,7 @@ def draw(panel: Axes, run: Run, rows: Rows, key: str, unit: float) -> None:
     points = list(zip(*(row["curve"] for row in rows.values()), strict=True))
     losses = [[math.nan if point["eval"] is None else point["eval"] for point in seeds] for seeds in points]
     where = [statistics.fmean(point[key] for point in seeds) / unit for seeds in points]
-    compressed, colour = run.optimizer in PARTNER, COLOURS[run.optimizer]
+    compressed, colour = partner(run) is not None, COLOURS[run.name]
     style = {"linestyle": (0, (4, 1.5)) if compressed else "-", "marker": "s" if compressed else "o", "markersize": 4}
     panel.plot(where, [statistics.fmean(seeds) for seeds in losses], label=run.name, color=colour, **style)
     panel.fill_between(where, [min(s) for s in losses], [max(s) for s in losses], color=colour, alpha=0.15, linewidth=0)

@@ -4,18 +4,51 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-VOCABULARY, WIDTH, LAYERS, HEADS, TOKENS = 2048, 96, 2, 4, 128
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
 EVALUATIONS = 10  # per run, where it has the steps for it
-LEARNING_RATE = {"AdamW": 2e-3, "Lamb": 1e-2}  # by the table "learning rates"
+LEARNING_RATE = {"AdamW": 2e-3, "Lamb": 1e-2}  # by the tables "learning rates" and "learning rates, GPT-2"
 PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
 UNCOMPRESSED = tuple(LEARNING_RATE)
-ONE_WORLD_SIZE = ("learning rates", "warmup")  # groups that run at the first of --world-sizes only
+#: Groups that run at some numbers of ranks only, whatever --world-sizes says.
+WORLD_SIZES = {
+    **dict.fromkeys(("learning rates", "learning rates, GPT-2", "fine-tuning rates"), (2,)),
+    "clip": (8,),
+    **dict.fromkeys(("texts", "fine-tuning", "warmup bits", "max_update", "short runs", "variance stage"), (4,)),
+    **dict.fromkeys(("blocks", "floors", "controls"), (2, 4)),
+}
+#: Groups by which defaults were chosen: with seeds of their own.
+TUNING = ("learning rates", "fine-tuning rates", "warmup bits", "clip", "max_update", "short runs", "variance stage")
+ONE_SEED = ("learning rates", "learning rates, GPT-2", "fine-tuning rates")
 MB = 1e6
+#: Of each text, the text itself and the text that its tokenizer was trained on.
+TOKENIZED_AS = {
+    "reference": ("reference", "reference"),
+    "library": ("library", "library"),
+    "reference, after the library": ("reference", "library"),
+}
+PRETRAINING_STEPS, PRETRAINED = 1000, "pretrained.pt"
+AFTER_LIBRARY: dict[str, Any] = {"text": "reference, after the library", "pretrained": True}
+FINE_TUNING_RATE = 5e-4
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's size; `gpt2` says whether it is Transformers' GPT-2, or the decoder of _convergence_model.py."""
+
+    gpt2: bool
+    vocabulary: int
+    tokens: int
+    width: int = 96
+    layers: int = 2
+    heads: int = 4
+
+
+SMALL, GPT2 = Model(gpt2=False, vocabulary=1024, tokens=64), Model(gpt2=True, vocabulary=2048, tokens=128)
 
 
 @dataclass(frozen=True)
@@ -33,6 +66,12 @@ class Run:
         clip: Clip to MAX_GRAD_NORM "by the optimizer", "by the norm of the mean" (which takes an all-reduce of local
             gradients that no count has), or not at all ("").
         long: Whether it takes --steps, or --ablation-steps.
+        gradients: Messages of an uncompressed optimizer's gradients: "int4", "int8", or "" for full precision.
+        model: The model.
+        text: A key of TOKENIZED_AS.
+        bf16: Whether the parameters are bfloat16.
+        pretrained: Whether it starts from a model that was trained on the library's source.
+        steps: Its steps; None leaves them to `long`.
     """
 
     name: str
@@ -44,6 +83,12 @@ class Run:
     error_feedback: bool = True
     clip: str = "by the optimizer"
     long: bool = False
+    gradients: str = ""
+    model: Model = SMALL
+    text: str = "reference"
+    bf16: bool = False
+    pretrained: bool = False
+    steps: int | None = None
 
     @property
     def peak_lr(self) -> float:
@@ -54,61 +99,121 @@ def named(*runs: Run) -> dict[str, Run]:
     return {run.name: run for run in runs}
 
 
-ADAMW, ADAMW_UNTIED = Run("AdamW, tied", "AdamW"), Run("AdamW, untied", "AdamW", tied=False)
-UNCLIPPED = Run("AdamW, no clipping", "AdamW", clip="", long=True)
-DEFAULTS = Run("defaults: blocks of 4096, floor 0.01", "OnebitAdam")
+PRETRAINING = Run("pretraining", "AdamW", text="library")
+ADAMW, ADAMW_UNTIED = (Run(f"AdamW, {word}", "AdamW", tied=word == "tied", model=GPT2) for word in ("tied", "untied"))
+#: The options of the tables that were made before the first stage had low-bit gradients.
+EARLIER: dict[str, Any] = {"clip": "local", "warmup_bits": 32}
+
+
+def earlier(name: str, *, tied: bool = True, freeze: float = 0.2, error_feedback: bool = True, **options: Any) -> Run:
+    given, kept = EARLIER | options, {"tied": tied, "freeze": freeze, "error_feedback": error_feedback}
+    return Run(name, "OnebitAdam", given, model=GPT2, **kept)
+
+
+BLOCKS = earlier("blocks of 4096, floor 0.01")
 
 
 def floor(value: float, *, tied: bool) -> Run:
-    return Run(f"floor {value:g}, {'tied' if tied else 'untied'}", "OnebitAdam", {"variance_floor": value}, tied=tied)
+    return earlier(f"floor {value:g}, {'tied' if tied else 'untied'}", tied=tied, variance_floor=value)
 
 
-def one_bit_gradients(name: str = "", clip: str = Run.clip, freeze: float | None = None, **options: Any) -> Run:
-    """0/1 Adam as in the paper, which has 1-bit gradients in a variance stage of more than 16 steps."""
-    options = {"var_update_scaler": 16, **options}
-    return Run(f"ZeroOneAdam, var_update_scaler 16{name}", "ZeroOneAdam", options, freeze=freeze, clip=clip, long=True)
+def of_steps(steps: int, suffix: str = "", **kept: Any) -> Run:
+    """AdamW in full precision, as the partner of runs of some length."""
+    return Run(f"AdamW{suffix}, {steps} steps", "AdamW", steps=steps, **kept)
 
+
+def every(name: str, names: tuple[str, ...] = (*LEARNING_RATE, "int4", *PARTNER), **kept: Any) -> dict[str, Run]:
+    """Every optimizer with its defaults; "int4" is AdamW with low-bit gradients."""
+    runs = []
+    for optimizer in names:
+        if optimizer == "int4":
+            runs.append(Run(f"AdamW, int4 gradients{name}", "AdamW", gradients="int4", **kept))
+        else:
+            runs.append(Run(f"{optimizer}{name}", optimizer, **kept))
+    return named(*runs)
+
+
+def onebit(steps: int, name: str, freeze: float | None = None, clip: str = Run.clip, **options: Any) -> Run:
+    return Run(f"OnebitAdam, {name}, {steps} steps", "OnebitAdam", options, freeze=freeze, clip=clip, steps=steps)
+
+
+def rates(adamw: Sequence[float], lamb: Sequence[float], suffix: str = "", **kept: Any) -> dict[str, Run]:
+    """Peak learning rates of the uncompressed optimizers."""
+    pairs = [("AdamW", lr) for lr in adamw] + [("Lamb", lr) for lr in lamb]
+    return named(*(Run(f"{name}, lr {lr:g}{suffix}", name, lr=lr, long=True, **kept) for name, lr in pairs))
+
+
+ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
+SHORT = (20, 60, 100, 200, 300, 400)
+FINE_TUNING = (100, 200, 300)
 
 # A run that stands in several groups is run once.
 RUNS: dict[str, dict[str, Run]] = {
-    "learning rates": named(
-        *(Run(f"AdamW, lr {lr:g}", "AdamW", lr=lr, long=True) for lr in (1e-3, 2e-3, 3e-3)),
-        *(Run(f"Lamb, lr {lr:g}", "Lamb", lr=lr, long=True) for lr in (3e-3, 5e-3, 1e-2, 2e-2)),
+    "optimizers": every("", long=True),
+    "GPT-2": every(", GPT-2", model=GPT2, long=True),
+    "texts": {
+        **every(", library, untied", ADAM_FAMILY, text="library", tied=False, long=True),
+        **every(", bfloat16", ADAM_FAMILY, bf16=True, long=True),
+    },
+    "fine-tuning": {
+        name: run
+        for steps in FINE_TUNING
+        for name, run in every(
+            f", fine-tuning, {steps} steps", ADAM_FAMILY, lr=FINE_TUNING_RATE, steps=steps, **AFTER_LIBRARY
+        ).items()
+    },
+    "fine-tuning rates": named(
+        *(of_steps(200, f", fine-tuning, lr {lr:g}", lr=lr, **AFTER_LIBRARY) for lr in (2e-4, 5e-4, 1e-3, 2e-3))
     ),
-    "optimizers": named(*(Run(name, name, long=True) for name in (*LEARNING_RATE, *PARTNER))),
-    "causes": named(
-        UNCLIPPED,
-        Run("OnebitAdam, no clipping", "OnebitAdam", clip="", long=True),
-        Run("OnebitAdam, clipped by the norm of the mean", "OnebitAdam", clip="by the norm of the mean", long=True),
-        Run("ZeroOneAdam, no clipping", "ZeroOneAdam", clip="", long=True),
-        one_bit_gradients(),
-        one_bit_gradients(", no clipping", clip=""),
-        one_bit_gradients(", var_freeze_step 20%", freeze=0.2),
-        one_bit_gradients(", local_step_clipper 1", local_step_clipper=1),
+    "warmup bits": named(
+        of_steps(600), *(onebit(600, f"warmup_bits={bits}", warmup_bits=bits) for bits in (4, 8, 16, 32))
+    ),
+    "clip": named(
+        of_steps(600),
+        *(onebit(600, f"clip={clip}", **{"clip": clip}) for clip in ("local", "sketch")),
+        onebit(600, "clipped by the norm of the mean", clip="by the norm of the mean"),
+    ),
+    "max_update": named(of_steps(600), *(onebit(600, f"max_update={bound}", max_update=bound) for bound in (0, 5, 10))),
+    "short runs": named(
+        *(
+            run
+            for steps in SHORT
+            for run in (
+                of_steps(steps),
+                onebit(steps, "defaults"),
+                *(onebit(steps, f"frozen at {share:.0%}", freeze=share) for share in (0.2, 0.4)),
+            )
+        )
+    ),
+    "variance stage": named(
+        of_steps(1000),
+        *(
+            Run(f"ZeroOneAdam, var_freeze_step {share:.0%}", "ZeroOneAdam", freeze=share, steps=1000)
+            for share in (0.1, 0.2, 0.3, 0.5)
+        ),
     ),
     "blocks": named(
         ADAMW,
-        Run("one scale per message", "OnebitAdam", {"scale_block": None}),
-        DEFAULTS,
-        *(Run(f"blocks of {size}", "OnebitAdam", {"scale_block": size}) for size in (1024, 512, 256)),
+        earlier("one scale per message", scale_block=None),
+        BLOCKS,
+        *(earlier(f"blocks of {size}", scale_block=size) for size in (1024, 512, 256)),
     ),
     "floors": named(
         ADAMW,
         floor(0.0, tied=True),
-        DEFAULTS,
+        BLOCKS,
         floor(0.1, tied=True),
         ADAMW_UNTIED,
         *(floor(value, tied=False) for value in (0.0, 0.01, 0.1)),
     ),
     "controls": named(
         ADAMW,
-        DEFAULTS,
-        Run("without error feedback", "OnebitAdam", error_feedback=False),
-        Run("without warmup", "OnebitAdam", freeze=0),
+        BLOCKS,
+        earlier("without error feedback", error_feedback=False),
+        earlier("without warmup", freeze=0),
     ),
-    "warmup": named(
-        ADAMW, DEFAULTS, *(Run(f"freeze_step {share:.0%}", "OnebitAdam", freeze=share) for share in (0.05, 0.1, 0.4))
-    ),
+    "learning rates": rates((1e-3, 2e-3, 4e-3, 8e-3), (5e-3, 1e-2, 2e-2)),
+    "learning rates, GPT-2": rates((1e-3, 2e-3, 3e-3), (3e-3, 5e-3, 1e-2, 2e-2), ", GPT-2", model=GPT2),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
 
@@ -121,6 +226,7 @@ class Job:
     world_size: int
     seed: int
     steps: int
+    start: str = ""  # file of the pretrained model
 
     @property
     def key(self) -> tuple[str, int, int, int]:
@@ -128,18 +234,43 @@ class Job:
 
 
 def steps_of(run: Run, arguments: argparse.Namespace) -> int:
+    if run.steps is not None:
+        return run.steps
     return arguments.steps if run.long else arguments.ablation_steps
 
 
+def seeds_of(group: str, arguments: argparse.Namespace) -> list[int]:
+    """The seeds of a group's runs."""
+    seeds = arguments.tuning_seeds if group in TUNING else arguments.seeds
+    return seeds[:1] if group in ONE_SEED else seeds
+
+
+def world_sizes_of(group: str, arguments: argparse.Namespace) -> Sequence[int]:
+    """The numbers of ranks of a group's runs."""
+    return WORLD_SIZES.get(group, arguments.world_sizes)
+
+
 def jobs(arguments: argparse.Namespace) -> list[Job]:
-    """The most important first: a part of them makes a report too."""
+    """The runs that were asked for, group by group, and in each of them seed by seed."""
     found: dict[tuple[str, int, int, int], Job] = {}
-    for groups in (["learning rates"], ["optimizers"], ["blocks", "floors", "controls"], ["warmup"], ["causes"]):
-        chosen = arguments.only
-        runs = [run for group in groups for run in RUNS[group].values() if group in chosen or run.name in chosen]
-        seeds = arguments.seeds[:1] if "learning rates" in groups else arguments.seeds
-        world_sizes = arguments.world_sizes[:1] if groups[0] in ONE_WORLD_SIZE else arguments.world_sizes
-        for seed, world_size, run in itertools.product(seeds, world_sizes, runs):
-            job = Job(run, world_size, seed, steps_of(run, arguments))
+    for group, chosen in RUNS.items():
+        runs = [run for run in chosen.values() if group in arguments.only or run.name in arguments.only]
+        for seed, world_size, run in itertools.product(
+            seeds_of(group, arguments), world_sizes_of(group, arguments), runs
+        ):
+            job = Job(run, world_size, seed, steps_of(run, arguments), str(arguments.output / PRETRAINED))
             found.setdefault(job.key, job)
     return list(found.values())
+
+
+def partner(run: Run) -> Run | None:
+    """The uncompressed run that a compressed one is compared with, of the same length, model and text."""
+    if run.optimizer in UNCOMPRESSED and not run.gradients:
+        return None
+    optimizer = PARTNER.get(run.optimizer, run.optimizer)
+    alike = ("model", "tied", "long", "text", "bf16", "pretrained", "steps", "peak_lr")
+    for other in ALL_RUNS.values():
+        if other.optimizer == optimizer and not other.gradients:
+            if all(getattr(other, name) == getattr(run, name) for name in alike):
+                return other
+    return None

@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from _common import check_least, parser_of
+from _convergence_ranks import Processes, Ranks, Threads
 from _convergence_report import Results, write_report
-from _convergence_runs import ALL_RUNS, GLOBAL_BATCH, MB, RUNS, Job, jobs
-from _convergence_training import Ranks, prepare_text
+from _convergence_runs import ALL_RUNS, GLOBAL_BATCH, MB, PRETRAINING, RUNS, Job, jobs
+from _convergence_text import prepare_texts
+from _convergence_training import pretrain
 
 
-def run_all(todo: Sequence[Job], rows_file: Path) -> None:
+def run_all(todo: Sequence[Job], rows_file: Path, *, threads: bool) -> None:
     """Run the jobs, each of which appends its row."""
-    text = prepare_text()
+    texts = prepare_texts(job.run for job in todo)
+    prepare_start(todo)
     pools: dict[int, Ranks] = {}
     done_steps, start = 0.0, time.monotonic()
     all_steps = sum(job.steps * job.world_size**0.5 for job in todo)  # more ranks cost more, if not as many times
@@ -36,7 +39,9 @@ def run_all(todo: Sequence[Job], rows_file: Path) -> None:
         try:
             for number, job in enumerate(todo, start=1):
                 if job.world_size not in pools:
-                    pools[job.world_size] = Ranks(job.world_size, text, directory)
+                    pools[job.world_size] = (
+                        Threads(job.world_size, texts) if threads else Processes(job.world_size, texts, directory)
+                    )
                 row = pools[job.world_size].run(job)
                 with rows_file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
@@ -52,6 +57,13 @@ def run_all(todo: Sequence[Job], rows_file: Path) -> None:
         finally:
             for pool in pools.values():
                 pool.close(at_once=at_once)
+
+
+def prepare_start(todo: Sequence[Job]) -> None:
+    """Train the model that the fine-tuning runs start from, unless its file is there."""
+    files = [Path(job.start) for job in todo if job.run.pretrained]
+    if files and not files[0].exists():
+        pretrain(prepare_texts([PRETRAINING])[PRETRAINING.text, PRETRAINING.model], files[0])
 
 
 def read_rows(rows_file: Path) -> list[dict[str, Any]]:
@@ -71,10 +83,27 @@ def parse_arguments() -> argparse.Namespace:
         default=list(RUNS),
         help=f"groups ({', '.join(RUNS)}), or runs of theirs (all)",
     )
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4], help="numbers of ranks (2 4)")
+    parser.add_argument(
+        "--ranks",
+        choices=["threads", "processes"],
+        default="threads",
+        help="what a rank is: a thread of one process, or a gloo process; the numbers are the same (%(default)s)",
+    )
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4, 8], help="numbers of ranks (2 4 8)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="seeds of model and data (0 1 2)")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of the group 'optimizers' (%(default)s)")
-    parser.add_argument("--ablation-steps", type=int, default=300, help="steps of all other groups (%(default)s)")
+    parser.add_argument(
+        "--tuning-seeds",
+        nargs="+",
+        type=int,
+        default=[10, 11, 12],
+        help="seeds of the groups by which defaults were chosen (10 11 12)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="steps of the groups 'optimizers' and 'texts' (%(default)s)"
+    )
+    parser.add_argument(
+        "--ablation-steps", type=int, default=300, help="steps of the groups that name no length (%(default)s)"
+    )
     parser.add_argument("--report-only", action="store_true", help="run nothing, report on the runs that there are")
     arguments = parser.parse_args()
     if unknown := set(arguments.only) - RUNS.keys() - ALL_RUNS.keys():
@@ -97,7 +126,7 @@ def main() -> None:
     todo = [] if arguments.report_only else [job for job in jobs(arguments) if job.key not in done]
     try:
         if todo:
-            run_all(todo, rows_file)
+            run_all(todo, rows_file, threads=arguments.ranks == "threads")
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from {rows_file}", flush=True)
         sys.exit(130)

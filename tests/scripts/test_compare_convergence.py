@@ -11,7 +11,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "compare_convergence.py"
-OPTIMIZERS = ["AdamW", "Lamb", "OnebitAdam", "ZeroOneAdam", "OnebitLamb"]
+OPTIMIZERS = ["AdamW", "Lamb", "AdamW, int4 gradients", "OnebitAdam", "ZeroOneAdam", "OnebitLamb"]
 
 
 def run_script(*arguments: object, only: Sequence[str] = ("optimizers",)) -> str:
@@ -43,16 +43,27 @@ def test_a_run_becomes_a_row_of_the_report_and_is_not_repeated(tmp_path):
 
 
 @pytest.mark.full
+def test_threads_and_processes_give_the_same_numbers(tmp_path):
+    rows = {}
+    for ranks in ("threads", "processes"):
+        run_script("--output", tmp_path / ranks, "--ranks", ranks)
+        lines = (tmp_path / ranks / "rows.jsonl").read_text().splitlines()
+        rows[ranks] = [{**json.loads(line), "seconds": None} for line in lines]
+    assert [row["name"] for row in rows["threads"]] == OPTIMIZERS
+    assert rows["threads"] == rows["processes"]
+
+
+@pytest.mark.full
 def test_rows_and_report_come_out_and_a_finished_run_is_not_repeated(tmp_path):
-    assert "[5/5] OnebitLamb, 2 ranks" in run_script("--output", tmp_path)
+    assert "[6/6] OnebitLamb, 2 ranks" in run_script("--output", tmp_path)
     lines = (tmp_path / "rows.jsonl").read_text()
     rows = {row["name"]: row for row in map(json.loads, lines.splitlines())}
     assert list(rows) == OPTIMIZERS
     assert all(3 < row["eval_loss"] < 9 for row in rows.values())
     ring = 4 * rows["AdamW"]["parameters"]  # 2 (W-1)/W = 1
     assert rows["AdamW"]["bytes"] == 10 * ring
-    assert 2 * ring < rows["OnebitAdam"]["bytes"] < 2 * ring + 8 * ring / 28  # two steps of warmup, eight of signs
-    assert rows["ZeroOneAdam"]["rounds"] < rows["OnebitAdam"]["rounds"] == 10
+    assert rows["AdamW, int4 gradients"]["bytes"] < 10 * ring / 7.6
+    assert rows["OnebitAdam"]["bytes"] < 10 * ring and rows["OnebitAdam"]["rounds"] == 10
 
     report = tmp_path / "again.md"
     report.write_text("kept\n" + (tmp_path / "convergence.md").read_text().replace("| OnebitLamb |", "| stale |"))
@@ -61,5 +72,5 @@ def test_rows_and_report_come_out_and_a_finished_run_is_not_repeated(tmp_path):
     text = report.read_text()
     assert text == "kept\n" + (tmp_path / "convergence.md").read_text()
     assert f"| OnebitLamb | 2 | 1 | {rows['OnebitLamb']['eval_loss']:.4f} (" in text
-    assert len(json.loads((tmp_path / "again.json").read_text())) == 5
+    assert len(json.loads((tmp_path / "again.json").read_text())) == 6
     assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
