@@ -15,7 +15,7 @@ gets gradients that are not finite, and the errors are as before the step.
 
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -24,11 +24,10 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import server_numel
-from hf_compressopt.collectives.gradient_round import GradientRound
+from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, IntegerSlot, as_it_is
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
-from hf_compressopt.kernels.integers import IntegerFormat
 
 FORMATS = {"int4": 4, "int8": 8}
 
@@ -105,8 +104,7 @@ class GradientCompression:
         self._loss_scale = loss_scale or (lambda: 1.0)
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self._allocate(device)
-        self._round: GradientRound | None = None
-        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._buckets = BucketRounds()
         self._checked = False
 
     def _allocate(self, device: torch.device) -> None:
@@ -217,65 +215,33 @@ class GradientCompression:
         with torch.no_grad():
             present = torch.tensor([float(p.grad is not None) for p in self.params], dtype=torch.float32, device=device)
             self.communicator.all_reduce(present, op="max").wait()
-            current = self._new_round()
+            current = self._start()
             for param, anywhere in zip(self.params, present.tolist(), strict=True):
                 if anywhere and param.grad is None:
                     param.grad = torch.zeros_like(param)
                 current.add(param, param.grad)
-            self._finish(current)
+            self._finish(current.finish())
 
     def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-        """Take a bucket of DDP's; :func:`compress_hook` calls it.
-
-        Messages leave as soon as their gradients are there, and travel while backward computes further ones. What is
-        still on the way is awaited in the last bucket's call: nothing is ever started from a callback, so that all
-        ranks start their collectives in one order.
-        """
-        buffer = bucket.buffer()
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        """Take a bucket of DDP's; :func:`compress_hook` calls it."""
         if self.communicator.world_size == 1:
-            future.set_result(buffer)
-            return future
-        if bucket.index() == 0:
-            self._check_ranks()
-            self._round, self._futures = self._new_round(), []
-        self._futures.append((future, buffer))
-        current = self._round
-        if current is None:
-            raise RuntimeError("a bucket came before the first one of its step: was the hook registered in a backward?")
-        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            current.add(param, _in_order_of(param, grad))
-        if bucket.is_last():
-            self._round = None
-            self._finish(current)
-            for waiting, gradients in self._futures:
-                waiting.set_result(gradients)
-            self._futures = []
-        return future
+            return as_it_is(bucket.buffer())
+        return self._buckets.add(bucket, self._start, self._finish)
 
-    def _new_round(self) -> GradientRound:
+    def _start(self) -> GradientRound:
+        """Start the round of a step. All ranks call."""
+        self._check_ranks()
         scale = float(self._loss_scale())
         if not (scale > 0 and math.isfinite(scale)):
             raise ValueError(f"loss_scale must return a finite number > 0, got {scale}")
-        return GradientRound(
-            self.params,
-            self.layout,
-            self.errors,
-            self.communicator,
-            form=IntegerFormat(self.bits),
-            loss_scale=scale,
-        )
+        rows = zip(self.layout.buckets, self.errors, strict=True)
+        slots = (IntegerSlot(b, self.params, self.communicator, 0, errors, self.bits, scale) for b, errors in rows)
+        return GradientRound(list(slots))
 
-    def _finish(self, current: GradientRound) -> None:
-        self.skipped_steps += not current.finish()
+    def _finish(self, not_finite: Collection[int]) -> None:
+        self.skipped_steps += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()
-
-
-def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient as DDP stores it, by the strides of a dense parameter: DDP's own view ignores the strides."""
-    strides = torch.empty_like(param, device="meta").stride()
-    return grad.as_strided(param.shape, strides) if strides == param.stride() else grad
 
 
 def compress_hook(

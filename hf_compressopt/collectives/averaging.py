@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.ddp_hook import HasPlan
+from hf_compressopt.collectives.gradient_round import GradientRound, Slot, require_same_slots
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import FlatLayout
 
@@ -17,22 +18,29 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 def average_gradients(
-    optimizer_or_params: HasPlan | Iterable[Tensor], process_group: dist.ProcessGroup | None = None
+    optimizer_or_params: HasPlan | Iterable[Tensor],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    loss_scale: float | None = None,
 ) -> None:
     """Average ``p.grad`` over the ranks, in place, for a training loop without DDP. All ranks call.
 
-    Call it between ``backward()`` and ``step()``. Given a compressed optimizer, it does what the optimizer's plan
-    says: in steps that need local gradients it does nothing. A parameter without a gradient on some of the ranks
-    counts as zero there; one without a gradient on any rank stays without.
+    Call it between ``backward()`` and ``step()``. Given a compressed optimizer, it does what the optimizer's plan says,
+    in the form that its ``warmup_bits`` say: in steps that need local gradients it does nothing. A parameter without a
+    gradient on some of the ranks counts as zero there; one without a gradient on any rank stays without.
 
     Args:
         optimizer_or_params: A compressed optimizer, or parameters, alike on all ranks.
         process_group: The ranks, for parameters; None is the default group. An optimizer knows its own.
+        loss_scale: Factor that the gradients carry, such as a ``GradScaler.get_scale()``, for an optimizer. Without it
+            a hf_compressopt.GradScaler tells the optimizer after each step.
 
     Raises:
         TypeError: If a gradient is sparse.
-        ValueError: If a process_group is given with an optimizer.
+        ValueError: If a process_group is given with an optimizer, and if the ranks differ in the gradients that they
+            average, or in how.
     """
+    slots: list[Slot] = []
     if isinstance(optimizer_or_params, Iterable):
         params = [p for p in optimizer_or_params if p.requires_grad]
         device = params[0].device if params else None
@@ -44,12 +52,16 @@ def average_gradients(
             return
         own = {id(p) for p in optimizer_or_params.own_parameters()}  # step() averages these over their own ranks
         params = [p for p in optimizer_or_params.trainable_parameters if id(p) not in own]
-        communicator = optimizer_or_params.communicator
+        communicator, form = optimizer_or_params.communicator, optimizer_or_params.warmup_gradients
+        if communicator.world_size > 1 and form.bits < 32:
+            slots = form.slots(loss_scale)[::-1]
+            form.checked = require_same_slots(slots, communicator, form.checked)
     if communicator.world_size > 1 and params:
-        _average(params, communicator)
+        with torch.no_grad():
+            _average(params, communicator, slots)
 
 
-def _average(params: Sequence[Tensor], communicator: Communicator) -> None:
+def _average(params: Sequence[Tensor], communicator: Communicator, slots: Sequence[Slot]) -> None:
     sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
     present = torch.tensor(
         [float(p.grad is not None) for p in params] + [2.0 * sparse], dtype=torch.float32, device=communicator.device
@@ -62,6 +74,12 @@ def _average(params: Sequence[Tensor], communicator: Communicator) -> None:
     for p in rows:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
+    if slots:
+        current = GradientRound(slots)
+        for p in reversed(params):
+            current.add(p, p.grad)
+        current.finish()
+        return
     for bucket in _buckets([p.grad for p in rows if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])  # [numel of the bucket]
         flat.mul_(1.0 / communicator.world_size)

@@ -2,7 +2,7 @@
 
 # No postponed annotations here: DDP compares those of a hook with the types themselves.
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,16 +11,49 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.gradient_round import (
+    BucketRounds,
+    GradientRound,
+    Slot,
+    as_it_is,
+    plain_slots,
+    require_same_slots,
+)
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.schedules import StepPlan
 
 
+class HasSlots(Protocol):
+    """The part of an optimizer that says how averaged gradients travel.
+
+    Attributes:
+        bits: Bits per element: 4, 8, 16 or 32.
+        checked: What the ranks have compared for :func:`~hf_compressopt.average_gradients`.
+    """
+
+    bits: int
+    checked: str
+
+    def slots(
+        self, loss_scale: float | None = None, *, owner: int = 0, present: Collection[Tensor] | None = None
+    ) -> list[Slot]:
+        """Return the slots in which the gradients of a round travel.
+
+        Args:
+            loss_scale: Factor that the gradients carry; None for the one that a gradient scaler has found before.
+            owner: Number of the optimizer.
+            present: The parameters whose gradients come in the round; None for all.
+        """
+        ...
+
+
 class HasPlan(Protocol):
-    """An optimizer that says whether the coming step needs averaged gradients."""
+    """An optimizer that says whether the coming step needs averaged gradients, and how they travel then."""
 
     communicator: Communicator
     traffic: Traffic
+    warmup_gradients: HasSlots
 
     @property
     def plan(self) -> StepPlan:
@@ -45,22 +78,66 @@ class GradientSync:
     Attributes:
         optimizers: The optimizers that own the model's parameters.
         communicator: The ranks that DDP averages over.
+        params: The parameters that DDP averages.
+        loss_scale: Returns the factor that gradients carry; None leaves it to the optimizers.
     """
 
-    def __init__(self, communicator: TorchCommunicator, optimizers: Sequence[HasPlan] = ()) -> None:
+    def __init__(
+        self, communicator: TorchCommunicator, optimizers: Sequence[HasPlan] = (), params: Sequence[Tensor] = ()
+    ) -> None:
         """Bind the hook to a communicator and to the optimizers that own the model's parameters."""
         self.communicator = communicator
-        self.optimizers = tuple(optimizers)
+        self.optimizers, self.params = tuple(optimizers), tuple(params)
+        self.loss_scale: Callable[[], float] | None = None
+        self._buckets, self._checked = BucketRounds(), ""
 
     @property
     def reduce_grads(self) -> bool:
         """True if the coming step needs averaged gradients."""
         return not self.optimizers or any(optimizer.plan.reduce_grads for optimizer in self.optimizers)
 
-    def bind(self, optimizers: Sequence[HasPlan]) -> None:
+    def bind(self, optimizers: Sequence[HasPlan], loss_scale: Callable[[], float] | None = None) -> None:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
-        self.optimizers = tuple(optimizers)
+        self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
         self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
+
+    def average(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP's, and return the future of its averages; :func:`ddp_hook` calls it."""
+        if self._has_slots():
+            return self._buckets.add(bucket, self._start)
+        buffer = bucket.buffer()
+        if not self.reduce_grads:
+            return as_it_is(buffer)
+        buffer.mul_(1.0 / self.communicator.world_size)
+        return self.communicator.all_reduce_future(buffer)
+
+    def _has_slots(self) -> bool:
+        """Return whether some gradients travel otherwise than others, or otherwise than by DDP."""
+        reduced = [optimizer for optimizer in self.optimizers if optimizer.plan.reduce_grads]
+        low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
+        return self.communicator.world_size > 1 and (low or 0 < len(reduced) < len(self.optimizers))
+
+    def _start(self) -> GradientRound:
+        """Start the round of a backward pass. All ranks call.
+
+        Slots leave in the order in which backward brings their last gradient, if it goes through the model's
+        parameters from the last to the first.
+        """
+        scale = None if self.loss_scale is None else float(self.loss_scale())
+        owned, slots = set(), []
+        for number, optimizer in enumerate(self.optimizers):
+            owned |= set(optimizer.trainable_parameters)
+            if optimizer.plan.reduce_grads:
+                slots += optimizer.warmup_gradients.slots(scale, owner=number, present=self.params)
+        others = [param for param in self.params if param.requires_grad and param not in owned]
+        slots += plain_slots(others, self.communicator, len(self.optimizers))
+        position = {param: number for number, param in enumerate(self.params)}
+        slots.sort(key=lambda slot: min(position[param] for param in slot.members()), reverse=True)
+        self._checked = require_same_slots(slots, self.communicator, self._checked)
+        return GradientRound(slots)
 
 
 def ddp_hook(
@@ -69,7 +146,7 @@ def ddp_hook(
 ) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over the ranks, or leave it local, as the optimizers' plan says.
 
-    The average has the bits of DDP's own: times 1/W first, then the all-reduce.
+    With ``warmup_bits=32`` the average has the bits of DDP's own: times 1/W first, then the all-reduce.
 
     Args:
         state: The optimizers and the ranks.
@@ -80,19 +157,16 @@ def ddp_hook(
 
     Raises:
         TypeError: If the bucket holds a sparse gradient.
+        ValueError: If the ranks differ in the gradients that they average, or in how, on all ranks.
     """
-    buffer = bucket.buffer()
-    if buffer.is_sparse:
+    if bucket.buffer().is_sparse:
         raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
-    if state.reduce_grads:
-        buffer.mul_(1.0 / state.communicator.world_size)
-        return state.communicator.all_reduce_future(buffer)
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future
+    return state.average(bucket)
 
 
-def attach_ddp(model: DistributedDataParallel, *optimizers: HasPlan) -> GradientSync:
+def attach_ddp(
+    model: DistributedDataParallel, *optimizers: HasPlan, loss_scale: Callable[[], float] | None = None
+) -> GradientSync:
     """Register :func:`ddp_hook` on a DDP model, for a training loop of your own. Call it before the first step.
 
     A model that has the hook already follows the new optimizers from now on. Trainer and CompressOptAccelerator
@@ -101,6 +175,8 @@ def attach_ddp(model: DistributedDataParallel, *optimizers: HasPlan) -> Gradient
     Args:
         model: The model, wrapped in DistributedDataParallel.
         *optimizers: The compressed optimizers that own the model's parameters.
+        loss_scale: Returns the factor that the gradients of the coming step carry, such as a
+            ``GradScaler.get_scale``. Without it a hf_compressopt.GradScaler tells the optimizers after each step.
 
     Returns:
         The state of the hook.
@@ -122,9 +198,11 @@ def attach_ddp(model: DistributedDataParallel, *optimizers: HasPlan) -> Gradient
     sync = find_sync(model)
     if sync is None:
         device = optimizers[0].communicator.device if optimizers else next(model.parameters()).device
-        sync = GradientSync(TorchCommunicator(model.process_group, device=device))
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        averaged = [param for name, param in named if name not in ignored]
+        sync = GradientSync(TorchCommunicator(model.process_group, device=device), params=averaged)
         _register(model, sync)
-    sync.bind(optimizers)
+    sync.bind(optimizers, loss_scale)
     return sync
 
 

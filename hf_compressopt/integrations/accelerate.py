@@ -206,7 +206,7 @@ class CompressOptAccelerator(SavingAccelerator):
     def _bind(self) -> None:
         own_hook = getattr(self.ddp_handler, "comm_hook", None)
         models, optimizers = self._compressopt.models, [innermost(optimizer) for optimizer in self._optimizers]
-        models.bind(optimizers, own_hook)
+        models.bind(optimizers, own_hook, self._loss_scale)
         compression = self._compressopt.grad_compression
         if compression != "none" and self.num_processes > 1:
             models.compress(optimizers, own_hook, compression, self._loss_scale)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.ddp_hook import HasSlots
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.schedules import StepPlan
 
@@ -41,6 +42,7 @@ class FollowsPlan(SavesShards, Protocol):
     """An optimizer that says of every step whether DDP averages its gradients, by a schedule fitted to the run."""
 
     traffic: Traffic
+    warmup_gradients: HasSlots
 
     @property
     def plan(self) -> StepPlan: ...  # noqa: D102

@@ -44,12 +44,13 @@ class DDPModels:
         if isinstance(inner, DistributedDataParallel) and not any(known is inner for known in self):
             self._models.append(weakref.ref(inner))
 
-    def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any) -> None:
+    def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any, loss_scale: Callable[[], float]) -> None:
         """Give every model whose parameters a compressed optimizer owns the hook that follows its plan.
 
         Args:
             optimizers: All optimizers of the accelerator.
             own_hook: The communication hook that the user asked Accelerate for, or None.
+            loss_scale: Returns the factor that the gradients of the coming step carry.
 
         Raises:
             ValueError: If a model's gradients must be averaged for one optimizer and stay local for another, or if the
@@ -62,7 +63,7 @@ class DDPModels:
                 _check_no_other(owners, optimizers, params)
                 check_no_hook(own_hook, "a compressed optimizer")
             if owners or find_sync(model) is not None:
-                attach_ddp(model, *owners)
+                attach_ddp(model, *owners, loss_scale=loss_scale)
 
     def compress(
         self,

@@ -54,6 +54,7 @@ class CompressOptPlugin:
         freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step), or "auto": the variance decides, at the
             latest after the share of the run that Trainer allows too. The length of the run is ``total_steps``, or
             that of a learning-rate scheduler given to ``prepare``.
+        warmup_bits: Bits per element of the averaged gradients of the first stage: 4, 8, 16 or 32.
         grad_compression: "int4" or "int8": average the gradients of ordinary optimizers by messages of 4 or 8 bits per
             element. Not supported with the optimizers above or with zero_stage, so ``optimizer`` is "none" then.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
@@ -86,6 +87,7 @@ class CompressOptPlugin:
     async_save: bool = field(default_factory=_from_env("ASYNC_SAVE", False, bool))
     grad_compression: str = field(default_factory=_from_env("GRAD_COMPRESSION", "none", str))
     total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
+    warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 32, int))
 
     def __post_init__(self) -> None:
         """Check the names and the schedule; the optimizer checks the other options."""
@@ -140,6 +142,7 @@ class CompressOptPlugin:
         made = cls(
             optimizer.param_groups,
             **given,
+            warmup_bits=self.warmup_bits,
             scale_block=self.scale_block,
             variance_floor=self.variance_floor,
             clip=self.clip,

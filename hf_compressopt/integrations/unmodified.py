@@ -19,7 +19,16 @@ from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
 
 _CHOICES = ("COMPRESSOPT_OPTIM", "COMPRESSOPT_OPTIMIZER", "COMPRESSOPT_GRAD_COMPRESSION", "COMPRESSOPT_ZERO_STAGE")
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
-_OPTIONS = ("freeze_step", "scale_block", "variance_floor", "max_update", "clip", "bucket_cap_mb", "communicator")
+_OPTIONS = (
+    "freeze_step",
+    "warmup_bits",
+    "scale_block",
+    "variance_floor",
+    "max_update",
+    "clip",
+    "bucket_cap_mb",
+    "communicator",
+)
 
 
 def adopt_accelerators() -> None:

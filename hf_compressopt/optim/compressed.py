@@ -24,16 +24,17 @@ from hf_compressopt.optim.group_state import GroupState, by_communicator, mean_v
 from hf_compressopt.optim.interval import AlikeParameters
 from hf_compressopt.optim.local_gradients import LocalGradients
 from hf_compressopt.optim.logs import report_switch, write_log
-from hf_compressopt.optim.metrics import describe, numbers_of
+from hf_compressopt.optim.metrics import Measured
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
 from hf_compressopt.optim.sketched_norm import CLIPS
+from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import Stage, StepPlan
 
 logger = logging.getLogger(__name__)
 
 
-class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimizer):
+class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, FlatOptimizer):
     """The base of the compressed optimizers: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
 
     An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message
@@ -43,7 +44,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
     4.3; :class:`~hf_compressopt.schedules.FreezeDetector`), at the latest at ``max_freeze_step``. Ranks decide alike.
 
     In the stages in which ``plan.reduce_grads`` is True the caller averages the gradients over the ranks before
-    :meth:`step` (Trainer and Accelerate do, through DDP); otherwise gradients must stay local.
+    :meth:`step` (Trainer and Accelerate do, through DDP; :func:`~hf_compressopt.average_gradients` does in a loop of
+    your own), in the form that ``warmup_gradients`` says; otherwise gradients must stay local.
 
     Args:
         params: Parameters, named parameters or param groups, as for any torch optimizer. A param group may carry its
@@ -56,6 +58,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         freeze_step: Last step of the warmup stage, >= 1, or "auto".
         freeze_threshold: How stable the variance must be for "auto", in (0, 1].
         max_freeze_step: Bound on what "auto" finds, >= 1.
+        warmup_bits: Bits per element of the averaged gradients of the first stage: 4 or 8 send integers with error
+            feedback, 16 sends bfloat16, 32 the gradients as they are, which gives the bits of torch's AdamW.
         bias_correction: Whether Adam's bias corrections apply.
         betas: Coefficients of the running averages, each in [0, 1).
         eps: Added to the denominator, >= 0.
@@ -91,6 +95,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         freeze_step: int | str = 100_000,
         freeze_threshold: float = 0.96,
         max_freeze_step: int = 100_000,
+        warmup_bits: int = 32,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -116,6 +121,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         if amsgrad:
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
+        check_warmup_bits(warmup_bits, communicator)
         if clip not in CLIPS:
             raise ValueError(f"clip must be one of {list(CLIPS)}, got {clip!r}")
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
@@ -141,6 +147,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
             cuda_aware=cuda_aware,
         )
         self._consensus.clip = clip
+        self.warmup_bits = warmup_bits
+        self.warmup_gradients = WarmupGradients(self._states, warmup_bits, self.communicator, self._follow_parameters)
         self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
 
     # -- what an algorithm defines ------------------------------------------------------------------------------------
@@ -235,6 +243,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         self.rounds += plan.reduce_grads or plan.synchronize
         self.step_was_skipped = False
         self._consensus.end_step()
+        self.warmup_gradients.end_step(plan)
         self.traffic.end_step()
         return loss
 
@@ -243,6 +252,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         self.step_was_skipped = True
         self.skipped_steps += 1
         self._consensus.end_step()
+        self.warmup_gradients.end_step(self.plan)
         self.traffic.end_step()
         if self.communicator.rank == 0:
             write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self._step + 1)
@@ -252,7 +262,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
-        options.append(self._consensus.clip)
+        options += [self._consensus.clip, self.warmup_bits]
         self._consensus.check(plan, before, [type(self).__name__, self._step, repr(options)])
         return plan
 
@@ -302,10 +312,14 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
         self._apply(plan, state, bucket, state.masked(bucket, average))
 
     def _end_warmup(self, plan: StepPlan) -> None:
-        """Fold the bias corrections into the moments, and apply the variance floor, once."""
+        """Fold the bias corrections into the moments, and apply the variance floor, once.
+
+        What the gradients' messages have missed goes on as errors of the momentum, which is b1 m + (1 - b1) g.
+        """
         for state in self._states:
             if state.compressed:
                 state.freeze_variance(*self._bias_counts(state), self.variance_floor)
+                state.scale_errors(torch.full((len(state.params),), 1 - state.options["betas"][0]))
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch
             if self._consensus.clip == "sketch" and plan.stage is Stage.WARMUP:
@@ -320,22 +334,3 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, FlatOptimi
                 state.find_still()
             else:
                 state.still = [False] * len(state.params)
-
-    # -- metrics ------------------------------------------------------------------------------------------------------
-
-    def metrics(self) -> dict[str, float]:
-        """Return numbers of the last step and of the run so far, of this rank.
-
-        Returns:
-            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
-            gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
-            traffic of a plain loop that averages gradients itself); ``compression_ratio``
-            (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
-            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
-        """
-        counts = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
-        return {**numbers_of(self.last_plan, self._states, self.traffic), **{k: float(v) for k, v in counts.items()}}
-
-    def describe(self) -> str:
-        """Return one line for the log: class, size, schedule, ranks, kernels."""
-        return describe(type(self).__name__, self._states, self.schedule, self.communicator, self.scale_block)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
-from hf_compressopt.flat import Bucket, FlatLayout, Span
+from hf_compressopt.flat import Bucket, FlatLayout, Span, chunk_range
 from hf_compressopt.kernels import Average, Segment, SignFormat
 from hf_compressopt.kernels.memory import in_memory, is_direct
 from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
@@ -122,6 +122,17 @@ class GroupState:
         """Drop the errors that a single rank was loaded with and has sent in a compressed step; it makes none."""
         if self.communicator.world_size == 1 and self.worker_error.numel():
             self.take_errors(self.worker_error.new_empty(0), self.server_error.new_empty(0))
+
+    def scale_errors(self, factors: Tensor) -> None:
+        """Multiply the errors of each parameter by a factor, [len(params)] float32."""
+        for bucket, feedback in zip(self.layout.buckets, self.feedback, strict=True):
+            if feedback.worker_error.numel():
+                index = torch.tensor([piece.index for piece in bucket.pieces], device=self.device)
+                sizes = torch.tensor([piece.numel for piece in bucket.pieces], device=self.device)
+                whole = factors.to(self.device)[index].repeat_interleave(sizes)  # [numel of the bucket]
+                start, stop = chunk_range(bucket.numel, self.communicator.world_size, self.communicator.rank)
+                feedback.worker_error.mul_(whole)
+                feedback.server_error.mul_(whole[start:stop])
 
     @property
     def device(self) -> torch.device:

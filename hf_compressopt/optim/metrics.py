@@ -2,23 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.warmup_gradients import WarmupGradients
 from hf_compressopt.schedules import Schedule, StepPlan
 
 
-def numbers_of(plan: StepPlan, states: Sequence[GroupState], traffic: Traffic) -> dict[str, float]:
+class Measured:
+    """Mixin of an optimizer that tells what it does.
+
+    Attributes:
+        warmup_gradients: The form of the averaged gradients of the first stage.
+    """
+
+    warmup_gradients: WarmupGradients
+    communicator: Communicator
+    traffic: Traffic
+    schedule: Schedule
+    scale_block: int | None
+    skipped_steps: int
+    rounds: int
+    _states: list[GroupState]
+    _step: int
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """Plan of the last step."""
+        raise NotImplementedError("abstract")
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last step and of the run so far, of this rank.
+
+        Returns:
+            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
+            gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
+            traffic of a plain loop that averages gradients itself); ``compression_ratio``
+            (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
+            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
+        """
+        counts = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
+        in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
+        numbers = numbers_of(self.last_plan, self._states, self.traffic, in_full=in_full)
+        return {**numbers, **{name: float(value) for name, value in counts.items()}}
+
+    def describe(self) -> str:
+        """Return one line for the log: class, size, schedule, ranks, kernels."""
+        options = {**self.schedule.options(), "warmup_bits": self.warmup_gradients.bits}
+        return describe(type(self).__name__, self._states, options, self.communicator, self.scale_block)
+
+
+def numbers_of(plan: StepPlan, states: Sequence[GroupState], traffic: Traffic, *, in_full: bool) -> dict[str, float]:
     """Return the numbers of the last step, and of the run so far, that its plan and its traffic tell.
 
     Args:
         plan: Plan of the last step.
         states: The param groups.
         traffic: Bytes and seconds so far.
+        in_full: Whether the gradients of the last step were averaged in full precision.
     """
     full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
     sent = traffic.step_bytes
@@ -26,7 +72,7 @@ def numbers_of(plan: StepPlan, states: Sequence[GroupState], traffic: Traffic) -
         "stage": plan.stage.number,
         "bytes_sent_step": float(sent),
         "bytes_sent": float(traffic.total_bytes),
-        "compression_ratio": full / sent if sent > 0 and not plan.reduce_grads else 1.0,
+        "compression_ratio": full / sent if sent > 0 and not in_full else 1.0,
         "seconds_all_to_all": traffic.seconds["all_to_all"],
         "seconds_all_gather": traffic.seconds["all_gather"],
         "seconds_communication": traffic.total_seconds,
@@ -36,14 +82,14 @@ def numbers_of(plan: StepPlan, states: Sequence[GroupState], traffic: Traffic) -
 def describe(
     name: str,
     states: Sequence[GroupState],
-    schedule: Schedule,
+    options: Mapping[str, Any],
     communicator: Communicator,
     scale_block: int | None,
 ) -> str:
-    """Return one line for the log: class, size, schedule, ranks, kernels."""
-    options = ", ".join(f"{key}={value}" for key, value in schedule.options().items())
+    """Return one line for the log: class, size, options, ranks, kernels."""
+    chosen = ", ".join(f"{key}={value}" for key, value in options.items())
     numel = sum(state.layout.numel for state in states)
     return (
-        f"{name}, {numel:,} parameters, {options}; {communicator.world_size} rank(s) over {communicator.name}, "
+        f"{name}, {numel:,} parameters, {chosen}; {communicator.world_size} rank(s) over {communicator.name}, "
         f"scale_block={scale_block}, kernels: {kernels.implementation(communicator.device)}"
     )

@@ -1,9 +1,10 @@
 """0/1 Adam (Lu et al. 2022, arXiv 2202.06009).
 
-Variance stage, t <= var_freeze_step; in a variance step g is averaged in full precision, in any other by
+Variance stage, t <= var_freeze_step; in a variance step g is averaged in warmup_bits, in any other by
     g = compressed_all_reduce(g_r), times the mask if there is one                          (1)
     m = b1 m + (1 - b1) g;  in a variance step v = b2 v + (1 - b2) g^2                      (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), in other steps bounded                   (3)
+With warmup_bits of 4 or 8 the variance floor applies before each (1) too, and a tensor without variance keeps still.
 At the end of step var_freeze_step: bias corrections and variance floor as in 1-bit Adam, errors set to zero.
 Local-step stage: each rank alone, in every step,
     m_r = b1 m_r + (1 - b1) g_r;  p_r <- p_r (1 - lr wd) - lr bounded(m_r / (sqrt(v) + eps))  (4)
@@ -147,6 +148,10 @@ class ZeroOneAdam(CompressedOptimizer):
             return Combination.of(state.extra["local_update"][bucket.start : bucket.stop])
         gradients = state.gradient_segments(bucket, grads)
         return Combination(bucket.numel, state.device, grads=gradients)
+
+    def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
+        with self.warmup_gradients.signs(plan, states, self.variance_floor):
+            super()._compressed_step(plan, states, gradients)
 
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
         if plan.stage is not Stage.LOCAL_STEP:

@@ -1,0 +1,147 @@
+"""The gradients of the first stage: the form in which whoever averages them sends them, and the errors of that form.
+
+A message of integers keeps what it misses in the errors of the compressed stage, which are not in use yet:
+
+    u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
+    a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
+
+At the end of the stage they go on as errors of the momentum, times 1 - b1. Sources: LoCo (arXiv 2407.04480).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.gradient_round import IntegerSlot, Slot, plain_slots
+from hf_compressopt.kernels.integer_messages import INTEGER_BITS
+from hf_compressopt.optim.functional import floor_variance_
+from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.logs import write_log
+from hf_compressopt.schedules import Stage, StepPlan
+
+logger = logging.getLogger(__name__)
+
+#: Legal values of ``warmup_bits``.
+WARMUP_BITS = (*INTEGER_BITS, 16, 32)
+
+
+def check_warmup_bits(bits: Any, communicator: Any) -> None:
+    """Check that gradients can travel in this many bits.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    if isinstance(bits, bool) or bits not in WARMUP_BITS:
+        raise ValueError(f"warmup_bits must be one of {list(WARMUP_BITS)}, got {bits!r}")
+    if bits == 16 and (communicator == "mpi" or getattr(communicator, "name", "") == "mpi"):
+        raise ValueError("warmup_bits=16 needs another communicator than MPI, which sums no bfloat16: take 4, 8 or 32")
+
+
+class WarmupGradients:
+    """The form of the averaged gradients of one optimizer.
+
+    Attributes:
+        bits: Bits per element of a message: 4 or 8 for integers with error feedback, 16 for bfloat16, 32 for the
+            gradients as they are.
+        checked: What the ranks have compared for :func:`~hf_compressopt.average_gradients`.
+        in_use: Whether the gradients of the last step travelled so.
+    """
+
+    def __init__(
+        self, states: Sequence[GroupState], bits: int, communicator: Communicator, follow: Callable[[], None]
+    ) -> None:
+        """Describe the gradients of an optimizer.
+
+        Args:
+            states: The param groups, a list that may grow.
+            bits: See the class.
+            communicator: All ranks.
+            follow: Moves the state to where the parameters are.
+        """
+        self.bits, self.checked, self.in_use = bits, "", False
+        self._states, self._communicator, self._follow = states, communicator, follow
+        self._loss_scale = self._assumed_scale = 1.0
+        self._travelled = False  # in the step under way
+        self._told = False
+
+    def slots(
+        self, loss_scale: float | None = None, *, owner: int = 0, present: Collection[Tensor] | None = None
+    ) -> list[Slot]:
+        """Return the slots in which the gradients of a round travel; those of own process groups stay local.
+
+        A param group travels as integers if it is ever compressed, and all its parameters are in the round.
+
+        Args:
+            loss_scale: Factor that the gradients carry; None for the one that a gradient scaler has found before.
+            owner: Number of the optimizer.
+            present: The parameters whose gradients come in the round; None for all.
+        """
+        self._follow()
+        self._travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
+        here = None if present is None else set(present)
+        slots: list[Slot] = []
+        for state in self._states:
+            if state.own_rank is not None:
+                continue
+            whole = here is None or here.issuperset(state.params)
+            if self.bits in INTEGER_BITS and state.compressed and whole:
+                for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
+                    errors, scale = (feedback.worker_error, feedback.server_error), self._assumed_scale
+                    slots.append(IntegerSlot(bucket, state.params, state.communicator, owner, errors, self.bits, scale))
+                continue
+            params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
+            dtype = torch.bfloat16 if self.bits == 16 and state.compressed else None
+            if state.communicator.name == "mpi":  # it sums no 16-bit numbers
+                dtype = torch.float32
+            bucket_numel = state.layout.bucket_numel
+            slots += plain_slots(params, state.communicator, owner, bucket_numel=bucket_numel, dtype=dtype)
+        return slots
+
+    @contextmanager
+    def signs(self, plan: StepPlan, states: Sequence[GroupState], variance_floor: float) -> Iterator[None]:
+        """Inside, a step takes signs as its gradients, and may be between steps whose gradients were integers.
+
+        Integers round small gradients to 0, and a sign would move an element without a variance without bound. So the
+        variance floor applies before the step, and a parameter without variance keeps still.
+        """
+        integers = self.bits in INTEGER_BITS and plan.stage is Stage.VARIANCE and self._communicator.world_size > 1
+        guarded = [state for state in states if integers and state.own_rank is None]
+        for state in guarded:
+            for index in range(len(state.params)):
+                floor_variance_(state.view(state.exp_avg_sq, index), variance_floor)
+            state.find_still()
+        yield
+        for state in guarded:
+            state.still = [False] * len(state.params)
+
+    def note_loss_scale(self, scale: float) -> None:
+        """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
+
+        If they travelled under another one, as in the first step, their errors carry it: it is divided out.
+        """
+        if self._travelled and scale != self._assumed_scale:
+            for state in self._states:
+                if state.own_rank is None:
+                    state.worker_error.mul_(self._assumed_scale / scale)
+                    state.server_error.mul_(self._assumed_scale / scale)
+            self._loss_scale = self._assumed_scale = scale
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Close a step. If gradients were averaged in another way, and so in full precision, say it once."""
+        self.in_use, self._travelled = self._travelled and self.bits < 32, False
+        several = self._communicator.world_size > 1 and self._communicator.rank == 0
+        if several and self.bits < 32 and plan.reduce_grads and not self.in_use and not self._told:
+            self._told = True
+            message = (
+                "warmup_bits=%d is not in use: the gradients were averaged in another way, in full precision. Call "
+                "hf_compressopt.attach_ddp(model, optimizer) for a DistributedDataParallel model, or "
+                "hf_compressopt.average_gradients(optimizer) before step(); or give warmup_bits=32"
+            )
+            write_log(logger, logging.WARNING, message, self.bits)

@@ -1,0 +1,330 @@
+"""The first stage with gradients of 4, 8 and 16 bits, on real ranks without DDP, against simulations and AdamW."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hf_compressopt
+from hf_compressopt import average_gradients
+from tests.oracles.cases import (
+    MASK,
+    ODD,
+    Case,
+    Problem,
+    bucket_cap,
+    first_safe,
+    flat_params,
+    make_params,
+    missing_gradients,
+    mixed_groups,
+    run_simulation,
+    simulated_params,
+)
+from tests.oracles.comparing import final_state
+from tests.oracles.simulation_integers import Simulation
+from tests.oracles.simulation_low_bits import LowBitOnebitAdam, LowBitOnebitLamb, LowBitZeroOneAdam
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+SIMULATIONS = {"OnebitAdam": LowBitOnebitAdam, "OnebitLamb": LowBitOnebitLamb, "ZeroOneAdam": LowBitZeroOneAdam}
+ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2}
+CASES = [
+    Case("groups", mixed_groups(0.02), {"bucket_cap_mb": bucket_cap(37), "weight_decay": 0.1}),
+    Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"max_grad_norm": 0.5, "lr": 0.01}),
+    missing_gradients({"lr": 0.01, "scale_block": 8}),
+]
+
+
+def options_of(problem: Problem, name: str) -> dict[str, Any]:
+    return ZERO_ONE if name == "ZeroOneAdam" else {"freeze_step": problem.case.freeze_step}
+
+
+def solve(rank: int, problem: Problem, name: str, bits: int) -> dict[str, Any]:
+    params, groups = make_params(problem)
+    options = {**problem.case.kwargs, **options_of(problem, name), "warmup_bits": bits}
+    optimizer = getattr(hf_compressopt, name)(groups, **options)
+    history = []
+    for t in range(1, problem.case.steps + 1):
+        for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
+            for p, grad in zip(group, grads, strict=True):
+                p.grad = None if grad is None else torch.from_numpy(grad.copy())
+        average_gradients(optimizer)
+        optimizer.step()
+        history.append(flat_params(params))
+    return {"history": np.stack(history), **final_state(optimizer, params)}
+
+
+def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str, int]]) -> list[dict[str, Any]]:
+    return [solve(rank, *row) for row in rows]
+
+
+def simulate(problem: Problem, name: str, bits: int) -> tuple[Any, list[Any]]:
+    """The finished simulation, and every rank's parameters after every step."""
+
+    def observe(simulation: Any) -> Any:
+        if name == "ZeroOneAdam":
+            return [simulation.params_of(rank) for rank in range(problem.world_size)]
+        return [simulated_params(simulation)] * problem.world_size
+
+    return run_simulation(problem, SIMULATIONS[name], observe, bits=bits, **options_of(problem, name))
+
+
+@pytest.mark.invariant(29)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_the_simulation_in_both_stages(world_size: int) -> None:
+    rows, expected = [], []
+    for number, (case, name) in enumerate((case, name) for case in CASES for name in SIMULATIONS):
+        bits = (4, 8)[number % 2]
+        problem, simulation, history = first_safe(case, world_size, Problem, partial(simulate, name=name, bits=bits))
+        rows.append((problem, name, bits))
+        expected.append((simulation, history))
+    ranks = run_ranks(world_size, solve_all, rows, timeout=240)
+    for (problem, name, bits), (simulation, history), results in zip(
+        rows, expected, zip(*ranks, strict=True), strict=True
+    ):
+        for rank, got in enumerate(results):
+            context = f"{name}, {bits} bits, case {problem.case.name}, rank {rank}"
+            mine = np.stack([row[rank] for row in history])
+            np.testing.assert_allclose(got["history"], mine, rtol=0, atol=3e-6, err_msg=context)
+            for g, group in enumerate(simulation.groups if world_size > 1 else ()):
+                for key in ("worker_error", "server_error"):
+                    errors = np.concatenate([np.zeros(0), *(bucket[rank] for bucket in getattr(group, f"{key}s"))])
+                    np.testing.assert_allclose(got[key][g], errors, rtol=1e-5, atol=5e-6, err_msg=f"{context}: {key}")
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+SHAPES = [(7, 33), (129,), (0,), (1,), (64, 5)]
+NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
+
+
+def gradients(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randn(shape, generator=generator) * 10.0 ** (i % 3 - 1) for i, shape in enumerate(SHAPES)]
+
+
+def flat(tensors: list[torch.Tensor]) -> np.ndarray:
+    return torch.cat([t.detach().reshape(-1).float() for t in tensors]).numpy().copy()
+
+
+def make(bits: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "freeze_step": 5, "bucket_cap_mb": bucket_cap(300), **options}
+    return params, hf_compressopt.OnebitAdam(params, warmup_bits=bits, **settings)
+
+
+def give(params: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -> None:
+    for p, grad in zip(params, gradients(rank, step), strict=True):
+        p.grad = (grad * scale).to(p.dtype)
+
+
+def first_stage(rank: int, world_size: int, bits: int, dtype: torch.dtype) -> dict[str, Any]:
+    params, optimizer = make(bits, dtype=dtype)
+    history, averages = [], []
+    for step in range(4):
+        give(params, rank, step)
+        average_gradients(optimizer)
+        averages.append(flat([p.grad for p in params]))
+        optimizer.step()
+        history.append(flat(params))
+    state = optimizer._states[0]
+    errors = state.worker_error.numpy(), state.server_error.numpy()
+    return {"averages": averages, "history": history, "errors": errors, "metrics": optimizer.metrics()}
+
+
+def adamw(averages: list[np.ndarray]) -> list[np.ndarray]:
+    params, _ = make(32)
+    optimizer, history = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1), []
+    for average in averages:
+        parts = torch.split(torch.from_numpy(average), [p.numel() for p in params])
+        for p, part in zip(params, parts, strict=True):
+            p.grad = part.view(p.shape)
+        optimizer.step()
+        history.append(flat(params))
+    return history
+
+
+@pytest.mark.invariant(28, 29, 33)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_gradients_have_the_simulations_bits_and_steps_adamws(world_size: int, bits: int) -> None:
+    simulation = Simulation(NUMEL, 300, world_size, bits)
+    expected = [
+        simulation.average(np.stack([flat(gradients(rank, step)) for rank in range(world_size)])) for step in range(4)
+    ]
+    steps = adamw(expected)
+    ranks = run_ranks(world_size, first_stage, bits, torch.float32)
+    for rank, result in enumerate(ranks):
+        for mine, theirs in zip([*result["averages"], *result["history"]], [*expected, *steps], strict=True):
+            assert mine.tobytes() == theirs.tobytes()
+        assert result["errors"][0].tobytes() == simulation.worker_error[rank].tobytes()
+    held = np.sort(np.concatenate([result["errors"][1] for result in ranks]))
+    assert held.tobytes() == np.sort(simulation.server_error).tobytes()
+
+
+@pytest.mark.invariant(32)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_32_bits_are_adamw_bit_for_bit(world_size: int) -> None:
+    expected = []
+    for step in range(4):
+        halves = [flat([grad * (1 / world_size) for grad in gradients(rank, step)]) for rank in range(world_size)]
+        expected.append(sum(halves[1:], halves[0]))
+    steps = adamw(expected)
+    for result in run_ranks(world_size, first_stage, 32, torch.float32):
+        assert [row.tobytes() for row in result["history"]] == [row.tobytes() for row in steps]
+        assert not result["errors"][0].any() and not result["errors"][1].any()
+        assert result["metrics"]["compression_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_16_bits_are_bfloat16(world_size: int) -> None:
+    ranks = run_ranks(world_size, first_stage, 16, torch.float32)
+    for step in range(4):
+        halves = [(torch.from_numpy(flat(gradients(rank, step))) / world_size) for rank in range(world_size)]
+        if world_size == 2:
+            expected = sum(half.bfloat16() for half in halves).float().numpy()
+            assert np.array_equal(ranks[0]["averages"][step], expected)
+        largest = torch.stack([half.abs() for half in halves]).sum(dim=0).numpy()
+        assert np.all(np.abs(ranks[0]["averages"][step] - sum(halves).numpy()) <= 2.0**-7 * largest)
+        assert all(result["averages"][step].tobytes() == ranks[0]["averages"][step].tobytes() for result in ranks)
+    assert ranks[0]["metrics"]["compression_ratio"] == pytest.approx(2.0, rel=0.02)
+
+
+def test_16_bit_parameters_get_the_same_average_rounded() -> None:
+    for result in run_ranks(2, first_stage, 4, torch.bfloat16):
+        simulation = Simulation(NUMEL, 300, 2, 4)
+        for step in range(4):
+            grads = np.stack([flat([grad.bfloat16() for grad in gradients(rank, step)]) for rank in range(2)])
+            expected = torch.from_numpy(simulation.average(grads)).bfloat16().float().numpy()
+            assert result["averages"][step].tobytes() == expected.tobytes()
+
+
+@pytest.mark.invariant(33)
+@pytest.mark.parametrize(("bits", "sent"), [(4, 4 + 16 / 128), (8, 8 + 16 / 128), (16, 16), (32, 32)])
+def test_bytes_are_those_of_the_formula(bits: int, sent: float) -> None:
+    numel, world_size = 100_000, 3
+    formula = 2 * (world_size - 1) / world_size * numel * sent / 8
+    for step, total in run_ranks(world_size, one_tensor, numel, bits):
+        assert formula <= step <= 1.01 * formula and total == 3 * step
+
+
+def one_tensor(rank: int, world_size: int, numel: int, bits: int) -> tuple[int, int]:
+    p = nn.Parameter(torch.zeros(numel))
+    optimizer = hf_compressopt.OnebitAdam([p], warmup_bits=bits)
+    for step in range(3):
+        p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * rank + step))
+        average_gradients(optimizer)
+        optimizer.step()
+    return int(optimizer.metrics()["bytes_sent_step"]), int(optimizer.metrics()["bytes_sent"])
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def not_finite(rank: int, world_size: int, bad: float) -> dict[str, Any]:
+    params, optimizer = make(4, freeze_step=100)
+    state, seen = optimizer._states[0], []
+    for step in range(4):
+        give(params, rank, step)
+        if step == 2 and rank == world_size - 1:
+            params[4].grad.view(-1)[17] = bad
+        before = [t.clone() for t in (*params, state.worker_error, state.server_error, state.exp_avg)]
+        average_gradients(optimizer)
+        optimizer.step()
+        after = (*params, state.worker_error, state.server_error, state.exp_avg)
+        seen.append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+        assert optimizer.step_was_skipped is (step == 2)
+    return {"same": seen, "params": flat(params), "step": optimizer.metrics()["step"]}
+
+
+@pytest.mark.invariant(13, 30)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_skips_the_step_on_all_ranks(bad: float) -> None:
+    ranks = run_ranks(3, not_finite, bad)
+    for result in ranks:
+        assert result["same"] == [False, False, True, False] and result["step"] == 3
+        assert result["params"].tobytes() == ranks[0]["params"].tobytes()
+
+
+def unlike(rank: int, world_size: int, what: str) -> None:
+    if what == "bits":
+        params, optimizer = make(4 if rank else 8)
+    else:
+        params, optimizer = make(4, bucket_cap_mb=bucket_cap(300 + rank))
+    give(params, rank, 0)
+    average_gradients(optimizer)
+
+
+@pytest.mark.parametrize("what", ["bits", "buckets"])
+def test_ranks_that_differ_fail_together(what: str) -> None:
+    errors = run_ranks_expecting_error(2, unlike, what)
+    assert all("differ from rank 0 in warmup_bits, bucket_cap_mb, or the parameters" in e for e in errors.values())
+
+
+@pytest.mark.parametrize("bits", [2, 0, 4.5, True, "int4"])
+def test_other_bits_are_refused(bits: Any) -> None:
+    with pytest.raises(ValueError, match=r"warmup_bits must be one of \[4, 8, 16, 32\]"):
+        make(bits)
+    with pytest.raises(ValueError, match="warmup_bits=16 needs another communicator than MPI"):
+        make(16, communicator="mpi")
+
+
+def by_itself(rank: int, world_size: int) -> list[str]:
+    """A loop that averages by itself; the lines that the package has logged."""
+    import logging
+
+    import torch.distributed as dist
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_compressopt").addHandler(handler)
+    params, optimizer = make(4)
+    for step in range(3):
+        give(params, rank, step)
+        for p in params:
+            dist.all_reduce(p.grad.div_(world_size))
+        optimizer.step()
+    logging.getLogger("hf_compressopt").removeHandler(handler)
+    return [line for line in lines if "warmup_bits=4 is not in use" in line]
+
+
+def test_a_loop_that_averages_by_itself_is_told_once() -> None:
+    first, second = run_ranks(2, by_itself)
+    assert len(first) == 1 and second == []
+
+
+# -- loss scales ------------------------------------------------------------------------------------------------------
+
+
+def scaled(rank: int, world_size: int, how: str) -> dict[str, Any]:
+    """Eight steps, of which five in the first stage, under a gradient scaler."""
+    params, optimizer = make(4)
+    growth = 3 if how == "told" else 1000
+    scaler = hf_compressopt.GradScaler("cpu", init_scale=1024.0, growth_interval=growth, enabled=how != "none")
+    scaler.scale(torch.ones(()))  # makes the scale
+    for step in range(8):
+        bad = how == "told" and step == 2 and rank == 0
+        for attempt in ("bad", "good") if how == "told" and step == 2 else ("good",):
+            give(params, rank, step, scaler.get_scale() if how != "none" else 1.0)
+            if bad and attempt == "bad":
+                params[0].grad[0, 0] = float("inf")
+            average_gradients(optimizer, loss_scale=scaler.get_scale() if how == "told" else None)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    state = optimizer._states[0]
+    return {"params": flat(params), "errors": state.worker_error.numpy(), "step": optimizer.metrics()["step"]}
+
+
+@pytest.mark.parametrize("how", ["told", "found"])
+def test_errors_do_not_carry_the_loss_scale(how: str) -> None:
+    """Scales are powers of two, so that a scaled run has the bits of one without a scaler."""
+    for mine, plain in zip(run_ranks(2, scaled, how), run_ranks(2, scaled, "none"), strict=True):
+        assert mine["step"] == plain["step"] == 8
+        assert mine["params"].tobytes() == plain["params"].tobytes()
+        assert mine["errors"].tobytes() == plain["errors"].tobytes()
