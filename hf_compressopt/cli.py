@@ -76,10 +76,10 @@ def _ranks(text: str) -> int:
 
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
     from hf_compressopt.integrations import deepspeed
-    from hf_compressopt.integrations.deepspeed import render, translation
+    from hf_compressopt.integrations.deepspeed import render
 
     try:
-        config = translation.read_config(arguments.config)
+        config = deepspeed.read_config(arguments.config)
         found = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
         text = json.dumps(render.as_json(found), indent=2) if arguments.json else render.render(found)
     except ValueError as error:

@@ -327,14 +327,23 @@ def test_what_has_no_counterpart_is_named_with_a_reason(config: dict[str, Any], 
     assert name in set(leaves(config))
 
 
+ZERO_OPTIONS = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "contiguous_gradients",
+    "round_robin_gradients",
+    "ignore_unused_parameters",
+)
+
+
 def test_every_option_is_accounted_for() -> None:
-    everything = {
-        name: dict.fromkeys(("enabled", "something"), True) if "." not in name else True
-        for name in (*tables.NO_COUNTERPART, *tables.NOT_NEEDED)
-        if "." not in name
-    }
-    zero = {name.split(".")[1]: True for name in (*tables.NO_COUNTERPART, *tables.NOT_NEEDED) if "." in name}
-    zero |= dict.fromkeys(tables.ZERO_OPTIONS, "auto")
+    paths = {rule.path.rstrip("*") for rules in tables.RULES.values() for rule in rules}
+    sections = {rule.path[:-1] for rule in tables.RULES["REST"] if rule.path.endswith("*")} - {""}
+    everything = {name: dict.fromkeys(("enabled", "something"), True) for name in sections}
+    zero = {path.split(".")[1]: True for path in paths if path.startswith("zero_optimization.") and "stage" not in path}
+    zero |= dict.fromkeys(ZERO_OPTIONS, "auto")
+    assert len(sections) > 20 and len(zero) >= 15
     configs = [*CONFIGS.values(), {"zero_optimization": {"stage": 2, **zero}, **everything}]
     configs += [with_optimizer(kind, **dict.fromkeys(text_options(cls), "auto")) for kind, cls in KINDS.items()]
     configs += [{"flops_profiler": {"detailed": True, "enabled": False}, "tensorboard": {"enabled": True, "job": "a"}}]

@@ -5,16 +5,22 @@ Facts on DeepSpeed are those of 0.19.6, the last release with the 1-bit optimize
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_compressopt.integrations.algorithms import OPTIMIZERS, ZERO_NAMES
-from hf_compressopt.integrations.deepspeed import optimizer, render, training
-from hf_compressopt.integrations.deepspeed.translation import Options, Translation
+from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
+from hf_compressopt.integrations.deepspeed import render, tables
+from hf_compressopt.integrations.deepspeed.translation import AUTO, SAME, Row, Translation, number
 from hf_compressopt.integrations.optim_args import read_optim_args
+
+_DEEPEST = 8  # levels of a configuration; DeepSpeed's own have four
+_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
 
 def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmetic: bool = False) -> Translation:
@@ -28,30 +34,124 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
     Raises:
         ValueError: If a section is no object, or an option has an illegal value.
     """
-    options = Options(config)
-    optimizer.optimizer(options, same_arithmetic=same_arithmetic)
-    optimizer.zero(options)
-    training.precision(options)
-    training.batches(options, ranks)
-    training.clipping(options)
-    training.scheduler(options)
-    training.rest(options)
-    translation = options.translation
-    args = read_optim_args(translation.optim, translation.optim_args_text)
-    if translation.optim in OPTIMIZERS:
-        cls = OPTIMIZERS[translation.optim]
-        _check_ranges(cls, {**render.adam_options(translation), **args.optimizer})
-    elif translation.optim in (*ZERO_NAMES, "adamw_torch"):
-        _check_ranges(torch.optim.AdamW, render.adam_options(translation))
+    for section in _SECTIONS:
+        if not isinstance(config.get(section, {}), dict):
+            raise ValueError(f"{section} must be an object with options, got {config[section]!r}")
+    given = dict(_options("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()}))
+    options = {name: value for name, value in given.items() if value is not None}
+    facts = {"same_arithmetic": same_arithmetic, "known": ", ".join([*OPTIMIZERS, *ZERO_NAMES]), "ranks": ranks}
+    facts["missing"], facts["size"] = missing, size = _missing_size(options, ranks)
+    translation = Translation(options | {missing: size} if size else options, options.keys(), facts)
+    for name in _tables(translation):
+        translation.apply(tables.RULES[name])
+    translation.rows += [Row(name, None, SAME, "", "not set") for name in given if name not in options]
+    _check_ranges(translation)
     return translation
 
 
-def _check_ranges(cls: Callable[..., torch.optim.Optimizer], values: dict[str, Any]) -> None:
+def _tables(translation: Translation) -> Iterator[str]:
+    """Yield the names of the tables for a configuration, while they are applied.
+
+    Raises:
+        ValueError: If there is no such stage of ZeRO.
+    """
+    options = translation.config
+    kind = str(options.get("optimizer.type", "")).lower()
+    if kind in tables.NAMES:
+        yield "OPTIMIZER"
+        if translation.optim in ALGORITHMS and translation.facts["same_arithmetic"]:
+            yield "AS_DEEPSPEED"
+        yield "OPTIONS"
+        if translation.optim in ALGORITHMS and not translation.facts["same_arithmetic"]:
+            yield "BETTER"
+    elif kind:
+        yield "UNKNOWN_OPTIMIZER"
+    stage = options.get("zero_optimization.stage")
+    if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
+    yield "ZERO" if stage in (1, 2) and translation.optim not in ALGORITHMS else "NO_ZERO"
+    yield "PRECISION"
+    yield "BATCHES"
+    if kind := str(options.get("scheduler.type", "")).lower():
+        yield "SCHEDULE" if kind in tables.SCHEDULES else "UNKNOWN_SCHEDULE"
+    yield "REST"
+
+
+def _missing_size(options: dict[str, Any], ranks: int | None) -> tuple[str, int | None]:
+    """Return which of the two factors of train_batch_size is missing, and its value, if it follows from the others.
+
+    Raises:
+        ValueError: If the sizes are no whole numbers, or do not fit.
+    """
+
+    def whole(name: str) -> int:
+        value = number(name, options[name])
+        if value < 1 or value != int(value):
+            raise ValueError(f'{name} must be a whole number >= 1 or "auto", got {value!r}')
+        return int(value)
+
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    known = [name for name in names if options.get(name, AUTO) != AUTO]
+    sizes, missing = [whole(name) for name in known], next((name for name in names if name not in known), "")
+    if ranks is None or not missing or options.get("train_batch_size", AUTO) == AUTO:
+        return missing, None
+    total, divisor = whole("train_batch_size"), ranks * math.prod(sizes)
+    if total % divisor:
+        raise ValueError(f"train_batch_size must be a multiple of {divisor}, by {ranks} rank(s), got {total}")
+    return missing, total // divisor
+
+
+def _options(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a section by their paths.
+
+    Raises:
+        ValueError: If it is nested too deeply.
+    """
+    if prefix.count(".") > _DEEPEST:
+        raise ValueError(f"{prefix[:-1]} is nested more than {_DEEPEST} levels deep")
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _options(f"{prefix}{name}.", value)
+        else:
+            yield prefix + name, value
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read a configuration.
+
+    Raises:
+        ValueError: If the file cannot be read, or is no JSON object, or names an option twice; with the file's name.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} given twice")
+        return dict(pairs)
+
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError(f"{path} is no DeepSpeed configuration in JSON: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is no DeepSpeed configuration in JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no DeepSpeed configuration: it must be a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _check_ranges(translation: Translation) -> None:
     """Have the optimizer itself check its options.
 
     Raises:
         ValueError: If an option is outside its range.
     """
+    args = read_optim_args(translation.optim, translation.optim_args_text)
+    cls: Callable[..., torch.optim.Optimizer] = OPTIMIZERS.get(translation.optim, torch.optim.AdamW)
+    own = args.optimizer if translation.optim in OPTIMIZERS else {}
+    if translation.optim not in (*OPTIMIZERS, *ZERO_NAMES, "adamw_torch"):
+        return
     if os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks
+        values = {**render.adam_options(translation), **own}
         transport = ("communicator", "cuda_aware")
         cls([torch.zeros(8)], **{name: value for name, value in values.items() if name not in transport})

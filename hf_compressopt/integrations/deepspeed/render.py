@@ -7,9 +7,7 @@ import shlex
 from typing import Any
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
-from hf_compressopt.integrations.deepspeed import tables
-from hf_compressopt.integrations.deepspeed.tables import BECOMES, DIFFERS, LOST, SAME
-from hf_compressopt.integrations.deepspeed.translation import Translation
+from hf_compressopt.integrations.deepspeed.translation import BECOMES, DIFFERS, LOST, SAME, Translation
 from hf_compressopt.integrations.optim_args import text_options
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -18,6 +16,12 @@ _TITLES = {
     DIFFERS: "What is different",
     SAME: "Nothing to do",
     LOST: "No counterpart",
+}
+_FLAGS = {
+    "lr": ("--learning_rate",),
+    "betas": ("--adam_beta1", "--adam_beta2"),
+    "eps": ("--adam_epsilon",),
+    "weight_decay": ("--weight_decay",),
 }
 _TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
 _PLUGIN_FIELDS = ("freeze_step", "scale_block", "variance_floor", "bucket_cap_mb", "communicator")
@@ -112,10 +116,10 @@ def _optimizer(translation: Translation, imports: list[str]) -> str:
 def adam_options(translation: Translation) -> dict[str, Any]:
     """Options that Trainer has flags for, by the names that every Adam has."""
     found = {}
-    for name, flags in tables.FLAGS.items():
-        values = [translation.flags[flag] for flag in flags if flag in translation.flags]
+    for name, flags in _FLAGS.items():
+        values = tuple(translation.flags[flag] for flag in flags if flag in translation.flags)
         if values:
-            found[name] = tuple(values) if len(flags) > 1 else values[0]
+            found[name] = values if len(flags) > 1 else values[0]
     return found
 
 

@@ -1,96 +1,148 @@
-"""The options of DeepSpeed 0.19.6 by their names here, their defaults, and remarks on those without a counterpart."""
+"""The rules of options.txt: each row there is an option of DeepSpeed, a condition, what it becomes, and a remark."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-#: The kinds of rows of a translation.
-BECOMES, SAME, DIFFERS, LOST = "becomes", "same", "differs", "lost"
+from hf_compressopt.integrations.algorithms import OPTIMIZERS
+from hf_compressopt.integrations.deepspeed.translation import AUTO, BECOMES, KINDS, Case, Rule, number
+from hf_compressopt.integrations.optim_args import text_options
+
 #: DeepSpeed's optimizers, in lower case, and Trainer's ``--optim`` here.
 NAMES = {
     "onebitadam": "onebit_adam",
     "zerooneadam": "zero_one_adam",
     "onebitlamb": "onebit_lamb",
-    "adam": "fused_adam",
-    "adamw": "fused_adam",
-    "fusedadam": "fused_adam",
-    "cpuadam": "fused_adam",
-    "lamb": "lamb",
-    "fusedlamb": "lamb",
+    **dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "fused_adam"),
+    **dict.fromkeys(("lamb", "fusedlamb"), "lamb"),
     "sgd": "sgd",
     "adagrad": "adagrad",
 }
-#: DeepSpeed's defaults of options that Trainer would otherwise fit to the length of the run.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "onebit_adam": {"freeze_step": 100_000},
-    "onebit_lamb": {"freeze_step": 100_000},
-    "zero_one_adam": {
-        "var_freeze_step": 100_000,
-        "var_update_scaler": 16,
-        "local_step_scaler": 32_678,
-        "local_step_clipper": 16,
-    },
-}
-#: Options with which the optimizers here compute what DeepSpeed's did, whatever the configuration says.
-SAME_ARITHMETIC = {"scale_block": None, "variance_floor": 0, "bias_correction": False, "eps_inside_sqrt": False}
-IGNORED_THERE = ("bias_correction", "eps_inside_sqrt")
-DEFAULT_LR = 1e-3
-INITIAL_SCALE_POWER = 16  # of torch's GradScaler
-GROWTH_INTERVAL = 2000  # likewise
+#: DeepSpeed's schedules, in lower case, and Trainer's ``--lr_scheduler_type``.
+SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine_with_min_lr"}
 
-FLAGS = {  # options of the optimizer that are Trainer's own flags
-    "lr": ("--learning_rate",),
-    "betas": ("--adam_beta1", "--adam_beta2"),
-    "eps": ("--adam_epsilon",),
-    "weight_decay": ("--weight_decay",),
+
+def _beta(number_of: int) -> Callable[[Case], Any]:
+    def value(case: Case) -> Any:
+        if case.value == AUTO:
+            return AUTO
+        if not isinstance(case.value, (list, tuple)) or len(case.value) != 2:
+            raise ValueError(f"{case.option} must be 2 numbers, got {case.value!r}")
+        return number(case.option, case.value[number_of])
+
+    return value
+
+
+def _power(case: Case) -> float:
+    if not 0 <= number(case.option, case.value) <= 126:
+        raise ValueError(f"{case.option} must be from 0 to 126, got {case.value!r}")
+    return float(2.0**case.value)
+
+
+def _optim(case: Case) -> str:
+    name = NAMES[str(case.config["optimizer.type"]).lower()]
+    return "adamw_torch" if name == "fused_adam" and case.config.get("optimizer.params.torch_adam") else name
+
+
+def _legal(case: Case) -> bool:
+    return case.optim in OPTIMIZERS and case.option.split(".")[-1] in text_options(OPTIMIZERS[case.optim])
+
+
+def _over_mpi(case: Case) -> bool:
+    return case.compressed and case.config.get("optimizer.params.comm_backend_name") == "mpi"
+
+
+def _clips_nothing(case: Case) -> bool:
+    return not case.value or case.facts["same_arithmetic"] or bool(case.config.get("gradient_clipping"))
+
+
+_CONDITIONS: dict[str, Callable[[Case], Any]] = {
+    "": lambda case: True,
+    "on": lambda case: bool(case.value),
+    "off": lambda case: not case.value,
+    "never": lambda case: case.value == math.inf,  # as Accelerate writes it
+    "ordinary": lambda case: not case.compressed,
+    "1-bit": lambda case: case.optim in ("onebit_adam", "onebit_lamb"),
+    "0/1": lambda case: case.optim == "zero_one_adam",
+    "adamw": lambda case: case.optim in ("", "adamw_torch"),
+    "decoupled": lambda case: case.value and case.optim != "fused_adam",
+    "not fused": lambda case: case.optim != "fused_adam",
+    "legal": _legal,
+    "bounded": lambda case: _legal(case) and case.optim != "onebit_lamb",
+    "illegal": lambda case: not _legal(case),
+    "heeded": lambda case: case.key not in ("bias_correction", "eps_inside_sqrt") or not case.compressed,
+    "over mpi": _over_mpi,
+    "no clip": _clips_nothing,
+    "no norm": lambda case: "--max_grad_norm" not in case.translation.flags,
+    "mean": lambda case: case.value and case.compressed,
+    "staged": lambda case: case.config.get("zero_optimization.stage"),
+    "stage 3": lambda case: case.option.split(".")[1].startswith(("stage3_", "zero_", "mics_")),
+    "after": lambda case: case.value != 1 and not case.config.get("prescale_gradients"),
+    "disabled": lambda case: not case.config.get(f"{case.section}.enabled"),
+    "switched off": lambda case: not case.config.get(f"{case.section}.enabled", True),
+    "whole": lambda case: not case.facts["missing"],
+    "ranks": lambda case: case.facts["size"],
+    "cosine": lambda case: case.translation.flags["--lr_scheduler_type"] == "cosine_with_min_lr",
+    "no cosine": lambda case: case.translation.flags["--lr_scheduler_type"] != "cosine_with_min_lr",
 }
-ZERO_OPTIONS = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "overlap_comm",
-    "contiguous_gradients",
-    "round_robin_gradients",
-    "ignore_unused_parameters",
-)
-NOT_NEEDED: dict[str, str] = {
-    "zero_allow_untested_optimizer": "any element-wise optimizer may be partitioned",
-    "zero_force_ds_cpu_optimizer": "offloaded state is updated by the same native kernels",
-    "wall_clock_breakdown": "every log line has compressopt/seconds_communication",
-    "memory_breakdown": "hf_compressopt.zero.memory.memory_report measures it",
-    "dump_state": "optimizer.metrics() and the log have the state",
-    "zero_optimization.elastic_checkpoint": "a checkpoint loads on any number of ranks",
-    "zero_optimization.load_from_fp32_weights": "checkpoints hold the float32 weights, and they are loaded",
-    "zero_optimization.legacy_stage1": "there is one stage 1",
-    "zero_optimization.use_multi_rank_bucket_allreduce": "each rank's part of a bucket goes to its owner at once",
-    "checkpoint": "checkpoints are written by every rank at once, and load on any number of ranks",
+_VALUES: dict[str, Callable[[Case], Any]] = {
+    "value": lambda case: case.value,
+    "number": lambda case: AUTO if case.value == AUTO else number(case.option, case.value),
+    "int": lambda case: AUTO if case.value == AUTO else int(number(case.option, case.value)),  # 5e8 is an int too
+    "float": lambda case: float(number(case.option, case.value)),
+    "power": _power,
+    "beta1": _beta(0),
+    "beta2": _beta(1),
+    "optim": _optim,
+    "zero_adamw": lambda case: f"zero{case.value}_adamw",
+    "schedule": lambda case: SCHEDULES[case.value.lower()],
+    "min_lr_rate": lambda case: json.dumps({"min_lr_rate": case.value}),
 }
-NO_COUNTERPART: dict[str, str] = {
-    "activation_checkpointing": "Trainer's --gradient_checkpointing recomputes activations; partitioning and "
-    "offloading them are not supported",
-    "aio": "NVMe offload is not supported",
-    "amp": "apex's mixed precision: Trainer has --fp16 and --bf16",
-    "autotuning": "hf-compressopt estimate predicts memory and time instead",
-    "comms_logger": "bytes and seconds are in every log line, but not of single messages",
-    "communication_data_type": "DDP sends the gradients' own dtype; under ZeRO it is an option",
-    "compression_training": "it compresses models, not messages",
-    "csv_monitor": "no CSV writer: trainer_state.json has every log line",
-    "curriculum_learning": "the script owns the data",
-    "data_efficiency": "the script owns the data",
-    "disable_allgather": "parameters are always gathered after a step",
-    "elasticity": "checkpoints load on any number of ranks; torchrun restarts a run",
-    "flops_profiler": "torch.profiler",
-    "gradient_predivide_factor": "DDP divides gradients by the number of ranks before it sums them; under ZeRO it is "
-    "an option",
-    "pipeline": "pipeline parallelism is not supported",
-    "prescale_gradients": "DDP always divides gradients before it sums them",
-    "sparse_attention": "the model owns its attention",
-    "sparse_gradients": "sparse gradients are not supported: make embeddings with sparse=False",
-    "tensor_parallel": "tensor parallelism is not supported",
-    "zero_optimization.sub_group_size": "it is an option of stage 3",
-    "zero_optimization.reduce_scatter": "an all-reduce would send twice as much and change nothing",
-    "zero_optimization.allgather_partitions": "broadcasts instead of the all-gather would change nothing",
-    "zero_optimization.offload_param": "parameters stay where the model is; FSDP offloads them",
-}
-#: Values, other than 0 and false, that mean what happens here in any case.
-ZERO_NEUTRAL: dict[str, Any] = {"reduce_scatter": True, "allgather_partitions": True, "offload_param.device": "none"}
-NEUTRAL: dict[str, Any] = {"prescale_gradients": True, "gradient_predivide_factor": 1.0}
+
+
+def _literal(text: str) -> Any:
+    """Return a value as JSON writes it, or the word itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _condition(text: str) -> Callable[[Case], Any]:
+    values = [_literal(word) for word in text.split()]
+    return _CONDITIONS.get(text, lambda case: case.value in values)
+
+
+def _target(text: str) -> tuple[str, Callable[[Case], Any]]:
+    name, given, value = text.partition("=")
+    if given:
+        return name, _VALUES.get(value, lambda case: _literal(value))
+    return name, _VALUES["number" if name.startswith("--") else "value"]
+
+
+def _rule(line: str) -> Rule:
+    path, when, here, remark = (cell.strip() for cell in line.split("|", 3))
+    path, absent, default = path.partition(" = ")
+    words = here.split()
+    kind = words.pop(0) if words[0] in KINDS else BECOMES
+    targets = [_target(word) for word in words]
+    return Rule(path, _condition(when), kind, targets, remark, bool(absent), _literal(default))
+
+
+def _read() -> dict[str, list[Rule]]:
+    text = Path(__file__).with_name("options.txt").read_text(encoding="utf-8")
+    rules: dict[str, list[Rule]] = {}
+    for line in text.splitlines():
+        if line.startswith("== "):
+            rules[line[3:]] = table = []
+        elif line and not line.startswith("#"):
+            table.append(_rule(line))
+    return rules
+
+
+#: The rules of each table.
+RULES = _read()

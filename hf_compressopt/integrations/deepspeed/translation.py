@@ -1,16 +1,18 @@
-"""The records of a translation: a DeepSpeed configuration in the terms of this package."""
+"""A DeepSpeed configuration in the terms of this package, and the rules that translate it."""
 
 from __future__ import annotations
 
-import json
+import shlex
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_compressopt.integrations.deepspeed.tables import BECOMES, LOST, SAME
+from hf_compressopt.integrations.algorithms import ALGORITHMS
 
 AUTO = "auto"
-_DEEPEST = 8  # levels of a configuration; DeepSpeed's own have four
+#: The kinds of rows of a translation.
+BECOMES, SAME, DIFFERS, LOST = "becomes", "same", "differs", "lost"
+KINDS = (BECOMES, SAME, DIFFERS, LOST)
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,9 @@ class Translation:
     """A configuration in the terms of this package.
 
     Attributes:
+        config: The options that are set, by their paths with dots, and a batch size that follows from them.
+        given: The paths of those that are set.
+        facts: Other facts for rules.
         optim: Trainer's ``--optim``; "" if the configuration names no optimizer.
         optim_args: Options in Trainer's ``--optim_args``, by name.
         flags: Trainer's other flags, by name; True for one without a value.
@@ -48,6 +53,9 @@ class Translation:
         rows: The translation of every option.
     """
 
+    config: dict[str, Any]
+    given: Set[str]
+    facts: dict[str, Any]
     optim: str = ""
     optim_args: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
@@ -68,120 +76,132 @@ class Translation:
     def arguments(self) -> list[str]:
         """Trainer's flags, as words of a command line."""
         words = ["--optim", self.optim] if self.optim else []
-        if self.optim_args:
-            words += ["--optim_args", self.optim_args_text]
-        for flag, value in self.flags.items():
-            words += [flag] if value is True else [flag, as_text(value)]
-        return words
+        words += ["--optim_args", self.optim_args_text] if self.optim_args else []
+        return words + [word for name, value in self.flags.items() for word in words_of(name, value)]
+
+    def apply(self, rules: Iterable[Rule]) -> None:
+        """Translate options by rules; the first rule that fits an option translates it.
+
+        Raises:
+            ValueError: If an option has an illegal value.
+        """
+        for rule in rules:
+            said = {row.option for row in self.rows}
+            given = [name for name in self.config if rule.fits(name)]
+            for option in given if not rule.absent else [] if given else [rule.path]:
+                case = Case(option, self.config.get(option, rule.default), self)
+                if option not in said and rule.when(case):
+                    self._record(rule, case)
+
+    def _record(self, rule: Rule, case: Case) -> None:
+        kind, remark, here = rule.kind, rule.remark.format(case=case), list[str]()
+        names, values = [name.format(case=case) for name, _ in rule.targets], [value(case) for _, value in rule.targets]
+        if AUTO in values:
+            kind, here = SAME, [name for name in names if name.startswith("--")]
+            remark = "Trainer's flag decides, as before" if here else "left out: the default here is used"
+        else:
+            for name, value in zip(names, values, strict=True):
+                here += self._set(name, value)
+        self.rows.append(Row(case.option, case.value, kind, " ".join(here), remark, case.option in self.given))
+
+    def _set(self, name: str, value: Any) -> list[str]:
+        """Set a flag or an option; return the words that do so."""
+        place, _, key = name.rpartition(":")
+        if place == "Accelerator":
+            self.accelerate[key] = value
+            return []
+        if place == "GradScalerKwargs":
+            self.scaler.setdefault(key, value)
+            return [f"{place}({key}={value!r})"]
+        if name == "--optim":
+            self.optim = value
+        elif name.startswith("--"):
+            self.flags[name] = value
+        else:
+            self.optim_args[name] = value
+            name, value = "--optim_args", f"{name}={as_text(value)}"
+        return [shlex.join(words_of(name, value))]
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """Read a configuration.
+class Case(NamedTuple):
+    """One option of a configuration, as a rule sees it: its path, its value (or default), the translation so far."""
 
-    Raises:
-        ValueError: If the file cannot be read, or is no JSON object, or names an option twice; with the file's name.
+    option: str
+    value: Any
+    translation: Translation
+
+    @property
+    def section(self) -> str:
+        """The first part of the path."""
+        return self.option.split(".", 1)[0]
+
+    @property
+    def key(self) -> str:
+        """The last part of the path."""
+        return self.option.rsplit(".", 1)[-1]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All options of the configuration, by their paths."""
+        return self.translation.config
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See :class:`Translation`."""
+        return self.translation.facts
+
+    @property
+    def optim(self) -> str:
+        """Trainer's ``--optim``."""
+        return self.translation.optim
+
+    @property
+    def compressed(self) -> bool:
+        """True for one of the compressed optimizers."""
+        return self.optim in ALGORITHMS
+
+
+class Rule(NamedTuple):
+    """One row of the tables.
+
+    Attributes:
+        path: The option; "SECTION*" for a section, "*" for any option.
+        when: The condition.
+        kind: The kind of the row in the report.
+        targets: Flags and options to set, and for each of them its value.
+        remark: A word for the user, in which ``{case}`` stands for the :class:`Case`.
+        absent: True if the rule is for configurations that leave the option out.
+        default: DeepSpeed's default, in such rules.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{', '.join(twice)} given twice")
-        return dict(pairs)
+    path: str
+    when: Callable[[Case], Any]
+    kind: str
+    targets: Sequence[tuple[str, Callable[[Case], Any]]]
+    remark: str
+    absent: bool
+    default: Any
 
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except RecursionError:
-        raise ValueError(f"{path} is no DeepSpeed configuration in JSON: it is nested too deeply") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no DeepSpeed configuration in JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no DeepSpeed configuration: it must be a JSON object, got {type(config).__name__}")
-    return config
+    def fits(self, option: str) -> bool:
+        """Return whether the rule is for an option."""
+        section = self.path.removesuffix("*")
+        return option == section or (self.path != section and f"{option}.".startswith(f"{section}." if section else ""))
+
+
+def words_of(flag: str, value: Any) -> list[str]:
+    """Return a flag as words of a command line."""
+    return [flag] if value is True else [flag, as_text(value)]
 
 
 def as_text(value: Any) -> str:
-    """A value as a command line writes it."""
+    """Return a value as a command line writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
 
 
-class Options:
-    """A configuration that is read option by option, and the translation so far.
-
-    Attributes:
-        rest: Options that are not read yet, by their paths.
-        off: Sections that are switched off.
-        translation: The translation of the options read so far.
-    """
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        """Split a configuration into options with paths.
-
-        Raises:
-            ValueError: If a section of options is no object.
-        """
-        for section in ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16"):
-            if not isinstance(config.get(section, {}), dict):
-                raise ValueError(f"{section} must be an object with options, got {config[section]!r}")
-        self.rest: dict[str, Any] = {}
-        self.translation = Translation()
-        self._walk("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()})
-        self.off = {name.split(".")[0] for name, value in self.rest.items() if name.endswith(".enabled") and not value}
-
-    def _walk(self, prefix: str, section: dict[str, Any]) -> None:
-        if prefix.count(".") > _DEEPEST:
-            raise ValueError(f"{prefix[:-1]} is nested more than {_DEEPEST} levels deep")
-        for name, value in section.items():
-            if isinstance(value, dict):
-                self._walk(f"{prefix}{name}.", value)
-            else:
-                self.rest[prefix + name] = value
-
-    def take(self, option: str, default: Any = None) -> Any:
-        """Remove an option and return its value."""
-        return self.rest.pop(option, default)
-
-    def take_section(self, section: str) -> list[tuple[str, Any]]:
-        """Remove the rest of a section and return its paths and values."""
-        names = [name for name in self.rest if name == section or name.startswith(f"{section}.")]
-        return [(name, self.rest.pop(name)) for name in names]
-
-    def take_all(self) -> list[tuple[str, Any]]:
-        """Remove the rest of the configuration and return its paths and values."""
-        left, self.rest = self.rest, {}
-        return list(left.items())
-
-    def say(self, option: str, value: Any, kind: str, here: str = "", remark: str = "", given: bool = True) -> None:
-        """Record the translation of an option: see :class:`Row`."""
-        self.translation.rows.append(Row(option, value, kind, here, remark, given))
-
-    def flag(self, option: str, value: Any, *flags: str, remark: str = "", given: bool = True) -> None:
-        """Translate an option into one of Trainer's flags, or several.
-
-        Raises:
-            ValueError: If its value is no number, or not as many as there are flags.
-        """
-        if value == AUTO:
-            return self.say(option, value, SAME, " ".join(flags), "Trainer's flag decides, as before")
-        values = value if len(flags) > 1 else [value]
-        if not isinstance(values, (list, tuple)) or len(values) != len(flags):
-            raise ValueError(f"{option} must be {len(flags)} numbers, got {value!r}")
-        for flag, part in zip(flags, values, strict=True):
-            self.translation.flags[flag] = number(option, part)
-        here = " ".join(f"{flag} {as_text(part)}" for flag, part in zip(flags, values, strict=True))
-        self.say(option, value, BECOMES, here, remark, given)
-
-    def optim_arg(self, option: str, value: Any, name: str, remark: str = "", given: bool = True) -> None:
-        """Translate an option into one of the optimizer's options."""
-        if value == AUTO:
-            return self.say(option, value, SAME, "", "left out: the default here is used")
-        self.translation.optim_args[name] = value
-        self.say(option, value, BECOMES, f"--optim_args {name}={as_text(value)}", remark, given)
-
-
 def number(option: str, value: Any) -> Any:
-    """The value, if it is a finite number.
+    """Return the value, if it is a finite number.
 
     Raises:
         ValueError: If it is not.
@@ -189,14 +209,3 @@ def number(option: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         raise ValueError(f'{option} must be a finite number or "auto", got {value!r}')
     return value
-
-
-def whole_number(option: str, value: Any, least: int = 1) -> int:
-    """The value as an int, if it is a whole number of at least ``least``: 8, 8.0, 5e8.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if number(option, value) < least or value != int(value):
-        raise ValueError(f'{option} must be a whole number >= {least} or "auto", got {value!r}')
-    return int(value)
