@@ -49,6 +49,12 @@ class Results:
         rows = [row for row in self.rows if row["name"] == name and row["world_size"] == world_size]
         return {row["seed"]: row for row in rows if row["seed"] in seeds}
 
+    def partner_of(self, run: Run, world_size: int, seeds: Sequence[int]) -> Rows:
+        """Those of the uncompressed run; at another number of ranks, which changes its dropout only, if need be."""
+        other = partner(run)
+        found = (self(other, size, seeds) for size in (world_size, *sorted({row["world_size"] for row in self.rows})))
+        return next((rows for rows in found if rows), {})
+
 
 def loss_cell(rows: Rows, _: Rows) -> str:
     losses = [row["eval_loss"] for row in rows.values()]
@@ -126,7 +132,7 @@ def table(group: str, results: Results, arguments: argparse.Namespace) -> str:
     for world_size in world_sizes_of(group, arguments):
         for run in RUNS[group].values():
             if rows := results(run, world_size, seeds):
-                others = results(partner(run), world_size, seeds)
+                others = results.partner_of(run, world_size, seeds)
                 cells = (cell(rows, others) for cell in columns.values())
                 lines.append([run.name, str(world_size), str(len(rows)), *cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -11,9 +11,8 @@ from typing import Any
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
 EVALUATIONS = 10  # per run, where it has the steps for it
-LEARNING_RATE = {"AdamW": 2e-3, "Lamb": 1e-2}  # by the tables "learning rates" and "learning rates, GPT-2"
 PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
-UNCOMPRESSED = tuple(LEARNING_RATE)
+UNCOMPRESSED = ("AdamW", "Lamb")
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "learning rates, GPT-2", "fine-tuning rates"), (2,)),
@@ -38,9 +37,14 @@ FINE_TUNING_RATE = 5e-4
 
 @dataclass(frozen=True)
 class Model:
-    """A model's size; `gpt2` says whether it is Transformers' GPT-2, or the decoder of _convergence_model.py."""
+    """A model's size, and the best of the learning rates that were tried with the uncompressed optimizers.
+
+    `gpt2` says whether it is Transformers' GPT-2, or the decoder of _convergence_model.py.
+    """
 
     gpt2: bool
+    adamw_rate: float
+    lamb_rate: float
     vocabulary: int
     tokens: int
     width: int = 96
@@ -48,7 +52,8 @@ class Model:
     heads: int = 4
 
 
-SMALL, GPT2 = Model(gpt2=False, vocabulary=1024, tokens=64), Model(gpt2=True, vocabulary=2048, tokens=128)
+SMALL = Model(gpt2=False, adamw_rate=4e-3, lamb_rate=2e-2, vocabulary=1024, tokens=64)
+GPT2 = Model(gpt2=True, adamw_rate=2e-3, lamb_rate=1e-2, vocabulary=2048, tokens=128)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Run:
 
     Attributes:
         name: What the tables call it.
-        optimizer: A key of LEARNING_RATE or PARTNER.
+        optimizer: A key of UNCOMPRESSED or PARTNER.
         options: Options of a compressed optimizer beside its defaults.
         lr: Peak learning rate; that of the optimizer or its partner where None.
         freeze: Last warmup step as a share of the steps; 0 is one step; None leaves it to Trainer's default.
@@ -92,7 +97,9 @@ class Run:
 
     @property
     def peak_lr(self) -> float:
-        return LEARNING_RATE[PARTNER.get(self.optimizer, self.optimizer)] if self.lr is None else self.lr
+        if self.lr is not None:
+            return self.lr
+        return self.model.lamb_rate if "Lamb" in self.optimizer else self.model.adamw_rate
 
 
 def named(*runs: Run) -> dict[str, Run]:
@@ -122,7 +129,7 @@ def of_steps(steps: int, suffix: str = "", **kept: Any) -> Run:
     return Run(f"AdamW{suffix}, {steps} steps", "AdamW", steps=steps, **kept)
 
 
-def every(name: str, names: tuple[str, ...] = (*LEARNING_RATE, "int4", *PARTNER), **kept: Any) -> dict[str, Run]:
+def every(name: str, names: tuple[str, ...] = (*UNCOMPRESSED, "int4", *PARTNER), **kept: Any) -> dict[str, Run]:
     """Every optimizer with its defaults; "int4" is AdamW with low-bit gradients."""
     runs = []
     for optimizer in names:
@@ -212,7 +219,7 @@ RUNS: dict[str, dict[str, Run]] = {
         earlier("without error feedback", error_feedback=False),
         earlier("without warmup", freeze=0),
     ),
-    "learning rates": rates((1e-3, 2e-3, 4e-3, 8e-3), (5e-3, 1e-2, 2e-2)),
+    "learning rates": rates((1e-3, 2e-3, 4e-3, 8e-3), (5e-3, 1e-2, 2e-2, 4e-2)),
     "learning rates, GPT-2": rates((1e-3, 2e-3, 3e-3), (3e-3, 5e-3, 1e-2, 2e-2), ", GPT-2", model=GPT2),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}

@@ -14,7 +14,6 @@ from _convergence_model import SmallDecoder
 from _convergence_runs import (
     EVALUATIONS,
     GLOBAL_BATCH,
-    LEARNING_RATE,
     MAX_GRAD_NORM,
     PRETRAINING,
     PRETRAINING_STEPS,
@@ -69,7 +68,7 @@ def pretrain(text: Text, file: Path) -> None:
     job = Job(PRETRAINING, 1, 0, PRETRAINING_STEPS)
     torch.set_num_threads(1)
     model = make_model(job)
-    optimizer = torch.optim.AdamW(param_groups(model), lr=LEARNING_RATE["AdamW"])
+    optimizer = torch.optim.AdamW(param_groups(model), lr=PRETRAINING.peak_lr)
     scheduler = schedule(optimizer, job.steps)
     for batch in batches(text["train"], job, 0):
         loss_of(model, batch).backward()
