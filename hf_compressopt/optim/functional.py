@@ -165,6 +165,11 @@ def sum_of(tensor: Tensor) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=tensor.device)
 
 
+def is_zero(tensor: Tensor) -> bool:
+    """Return whether all elements are 0, by their extremes: on CPUs any() makes a copy of bools."""
+    return tensor.numel() == 0 or not any(map(bool, torch.aminmax(tensor)))
+
+
 def variance_norm(exp_avg_sq: Tensor, count: float, group: dict[str, Any]) -> Tensor:
     """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so.
 

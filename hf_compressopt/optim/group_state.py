@@ -16,7 +16,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, Span, chunk_range
 from hf_compressopt.kernels import Average, Segment, SignFormat
 from hf_compressopt.kernels.memory import in_memory, is_direct
-from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
+from hf_compressopt.optim.functional import correct_bias_, floor_variance_, is_zero, variance_norm
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class GroupState:
     def find_still(self) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
         views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
-        self.still = [self.compressed and view.numel() > 0 and not bool(view.any()) for view in views]
+        self.still = [self.compressed and view.numel() > 0 and is_zero(view) for view in views]
 
     def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage.

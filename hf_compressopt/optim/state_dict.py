@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.optim.functional import is_zero
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count, check_group, loadable_group
@@ -231,7 +232,7 @@ def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
             f"{optimizer.communicator.world_size}: resume on as many ranks as the run had, or save and load with "
             "hf_compressopt.save_state and load_state, which take any number"
         )
-    in_use = any(bool(error.any()) for error in [*own["worker_error"], *own["server_error"]])
+    in_use = not all(is_zero(error) for error in [*own["worker_error"], *own["server_error"]])
     if own["rank"] != optimizer.communicator.rank and in_use:
         raise ValueError(
             f"the state dict is of rank {own['rank']}, whose errors are not those of rank "
