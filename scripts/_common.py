@@ -40,15 +40,20 @@ def check_least(parser: argparse.ArgumentParser, arguments: argparse.Namespace, 
 # -- times ------------------------------------------------------------------------------------------------------------
 
 
-def medians(variants: Variants, rounds: int, before: Callable[[], object] = lambda: None) -> dict[str, float]:
+def medians(
+    variants: Variants,
+    rounds: int,
+    before: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """Median seconds of each variant. The variants take turns; the first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds + 1):
         for name, variant in variants.items():
             before()
-            start = time.perf_counter()
+            start = clock()
             variant()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 

@@ -2,19 +2,33 @@
 
     python scripts/benchmark_kernels.py                      # kernels and FusedAdam, torch's number of threads
     python scripts/benchmark_kernels.py --threads 1 --numel 25000000 100000000
+    python scripts/benchmark_kernels.py --only integers --threads 1   # messages of 4 and 8 bits, and sketches
     python scripts/benchmark_kernels.py --only step          # a compressed step on 2 gloo ranks, 1 thread each
 
-All variants of a table take turns in one run; times are medians. The roofline is an in-place `a += b`; "of roofline" is
-the ratio of the bytes per second that a kernel reads and writes to those of the roofline. Kernels that mostly read have
-a lower one, `dot(a, b)`: memory takes writes on top of its reads for little, so "of dot" is their measure.
+All variants of a table take turns in one run; times are medians. Kernels on one thread are measured in its CPU time,
+which other work on the machine changes less than the time of day.
+
+The roofline of a kernel is the fastest plain pass of the same run with its mix of reads and writes: memory moves more
+bytes per second for a pass that writes where it has just read than for one that only reads, since the writes travel
+beside the reads. "of roofline" is the bytes per second that a kernel must read and write, over those of that pass:
+
+    a += b     8 bytes read per element, 4 of them written back: the sign kernels that update an error in place
+    a *= c     4 bytes read and written back: as many writes as reads, in place
+    a = b      4 bytes read and 4 written elsewhere, past the caches: as many writes as reads
+    a = c      4 bytes written: decompression
+    dot(a, b)  8 bytes read: kernels that read floats and write small messages or sums
+
+"of a += b" measures all kernels by one pass.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -59,10 +73,20 @@ def kernels_from(choice: str) -> Iterator[None]:
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """What to call, the bytes that it must read and write per element, and the plain pass with its mix of them."""
+
+    call: Callable[[], object]
+    nbytes: float
+    like: str
+
+
 class Buffers:
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.x, self.error, self.out = torch.randn(numel), torch.randn(numel) * 0.1, torch.empty(numel)
+        self.x, self.error, self.out = torch.randn(numel), torch.randn(numel) * 0.1, torch.zeros(numel)
+        self.zeros = torch.zeros(numel)
         self.param, self.variance = torch.randn(numel), torch.rand(numel) + 0.1
         self.message = torch.zeros(message_nbytes(numel, BLOCK), dtype=torch.uint8)
         self.whole = torch.zeros(message_nbytes(numel, None), dtype=torch.uint8)
@@ -71,8 +95,20 @@ class Buffers:
             message.random_()
             message[: 4 * num_blocks(numel, BLOCK)].view(torch.float32).fill_(0.01)
 
-    def variants(self) -> dict[str, tuple[Callable[[], object], float]]:
-        """By name: what to call, and bytes that it must read and write per element."""
+    def plain_passes(self) -> dict[str, Kernel]:
+        """The rooflines."""
+        return {
+            name: Kernel(call, nbytes, name)
+            for name, call, nbytes in (
+                ("a += b", lambda: self.error.add_(self.zeros), 12),
+                ("a *= c", lambda: self.error.mul_(1.0), 8),
+                ("a = b", lambda: kernels.copy_(self.out, self.x), 8),
+                ("a = c", lambda: self.out.zero_(), 4),
+                ("dot(a, b)", lambda: torch.dot(self.x, self.variance), 8),
+            )
+        }
+
+    def sign_kernels(self) -> dict[str, Kernel]:
         n, segments = self.numel, [Segment(self.param, 0, self.numel, 0)]
         y = Average(n, None, self.messages[0], 1, BLOCK, self.message.numel())
         grads = [Segment(self.variance, 0, n, 0)]
@@ -82,67 +118,61 @@ class Buffers:
         def compress(z: Combination, message: Tensor, block: int | None) -> None:
             kernels.SignFormat(block).compress_(z, self.error, message, 1)
 
-        def average_compress(count: int) -> tuple[Callable[[], None], float]:
+        def average_compress(count: int) -> Kernel:
             received = self.messages[:count].view(-1)
 
             def call() -> None:
                 kernels.SignFormat(BLOCK).average_compress_(received, self.error, self.message, count)
 
-            return call, 8 + (count + 1) * sent
+            return Kernel(call, 8 + (count + 1) * sent, "a *= c")
 
+        update = AdamUpdate(y, self.out, self.variance, segments, DESCENT)
         return {
-            "compress": (lambda: compress(Combination.of(self.x), self.message, BLOCK), 12 + sent),
-            "momentum + compress": (lambda: compress(momentum, self.message, BLOCK), 16 + sent),
-            "compress, one scale": (lambda: compress(Combination.of(self.x), self.whole, None), 20 + sent),
-            "decompress": (lambda: kernels.on(CPU).decompress_(y, self.out), 4 + sent),
-            **{f"decompress + average of {count}, compress": average_compress(count) for count in AVERAGED},
-            "decompress + apply": (
-                lambda: kernels.on(CPU).apply_adam_(AdamUpdate(y, self.out, self.variance, segments, DESCENT)),
-                16 + sent,
+            "compress": Kernel(lambda: compress(Combination.of(self.x), self.message, BLOCK), 12 + sent, "a += b"),
+            "momentum + compress": Kernel(lambda: compress(momentum, self.message, BLOCK), 16 + sent, "a += b"),
+            "compress, one scale": Kernel(
+                lambda: compress(Combination.of(self.x), self.whole, None), 20 + sent, "a += b"
             ),
+            "decompress": Kernel(lambda: kernels.on(CPU).decompress_(y, self.out), 4 + sent, "a = c"),
+            **{f"decompress + average of {count}, compress": average_compress(count) for count in AVERAGED},
+            "decompress + apply": Kernel(lambda: kernels.on(CPU).apply_adam_(update), 16 + sent, "a += b"),
         }
 
-    def integer_variants(self, bits: int) -> dict[str, tuple[Callable[[], object], float]]:
-        """The same of b-bit integers."""
+    def integer_kernels(self, bits: int) -> dict[str, Kernel]:
         n, form, whole = self.numel, IntegerFormat(bits), [Segment(self.param, 0, self.numel, 0)]
         z = Combination(n, CPU, grads=whole, beta=0.5)
         message = torch.zeros(form.nbytes(n), dtype=torch.uint8)
         form.compress_(z, self.error, message, 1)
-        messages, y, sent = (
-            message.repeat(max(AVERAGED)),
-            form.average(n, message, 1, message.numel()),
-            bits / 8 + 1 / 64,
-        )
+        messages, y = message.repeat(max(AVERAGED)), form.average(n, message, 1, message.numel())
+        sent = bits / 8 + 1 / 64
 
-        def average_compress(count: int, new_error: Tensor) -> tuple[Callable[[], None], float]:
+        def average_compress(count: int, new_error: Tensor, like: str) -> Kernel:
             received = messages[: count * message.numel()]
-            return lambda: form.average_compress_(received, self.error, new_error, message, count), (
-                8 + (count + 1) * sent
+            return Kernel(
+                lambda: form.average_compress_(received, self.error, new_error, message, count),
+                8 + (count + 1) * sent,
+                like,
             )
 
-        return {
-            f"int{bits}: compress": (lambda: form.compress_(z, self.error, message, 1), 8 + sent),
-            **{f"int{bits}: average of {count}": average_compress(count, self.out) for count in AVERAGED},
-            f"int{bits}: average of 2 in place": average_compress(2, self.error),
-            f"int{bits}: decompress": (lambda: form.decompress_(y, self.out), 4 + sent),
-            f"int{bits}: commit": (lambda: form.commit_(Commit(z, self.error, message, y, whole)), 16 + 2 * sent),
-            f"int{bits}: any_nan": (lambda: any_nan(y), 1 / 64),
+        commit = Commit(z, self.error, message, y, whole)
+        of = {
+            "compress": Kernel(lambda: form.compress_(z, self.error, message, 1), 8 + sent, "dot(a, b)"),
+            **{f"average of {count}": average_compress(count, self.out, "a = b") for count in AVERAGED},
+            "average of 2 in place": average_compress(2, self.error, "a *= c"),
+            "decompress": Kernel(lambda: form.decompress_(y, self.out), 4 + sent, "a = c"),
+            "commit": Kernel(lambda: form.commit_(commit), 16 + 2 * sent, "a *= c"),
+            "any_nan": Kernel(lambda: any_nan(y), 1 / 64, "dot(a, b)"),
         }
+        return {f"int{bits}: {name}": kernel for name, kernel in of.items()}
 
-    def norm_variants(self) -> dict[str, tuple[Callable[[], object], float]]:
+    def norm_kernels(self) -> dict[str, Kernel]:
         """Sums of squares, without a sketch and with one."""
         y, squares = torch.zeros(SKETCH_NUMEL), torch.zeros((), dtype=torch.float64)
         whole = [Segment(self.variance, 0, self.numel, 0)]
         return {
-            "sum of squares": (lambda: kernels.sum_of_squares([self.variance], CPU), 4),
-            "sum of squares + sketch": (lambda: sketch_(whole, 0, 1, y, squares), 4),
+            "sum of squares": Kernel(lambda: kernels.sum_of_squares([self.variance], CPU), 4, "dot(a, b)"),
+            "sum of squares + sketch": Kernel(lambda: sketch_(whole, 0, 1, y, squares), 4, "dot(a, b)"),
         }
-
-    def roofline(self) -> None:
-        self.error.add_(self.out)
-
-    def dot(self) -> None:
-        torch.dot(self.x, self.variance)
 
     def torch_and_packbits(self) -> None:
         """Compression as one writes it with torch and numpy."""
@@ -155,37 +185,37 @@ class Buffers:
         blocks.sub_(torch.where(negative, -scales.unsqueeze(1), scales.unsqueeze(1)))
 
 
-def benchmark_kernels(numel: int, rounds: int, slow_rounds: int) -> None:
+def benchmark_kernels(numel: int, rounds: int, slow_rounds: int, signs: bool) -> None:
     buffers = Buffers(numel)
-    variants = {
-        **buffers.variants(),
-        **buffers.integer_variants(4),
-        **buffers.integer_variants(8),
-        **buffers.norm_variants(),
-    }
-    buffers.out.zero_()
+    measured = buffers.sign_kernels() if signs else {}
+    measured |= {**buffers.integer_kernels(4), **buffers.integer_kernels(8), **buffers.norm_kernels()}
+    plain = buffers.plain_passes()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     with kernels_from("native"):
-        calls: Variants = {"roofline": buffers.roofline, "dot": buffers.dot}
-        calls |= {name: call for name, (call, _) in variants.items()}
-        native = medians(calls, rounds)
+        seconds = medians({name: kernel.call for name, kernel in (plain | measured).items()}, rounds, clock=clock)
     with kernels_from("reference"):
-        slow: Variants = {name: call for name, (call, _) in variants.items()}
-        slow["torch + packbits"] = buffers.torch_and_packbits
-        others = medians(slow, slow_rounds)
-    speed, reading = 12 * numel / native["roofline"], 8 * numel / native["dot"]
-    rows = [["kernel", "ms", "GB/s", "of roofline", "of dot", "reference / native", "torch + packbits / native"]]
-    rows.append(
-        ["a += b", f"{native['roofline'] * 1e3:.2f}", f"{speed / 1e9:.1f}", "1", f"{speed / reading:.2f}", "", ""]
-    )
-    rows.append(
-        ["dot(a, b)", f"{native['dot'] * 1e3:.2f}", f"{reading / 1e9:.1f}", f"{reading / speed:.2f}", "1", "", ""]
-    )
-    for name, (_, nbytes) in variants.items():
-        seconds = native[name]
-        rate = nbytes * numel / seconds
-        packbits = f"{others['torch + packbits'] / seconds:.1f}" if name == "compress" else ""
-        shares = f"{rate / speed:.2f}", f"{rate / reading:.2f}", f"{others[name] / seconds:.1f}"
-        rows.append([name, f"{seconds * 1e3:.2f}", f"{rate / 1e9:.1f}", *shares, packbits])
+        slow: Variants = {name: kernel.call for name, kernel in measured.items()}
+        if signs:
+            slow["torch + packbits"] = buffers.torch_and_packbits
+        others = medians(slow, slow_rounds, clock=clock) if slow_rounds > 0 else {}
+    rates = {name: kernel.nbytes * numel / seconds[name] for name, kernel in (plain | measured).items()}
+    rows = [["kernel", "ms", "GB/s", "of a += b", "roofline", "of roofline", "reference / native"]]
+    for name, kernel in (plain | measured).items():
+        rate, slower = rates[name], f"{others[name] / seconds[name]:.1f}" if name in others else ""
+        shares = f"{rate / rates['a += b']:.2f}", kernel.like, f"{rate / rates[kernel.like]:.2f}"
+        rows.append([name, f"{seconds[name] * 1e3:.2f}", f"{rate / 1e9:.1f}", *shares, slower])
+    if "torch + packbits" in others:
+        rows.append(
+            [
+                "torch + packbits / compress",
+                "",
+                "",
+                "",
+                "",
+                "",
+                f"{others['torch + packbits'] / seconds['compress']:.1f}",
+            ]
+        )
     print_table(f"{numel} elements, {torch.get_num_threads()} threads, {kernels.implementation(CPU)}", rows)
 
 
@@ -315,7 +345,9 @@ def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) ->
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=["kernels", "adam", "step"], default=["kernels", "adam"])
+    parser.add_argument(
+        "--only", nargs="+", choices=["kernels", "integers", "adam", "step"], default=["kernels", "adam"]
+    )
     parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--rounds", type=int, default=15)
@@ -325,9 +357,9 @@ def main() -> None:
     torch.manual_seed(0)
     for threads in args.threads:
         torch.set_num_threads(threads)
-        if "kernels" in args.only:
+        if {"kernels", "integers"} & set(args.only):
             for numel in args.numel:
-                benchmark_kernels(numel, args.rounds, args.slow_rounds)
+                benchmark_kernels(numel, args.rounds, args.slow_rounds, signs="kernels" in args.only)
         if "adam" in args.only:
             benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds)
             benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds)

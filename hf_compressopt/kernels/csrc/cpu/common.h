@@ -84,6 +84,9 @@ inline void *element(void *data, int32_t dtype, int64_t i) {
     return static_cast<char *>(data) + i * (dtype == CO_FLOAT32 ? 4 : 2);
 }
 
+/* What becomes of the part of a block that its integers do not hold. */
+enum class Rest { kNone, kStored, kStreamed };
+
 /* Into the second-level cache. */
 inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
 

@@ -46,14 +46,19 @@ struct Combination {
 
     /* out <- z of elements [begin, end), or z + out; out points to the element begin. */
     void write(int64_t begin, int64_t end, float *out, bool add) const {
+        each_run(begin, end, [&](int64_t start, int64_t n, const auto &value) { put(value, n, out + (start - begin), add); });
+    }
+
+    /* use(first element, elements, value) of the pieces of tensors in [begin, end), with the value that run() gives. */
+    template <class Use>
+    void each_run(int64_t begin, int64_t end, const Use &use) const {
         if (z.grads == nullptr) {
-            run(begin, nullptr, CO_FLOAT32, 1.0f, [&](const auto &value) { put(value, end - begin, out, add); });
+            run(begin, nullptr, CO_FLOAT32, 1.0f, [&](const auto &value) { use(begin, end - begin, value); });
             return;
         }
         segments.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
-            float *here = out + (start - begin);
             run(start, data(segment, offset), segment.dtype, factor(segment),
-                [&](const auto &value) { put(value, n, here, add); });
+                [&](const auto &value) { use(start, n, value); });
         });
     }
 

@@ -6,52 +6,19 @@ namespace compressopt {
 namespace CO_VECTOR {
 namespace {
 
-/* body(begin, n, u) of each block of [begin, end): u = z + error, 0 beyond its n elements. Blocks count from begin. */
-template <class Body>
-inline void each_block(const Combination &source, const float *error, int64_t begin, int64_t end, const Body &body) {
-    const co_combination &z = source.z;
-    while (begin < end) {
-        const void *g = nullptr;
-        int64_t stop = end;
-        int32_t dtype = CO_FLOAT32;
-        float factor = 1.0f;
-        if (z.grads != nullptr) {
-            int64_t s = source.segments.starts.find(begin);
-            const co_segment &segment = source.segments.table[s];
-            stop = least(end, source.segments.starts.at[s + 1]);
-            g = Combination::data(segment, begin - source.segments.starts.at[s]);
-            dtype = segment.dtype;
-            factor = source.factor(segment);
-        }
-        int64_t whole = (stop - begin) / kIntegerBlock * kIntegerBlock;
-        if (whole == 0) { /* several tensors, or the last block of a chunk */
-            int64_t n = least(kIntegerBlock, end - begin);
-            alignas(64) float part[kIntegerBlock] = {};
-            memcpy(part, error + begin, static_cast<size_t>(n) * 4);
-            source.write(begin, begin + n, part, true);
-            Block u = load_block(part);
-            body(begin, n, u);
-            begin += n;
-            continue;
-        }
-        source.run(begin, g, dtype, factor, [&](const auto &value) {
-            for (int64_t i = 0; i < whole; i += kIntegerBlock) {
-                Block u;
-#pragma GCC unroll 8
-                for (int k = 0; k < 8; ++k) {
-                    int64_t at = i + kLanes * k;
-                    prefetch_far(error + begin + at + kIntegerAhead);
-                    if (g != nullptr) prefetch_far(element(g, dtype, at + kIntegerAhead));
-                    u.v[k] = value(at, Full{}) + load(error + begin + at);
-                }
-                body(begin + i, kIntegerBlock, u);
-            }
-        });
-        begin += whole;
-    }
-}
-
 /* ---- compression ------------------------------------------------------------------------------------------------- */
+
+/* out <- z + error of elements [begin, end); out points to the element begin. */
+inline void add_error(const Combination &source, const float *error, int64_t begin, int64_t end, float *out) {
+    source.each_run(begin, end, [&](int64_t start, int64_t n, const auto &value) {
+        const float *e = error + start;
+        float *to = out + (start - begin);
+        each_vector(n, [&](int64_t i, auto lanes) {
+            prefetch_far(e + i + kIntegerAhead);
+            lanes.put(to + i, value(i, lanes) + lanes.get(e + i));
+        });
+    });
+}
 
 template <int kBits>
 inline int32_t compress_integers(const co_combination *z, const float *error, uint8_t *messages, int64_t numel,
@@ -59,46 +26,59 @@ inline int32_t compress_integers(const co_combination *z, const float *error, ui
     Combination source(*z);
     if (source.missing()) return out_of_memory();
     IntegerMessages<kBits> to = integer_messages<kBits>(messages, numel, world_size);
-    for (int64_t j = 0; j < to.chunks.count; ++j) to.write_padding(j);
-    to.each_piece(exec, numel * (5 + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
+    to.write_padding();
+    to.each_tile(exec, numel * (5 + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
         int64_t first = j * to.chunks.chunk;
-        BlockWriter<kBits> writer(to.chunk(j));
-        each_block(source, error, first + begin, first + end, [&](int64_t at, int64_t n, const Block &u) {
-            writer.template add<false>((at - first) / kIntegerBlock, n, u);
-        });
-        writer.template flush<false>();
+        IntegerTile tile;
+        add_error(source, error, first + begin, first + end, tile.u);
+        tile.quantize_to<Rest::kNone>(to.from(j, begin), end - begin, nullptr);
     });
     return CO_OK;
 }
 
-/* The sum of all messages' blocks at b, of n elements: in groups of four, and then of the groups' sums. */
+/* out <- the mean of the messages of n elements + error. The messages lie stride bytes apart. */
 template <int kBits>
-inline Block sum_of_messages(const Message &from, int64_t stride, int32_t world_size, int64_t b, int64_t n) {
-    constexpr int64_t kBlockBytes = IntegerMessages<kBits>::kBlockBytes;
-    alignas(64) uint8_t parts[kGroup * kBlockBytes] = {};
-    Block sum;
-    for (int32_t j = 0; j < world_size; j += kGroup) {
-        int count = static_cast<int>(least(kGroup, world_size - j));
-        const uint8_t *integers = from.integers + j * stride + b * kBlockBytes;
-        float scales[kGroup];
-        for (int k = 0; k < count; ++k) scales[k] = load_bfloat16(from.scales + (j + k) * stride + 2 * b);
-        Block group;
-        if (n == kIntegerBlock) {
-            for (int k = 0; k < count; ++k) { /* so many slow streams escape the hardware's own prefetching */
+inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, int64_t n, const float *error,
+                     float *out) {
+    constexpr int64_t kBlockBytes = Message<kBits>::kBlockBytes;
+    Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
+    alignas(64) uint8_t integers_part[kGroup * kBlockBytes];
+    alignas(64) float error_part[kIntegerBlock];
+    for (int64_t at = 0; at < n; at += kIntegerBlock) {
+        int64_t some = least(kIntegerBlock, n - at);
+        const float *e = error + at;
+        if (some < kIntegerBlock) e = static_cast<float *>(copy_part(error_part, sizeof(error_part), e, 4 * some));
+        for (int32_t j = 0; j < world_size; j += kGroup) { /* groups of four, and then their sums */
+            int count = static_cast<int>(least(kGroup, world_size - j));
+            bool last = j + count == world_size;
+            const uint8_t *integers = first.integers + j * stride + at * kBits / 8;
+            const uint8_t *scales = first.scales + j * stride + at / kIntegerBlock * 2;
+            int64_t apart = stride;
+            float by[kGroup];
+            for (int k = 0; k < count; ++k) {
+                by[k] = load_bfloat16(scales + k * stride);
+                /* so many slow streams escape the hardware's own prefetching */
                 for (int line = 0; line < kBlockBytes; line += 64) prefetch(integers + k * stride + kAhead + line);
             }
-            group = sum_of_integers<kBits>(integers, stride, count, scales);
-        } else {
-            for (int k = 0; k < count; ++k) {
-                size_t nbytes = static_cast<size_t>(integers_nbytes(n, kBits));
-                memcpy(parts + k * kBlockBytes, integers + k * stride, nbytes);
+            if (some < kIntegerBlock) {
+                for (int k = 0; k < count; ++k) {
+                    copy_part(integers_part + k * kBlockBytes, kBlockBytes, integers + k * stride,
+                              integers_nbytes(some, kBits));
+                }
+                integers = integers_part;
+                apart = kBlockBytes;
             }
-            group = sum_of_integers<kBits>(parts, kBlockBytes, count, scales);
+            float *u = out + at;
+            sum_of_integers<kBits>(integers, apart, count, by, [&](int i, Vec sum) {
+                if (j > 0) sum = load(u + i) + sum;
+                if (last) {
+                    prefetch_far(e + i + kIntegerAhead);
+                    sum = sum * inverse + load(e + i);
+                }
+                store(u + i, sum);
+            });
         }
-#pragma GCC unroll 8
-        for (int k = 0; k < 8; ++k) sum.v[k] = j == 0 ? group.v[k] : sum.v[k] + group.v[k];
     }
-    return sum;
 }
 
 template <int kBits>
@@ -106,21 +86,17 @@ inline int32_t average_integers(const uint8_t *messages, const float *error, flo
                                 int64_t numel, int32_t world_size, const co_exec *exec) {
     IntegerMessages<kBits> from = integer_messages<kBits>(messages, numel, 1);
     IntegerMessages<kBits> to = integer_messages<kBits>(out, numel, 1);
-    Message received = from.chunk(0);
-    Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
     bool aligned = reinterpret_cast<uintptr_t>(new_error) % 64 == 0;
     bool past_caches = new_error != error && 4 * numel >= kStreamBytes && aligned;
-    to.write_padding(0);
-    to.each_piece(exec, numel * (9 + world_size), [&](int64_t, int64_t begin, int64_t end) {
-        BlockWriter<kBits> writer(to.chunk(0));
-        for (int64_t at = begin; at < end; at += kIntegerBlock) {
-            int64_t n = least(kIntegerBlock, end - at), b = at / kIntegerBlock;
-            Block u = sum_of_messages<kBits>(received, from.stride, world_size, b, n), e = load_some(error + at, n);
-#pragma GCC unroll 8
-            for (int k = 0; k < 8; ++k) u.v[k] = u.v[k] * inverse + e.v[k];
-            writer.template add<true>(b, n, u, new_error + at, past_caches);
+    to.write_padding();
+    to.each_tile(exec, numel * (9 + world_size), [&](int64_t, int64_t begin, int64_t end) {
+        IntegerTile tile;
+        add_mean(from.from(0, begin), from.stride, world_size, end - begin, error + begin, tile.u);
+        if (past_caches) {
+            tile.quantize_to<Rest::kStreamed>(to.from(0, begin), end - begin, new_error + begin);
+        } else {
+            tile.quantize_to<Rest::kStored>(to.from(0, begin), end - begin, new_error + begin);
         }
-        writer.template flush<true>();
     });
     return CO_OK;
 }
@@ -131,18 +107,8 @@ template <int kBits>
 inline int32_t decode_integers(const co_integers *y, float *out, const co_exec *exec) {
     IntegerMessages<kBits> from = integer_messages<kBits>(y->messages, y->numel, y->world_size, y->stride);
     bool past_caches = 4 * y->numel >= kStreamBytes;
-    from.each_piece(exec, 5 * y->numel, [&](int64_t j, int64_t begin, int64_t end) {
-        Message message = from.chunk(j);
-        for (int64_t at = begin; at < end; at += kIntegerBlock) {
-            int64_t n = least(kIntegerBlock, end - at);
-            Block values = from.read(message, at / kIntegerBlock, n);
-            float *to = out + j * from.chunks.chunk + at;
-            if (past_caches && n == kIntegerBlock && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
-                stream_block(to, values);
-            } else {
-                store_some(to, values, n);
-            }
-        }
+    from.each_tile(exec, 5 * y->numel, [&](int64_t j, int64_t begin, int64_t end) {
+        from.from(j, begin).decode(end - begin, out + j * from.chunks.chunk + begin, past_caches);
     });
     return CO_OK;
 }
@@ -168,22 +134,20 @@ inline int32_t commit_integers(const co_combination *z, float *error, const uint
     if (source.missing() || outputs.missing()) return out_of_memory();
     IntegerMessages<kBits> sent = integer_messages<kBits>(own, y->numel, y->world_size);
     IntegerMessages<kBits> average = integer_messages<kBits>(y->messages, y->numel, y->world_size, y->stride);
-    sent.each_piece(exec, y->numel * (14 + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
-        int64_t first = j * sent.chunks.chunk;
-        Message mine = sent.chunk(j), common = average.chunk(j);
-        for (int64_t at = begin; at < end; at += kIntegerTile) {
-            int64_t stop = least(at + kIntegerTile, end);
-            alignas(64) float values[kIntegerTile];
-            each_block(source, error, first + at, first + stop, [&](int64_t place, int64_t n, Block &u) {
-                int64_t b = (place - first) / kIntegerBlock;
-                Block q = sent.read(mine, b, n);
-#pragma GCC unroll 8
-                for (int k = 0; k < 8; ++k) u.v[k] = u.v[k] - q.v[k];
-                store_some(error + place, u, n);
-                store_some(values + (place - first - at), average.read(common, b, n), n);
+    sent.each_tile(exec, y->numel * (14 + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
+        int64_t first = j * sent.chunks.chunk + begin, n = end - begin;
+        alignas(64) float values[kIntegerTile];
+        sent.from(j, begin).decode(n, values);
+        source.each_run(first, first + n, [&](int64_t start, int64_t some, const auto &value) {
+            float *e = error + start;
+            const float *q = values + (start - first);
+            each_vector(some, [&](int64_t i, auto lanes) {
+                prefetch_far(e + i + kIntegerAhead);
+                lanes.put(e + i, value(i, lanes) + lanes.get(e + i) - lanes.get(q + i));
             });
-            write_outputs(outputs, first + at, first + stop, values, output_scale);
-        }
+        });
+        average.from(j, begin).decode(n, values);
+        write_outputs(outputs, first, first + n, values, output_scale);
     });
     return CO_OK;
 }

@@ -6,29 +6,29 @@ namespace compressopt {
 namespace avx2 {
 namespace {
 
-struct Block {
-    Vec v[8];
-};
-
-inline uint32_t largest_pattern(const Block &u) {
+inline uint32_t largest_pattern(const float *u) {
     const __m256i size = _mm256_set1_epi32(0x7fffffff);
-    __m256i most = _mm256_setzero_si256();
-    for (const Vec &x : u.v) {
-        __m256i a = _mm256_and_si256(_mm256_castps_si256(x.a), size);
-        __m256i b = _mm256_and_si256(_mm256_castps_si256(x.b), size);
-        most = _mm256_max_epu32(most, _mm256_max_epu32(a, b));
+    __m256i most[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; ++k) {
+        __m256i pattern = _mm256_load_si256(reinterpret_cast<const __m256i *>(u + 8 * k));
+        most[k % 2] = _mm256_max_epu32(most[k % 2], _mm256_and_si256(pattern, size));
     }
-    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    __m256i all = _mm256_max_epu32(most[0], most[1]);
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
     __m128i two = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
     return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32(two, 0xb1))));
 }
 
-/* kRest: x <- x - integer * scale. */
-template <bool kRest>
-inline __m256i integers(__m256 &x, __m256 by, __m256 unit) {
+/* Eight integers of a block, and what they leave of u. */
+template <Rest kRest>
+inline __m256i integers(const float *u, __m256 by, __m256 unit, float *rest) {
+    __m256 x = _mm256_load_ps(u);
     __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(x, by));
+    if (kRest == Rest::kNone) return q;
     /* the product is exact, so that fusing it with the difference rounds no differently */
-    if (kRest) x = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(q), unit, x);
+    x = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(q), unit, x);
+    (kRest == Rest::kStreamed ? _mm256_stream_ps : _mm256_storeu_ps)(rest, x);
     return q;
 }
 
@@ -37,65 +37,64 @@ inline __m256i join_pairs(__m256i bytes) {
     return _mm256_maddubs_epi16(_mm256_and_si256(bytes, _mm256_set1_epi8(15)), _mm256_set1_epi16(0x1001));
 }
 
-template <int kBits, bool kRest>
-inline void quantize(Block &u, float inverse, float scale, uint8_t *out) {
+/* Packing stays in lanes of 128 bits; the order of the elements is restored at the end. */
+template <int kBits, Rest kRest>
+inline void quantize(const float *u, float inverse, float scale, uint8_t *out, float *rest) {
     const __m256 by = _mm256_set1_ps(inverse), unit = _mm256_set1_ps(scale);
-    /* packing stays in lanes of 128 bits; this restores the order of the elements */
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i fours = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i twos = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
 #pragma GCC unroll 2
-    for (int k = 0; k < 8; k += 4) {
+    for (int k = 0; k < 128; k += 64) {
         __m256i bytes[2];
 #pragma GCC unroll 2
         for (int h = 0; h < 2; ++h) {
-            Vec &x = u.v[k + 2 * h], &y = u.v[k + 2 * h + 1];
-            __m256i low = _mm256_packs_epi32(integers<kRest>(x.a, by, unit), integers<kRest>(x.b, by, unit));
-            __m256i high = _mm256_packs_epi32(integers<kRest>(y.a, by, unit), integers<kRest>(y.b, by, unit));
-            bytes[h] = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+            __m256i q[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                int at = k + 32 * h + 8 * i;
+                q[i] = integers<kRest>(u + at, by, unit, rest + at);
+            }
+            bytes[h] = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
         }
-        __m256i *to = reinterpret_cast<__m256i *>(out + 2 * kBits * k);
+        __m256i *to = reinterpret_cast<__m256i *>(out + k * kBits / 8);
         if (kBits == 8) {
-            _mm256_storeu_si256(to, bytes[0]);
-            _mm256_storeu_si256(to + 1, bytes[1]);
+            _mm256_storeu_si256(to, _mm256_permutevar8x32_epi32(bytes[0], fours));
+            _mm256_storeu_si256(to + 1, _mm256_permutevar8x32_epi32(bytes[1], fours));
         } else {
             __m256i joined = _mm256_packus_epi16(join_pairs(bytes[0]), join_pairs(bytes[1]));
-            _mm256_storeu_si256(to, _mm256_permute4x64_epi64(joined, 0xd8));
+            _mm256_storeu_si256(to, _mm256_shuffle_epi8(_mm256_permute4x64_epi64(joined, 0xd8), twos));
         }
     }
-}
-
-/* sum + the eight integers in the lowest bytes, times unit: an exact product */
-inline __m256 add_eight(__m256 sum, __m128i bytes, __m256 unit) {
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), unit, sum);
 }
 
 template <int kBits>
-inline Block sum_of_integers(const uint8_t *q, int64_t stride, int count, const float *scales) {
-    const __m128i nibble = _mm_set1_epi8(15);
-    const __m128i levels = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-    Block sum;
-    for (int k = 0; k < 8; k += 2) { /* thirty-two elements, whose sums stay in registers */
-        __m256 s[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-        for (int j = 0; j < count; ++j) {
-            const __m128i *from = reinterpret_cast<const __m128i *>(q + j * stride + 2 * kBits * k);
+inline __m256i eight_integers(const uint8_t *q) {
+    if (kBits == 8) return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(q)));
+    int all;
+    memcpy(&all, q, 4);
+    const __m256i to_the_top = _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0);
+    return _mm256_srai_epi32(_mm256_sllv_epi32(_mm256_set1_epi32(all), to_the_top), 28);
+}
+
+template <int kBits, class Use>
+inline void sum_of_integers(const uint8_t *q, int64_t stride, int count, const float *scales, const Use &use) {
+#pragma GCC unroll 2
+    for (int k = 0; k < 128; k += 64) { /* sixty-four elements, whose sums stay in registers */
+        __m256 s[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) s[i] = _mm256_setzero_ps();
+        const uint8_t *from = q + k * kBits / 8;
+        for (int j = 0; j < count; ++j, from += stride) {
             const __m256 unit = _mm256_set1_ps(scales[j]);
-            __m128i first = _mm_loadu_si128(from), second;
-            if (kBits == 8) {
-                second = _mm_loadu_si128(from + 1);
-            } else {
-                __m128i even = _mm_shuffle_epi8(levels, _mm_and_si128(first, nibble));
-                __m128i odd = _mm_shuffle_epi8(levels, _mm_and_si128(_mm_srli_epi16(first, 4), nibble));
-                first = _mm_unpacklo_epi8(even, odd);
-                second = _mm_unpackhi_epi8(even, odd);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; ++i) { /* the product is exact */
+                s[i] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(eight_integers<kBits>(from + i * kBits)), unit, s[i]);
             }
-            s[0] = add_eight(s[0], first, unit);
-            s[1] = add_eight(s[1], _mm_unpackhi_epi64(first, first), unit);
-            s[2] = add_eight(s[2], second, unit);
-            s[3] = add_eight(s[3], _mm_unpackhi_epi64(second, second), unit);
         }
-        sum.v[k] = {s[0], s[1]};
-        sum.v[k + 1] = {s[2], s[3]};
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) use(k + 8 * i, Vec{s[i], s[i + 1]});
     }
-    return sum;
 }
 
 }  // namespace

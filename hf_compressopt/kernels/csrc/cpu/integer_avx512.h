@@ -6,24 +6,17 @@ namespace compressopt {
 namespace CO_VECTOR {
 namespace {
 
-struct Block {
-    Vec v[8];
-};
-
-inline uint32_t largest_pattern(const Block &u) {
+inline uint32_t largest_pattern(const float *u) {
     const __m512i size = _mm512_set1_epi32(0x7fffffff);
-    __m512i most[4];
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-        __m512i a = _mm512_and_si512(_mm512_castps_si512(u.v[2 * k].v), size);
-        __m512i b = _mm512_and_si512(_mm512_castps_si512(u.v[2 * k + 1].v), size);
-        most[k] = _mm512_max_epu32(a, b);
+    __m512i most[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) {
+        most[k % 2] = _mm512_max_epu32(most[k % 2], _mm512_and_si512(_mm512_load_si512(u + 16 * k), size));
     }
-    __m512i all = _mm512_max_epu32(_mm512_max_epu32(most[0], most[1]), _mm512_max_epu32(most[2], most[3]));
-    return _mm512_reduce_max_epu32(all);
+    return _mm512_reduce_max_epu32(_mm512_max_epu32(most[0], most[1]));
 }
 
-/* Sixty-four integers as bytes. Packing stays in lanes of 128 bits; the order of the elements is restored at the end. */
+/* Sixty-four integers as bytes. Packing stays in lanes of 128 bits; the order of the elements is restored last. */
 inline __m512i pack(const __m512i *q) {
     __m512i low = _mm512_packs_epi32(q[0], q[1]), high = _mm512_packs_epi32(q[2], q[3]);
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -35,15 +28,22 @@ inline __m512i join_pairs(__m512i bytes) {
     return _mm512_maddubs_epi16(_mm512_and_si512(bytes, _mm512_set1_epi8(15)), _mm512_set1_epi16(0x1001));
 }
 
-template <int kBits, bool kRest>
-inline void quantize(Block &u, float inverse, float scale, uint8_t *out) {
+template <int kBits, Rest kRest>
+inline void quantize(const float *u, float inverse, float scale, uint8_t *out, float *rest) {
     const __m512 by = _mm512_set1_ps(inverse), unit = _mm512_set1_ps(scale);
     __m512i q[8];
 #pragma GCC unroll 8
     for (int k = 0; k < 8; ++k) {
-        q[k] = _mm512_cvtps_epi32(_mm512_mul_ps(u.v[k].v, by));
+        __m512 x = _mm512_load_ps(u + 16 * k);
+        q[k] = _mm512_cvtps_epi32(_mm512_mul_ps(x, by));
+        if (kRest == Rest::kNone) continue;
         /* the product is exact, so that fusing it with the difference rounds no differently */
-        if (kRest) u.v[k].v = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(q[k]), unit, u.v[k].v);
+        x = _mm512_fnmadd_ps(_mm512_cvtepi32_ps(q[k]), unit, x);
+        if (kRest == Rest::kStreamed) {
+            _mm512_stream_ps(rest + 16 * k, x);
+        } else {
+            _mm512_storeu_ps(rest + 16 * k, x);
+        }
     }
     __m512i first = pack(q), second = pack(q + 4);
     if (kBits == 8) {
@@ -55,11 +55,11 @@ inline void quantize(Block &u, float inverse, float scale, uint8_t *out) {
     }
 }
 
-template <int kBits>
-inline Block sum_of_integers(const uint8_t *q, int64_t stride, int count, const float *scales) {
-    Block sum;
+template <int kBits, class Use>
+inline void sum_of_integers(const uint8_t *q, int64_t stride, int count, const float *scales, const Use &use) {
+    __m512 s[8];
 #pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) sum.v[k].v = _mm512_setzero_ps();
+    for (int k = 0; k < 8; ++k) s[k] = _mm512_setzero_ps();
     if (kBits == 8) {
         for (int j = 0; j < count; ++j, q += stride) {
             const __m512 unit = _mm512_set1_ps(scales[j]);
@@ -67,10 +67,12 @@ inline Block sum_of_integers(const uint8_t *q, int64_t stride, int count, const 
             for (int k = 0; k < 8; ++k) {
                 __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 16 * k));
                 /* the product is exact */
-                sum.v[k].v = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), unit, sum.v[k].v);
+                s[k] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), unit, s[k]);
             }
         }
-        return sum;
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; ++k) use(16 * k, Vec{s[k]});
+        return;
     }
     /* The sixteen values of a block make a table; even and odd elements are summed apart. */
     const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
@@ -81,19 +83,17 @@ inline Block sum_of_integers(const uint8_t *q, int64_t stride, int count, const 
             __m512i pairs = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(q + 8 * k)));
             __m512 even = _mm512_permutexvar_ps(pairs, values); /* bits above the lowest four count for nothing */
             __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), values);
-            sum.v[k].v = _mm512_add_ps(sum.v[k].v, even);
-            sum.v[k + 1].v = _mm512_add_ps(sum.v[k + 1].v, odd);
+            s[k] = _mm512_add_ps(s[k], even);
+            s[k + 1] = _mm512_add_ps(s[k + 1], odd);
         }
     }
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
 #pragma GCC unroll 4
     for (int k = 0; k < 8; k += 2) {
-        __m512 even = sum.v[k].v, odd = sum.v[k + 1].v;
-        sum.v[k].v = _mm512_permutex2var_ps(even, low, odd);
-        sum.v[k + 1].v = _mm512_permutex2var_ps(even, high, odd);
+        use(16 * k, Vec{_mm512_permutex2var_ps(s[k], low, s[k + 1])});
+        use(16 * k + 16, Vec{_mm512_permutex2var_ps(s[k], high, s[k + 1])});
     }
-    return sum;
 }
 
 }  // namespace

@@ -7,12 +7,12 @@ namespace CO_VECTOR {
 namespace {
 
 constexpr int64_t kIntegerBlock = 128;
-constexpr int64_t kIntegerTile = 1024;      /* elements of a commit that stay in the first-level cache */
-constexpr int64_t kIntegerAhead = 2048;    /* elements */
-constexpr int64_t kIntegerPiece = 32768;    /* elements that a thread takes at a time */
+constexpr int64_t kIntegerTile = 1024;      /* elements that stay in the first-level cache */
+constexpr int64_t kTileBlocks = kIntegerTile / kIntegerBlock;
+constexpr int64_t kIntegerAhead = 1024;     /* elements that are fetched before they are wanted */
 constexpr uint32_t kHugePattern = 0x7f000000; /* of 2^127: beyond it a block counts as not finite */
 constexpr float kTinyScale = 0x1p-120f;     /* below it a block counts as zero */
-static_assert(kIntegerPiece % kIntegerTile == 0 && kIntegerTile % kIntegerBlock == 0);
+static_assert(kPiece % kIntegerTile == 0 && kIntegerTile % kIntegerBlock == 0);
 
 /* ---- where things lie -------------------------------------------------------------------------------------------- */
 
@@ -24,175 +24,110 @@ inline int64_t integer_message_nbytes(int64_t numel, int bits) {
     return ceil_div(used, 16) * 16;
 }
 
-inline float load_bfloat16(const uint8_t *p) {
-    uint16_t bits;
-    memcpy(&bits, p, 2);
-    uint32_t wide = static_cast<uint32_t>(bits) << 16;
+inline uint32_t to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float from_bits(uint32_t bits) {
     float x;
-    memcpy(&x, &wide, 4);
+    memcpy(&x, &bits, 4);
     return x;
 }
 
-/* ---- one block --------------------------------------------------------------------------------------------------- */
+inline float load_bfloat16(const uint8_t *p) {
+    uint16_t bits;
+    memcpy(&bits, p, 2);
+    return from_bits(static_cast<uint32_t>(bits) << 16);
+}
+
+/* The first of nbytes bytes from elsewhere, and zeros behind them. Returns where they are. */
+inline void *copy_part(void *to, int64_t nbytes, const void *from, int64_t some) {
+    memcpy(to, from, static_cast<size_t>(some));
+    memset(static_cast<uint8_t *>(to) + some, 0, static_cast<size_t>(nbytes - some));
+    return to;
+}
+
+/* ---- blocks ------------------------------------------------------------------------------------------------------ */
 
 /* What the largest pattern of a block makes of it. inverse == 0: all integers are 0. */
 struct BlockScale {
     float scale, inverse;
     template <int kBits>
     static BlockScale of(uint32_t most) {
-        if (most > kHugePattern) return {__builtin_nanf(""), 0.0f};
-        float largest, scale;
-        memcpy(&largest, &most, 4);
-        float exact = largest / static_cast<float>((1 << (kBits - 1)) - 1);
-        uint32_t up;
-        memcpy(&up, &exact, 4);
-        up = (up + 0xffff) & 0xffff0000;
-        memcpy(&scale, &up, 4);
-        if (!(scale >= kTinyScale)) return {0.0f, 0.0f};
+        float largest = from_bits(most), exact = largest / static_cast<float>((1 << (kBits - 1)) - 1);
+        float scale = from_bits((to_bits(exact) + 0xffff) & 0xffff0000);
         /* No integer is beyond the limits L: scale is at least largest / L less half a unit in the last place, and with
          * the roundings of inverse and of the product |u * inverse| <= L (1 + 2^-22), which rounds to L at most. */
-        return {scale, 1.0f / scale};
+        float inverse = 1.0f / scale;
+        bool huge = most > kHugePattern, empty = !(scale >= kTinyScale);
+        return {huge ? __builtin_nanf("") : empty ? 0.0f : scale, huge || empty ? 0.0f : inverse};
     }
-    uint16_t bits() const {
-        uint32_t wide;
-        memcpy(&wide, &scale, 4);
-        return scale != scale ? kBfloat16NaN : static_cast<uint16_t>(wide >> 16);
-    }
+    bool finite() const { return scale == scale; }
+    uint16_t bits() const { return finite() ? static_cast<uint16_t>(to_bits(scale) >> 16) : kBfloat16NaN; }
 };
 
-inline Block load_block(const float *from) {
-    Block u;
-#pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) u.v[k] = load(from + kLanes * k);
-    return u;
-}
+/* ---- messages ---------------------------------------------------------------------------------------------------- */
 
-inline void store_block(float *to, const Block &u) {
-#pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) store(to + kLanes * k, u.v[k]);
-}
+/* A message, from one of its blocks on. */
+template <int kBits>
+struct Message {
+    static constexpr int64_t kBlockBytes = kIntegerBlock * kBits / 8;
+    uint8_t *integers, *scales;
 
-inline void stream_block(float *to, const Block &u) {
-#pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) stream(to + kLanes * k, u.v[k]);
-}
-
-/* n elements of a block that may be shorter; 0 where there is none. */
-inline Block load_some(const float *from, int64_t n) {
-    if (n == kIntegerBlock) return load_block(from);
-    alignas(64) float part[kIntegerBlock] = {};
-    memcpy(part, from, static_cast<size_t>(n) * 4);
-    return load_block(part);
-}
-
-inline void store_some(float *to, const Block &u, int64_t n) {
-    if (n == kIntegerBlock) return store_block(to, u);
-    alignas(64) float part[kIntegerBlock];
-    store_block(part, u);
-    memcpy(to, part, static_cast<size_t>(n) * 4);
-}
+    /* out <- the values of n elements. */
+    void decode(int64_t n, float *out, bool past_caches = false) const {
+        past_caches = past_caches && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+        for (int64_t b = 0; b * kIntegerBlock < n; ++b) {
+            int64_t some = least(kIntegerBlock, n - b * kIntegerBlock);
+            const uint8_t *from = integers + b * kBlockBytes;
+            float *to = out + b * kIntegerBlock, scale = load_bfloat16(scales + 2 * b);
+            if (some == kIntegerBlock && past_caches) {
+                sum_of_integers<kBits>(from, 0, 1, &scale, [to](int i, Vec x) { stream(to + i, x); });
+            } else if (some == kIntegerBlock) {
+                sum_of_integers<kBits>(from, 0, 1, &scale, [to](int i, Vec x) { store(to + i, x); });
+            } else {
+                uint8_t part[kBlockBytes];
+                float values[kIntegerBlock];
+                copy_part(part, kBlockBytes, from, integers_nbytes(some, kBits));
+                sum_of_integers<kBits>(part, 0, 1, &scale, [&values](int i, Vec x) { store(values + i, x); });
+                memcpy(to, values, static_cast<size_t>(some) * 4);
+            }
+        }
+    }
+};
 
 /* The messages of a bucket, one for each chunk. */
-struct Message {
-    uint8_t *integers, *scales;
-};
-
 template <int kBits>
 struct IntegerMessages {
-    static constexpr int64_t kBlockBytes = kIntegerBlock * kBits / 8;
     uint8_t *messages;
     Chunks chunks;
     int64_t stride;
 
-    Message chunk(int64_t j) const {
+    /* The message of chunk j, from the block of its element at on. */
+    Message<kBits> from(int64_t j, int64_t at = 0) const {
         uint8_t *message = messages + j * stride;
-        return {message, message + integers_nbytes(chunks.size(j), kBits)};
+        return {message + at * kBits / 8, message + integers_nbytes(chunks.size(j), kBits) + at / kIntegerBlock * 2};
     }
 
-    void write_padding(int64_t j) const {
-        int64_t n = chunks.size(j), used = integers_nbytes(n, kBits) + 2 * ceil_div(n, kIntegerBlock);
-        memset(messages + j * stride + used, 0, static_cast<size_t>(integer_message_nbytes(n, kBits) - used));
+    void write_padding() const {
+        for (int64_t j = 0; j < chunks.count; ++j) {
+            int64_t n = chunks.size(j), used = integers_nbytes(n, kBits) + 2 * ceil_div(n, kIntegerBlock);
+            memset(messages + j * stride + used, 0, static_cast<size_t>(integer_message_nbytes(n, kBits) - used));
+        }
     }
 
-    /* Block b of a message, of n elements. */
-    static Block read(const Message &from, int64_t b, int64_t n) {
-        float scale = load_bfloat16(from.scales + 2 * b);
-        const uint8_t *integers = from.integers + b * kBlockBytes;
-        if (n == kIntegerBlock) return sum_of_integers<kBits>(integers, 0, 1, &scale);
-        alignas(64) uint8_t part[kBlockBytes] = {};
-        memcpy(part, integers, static_cast<size_t>(integers_nbytes(n, kBits)));
-        return sum_of_integers<kBits>(part, 0, 1, &scale);
-    }
-
-    /* body(chunk, first and last element in it) on the threads; first is a multiple of kIntegerPiece. */
+    /* body(chunk, first and last element in it) of tiles, on the threads; first is a multiple of kIntegerTile. */
     template <class Body>
-    void each_piece(const co_exec *exec, int64_t bytes, const Body &body) const {
-        int64_t steps = ceil_div(chunks.chunk, kIntegerPiece);
-        parallel(exec, bytes, chunks.count * steps, 1, [&](int64_t piece) {
-            int64_t j = piece / steps, begin = piece % steps * kIntegerPiece;
-            int64_t end = least(begin + kIntegerPiece, chunks.size(j));
+    void each_tile(const co_exec *exec, int64_t bytes, const Body &body) const {
+        int64_t steps = ceil_div(chunks.chunk, kIntegerTile);
+        parallel(exec, bytes, chunks.count * steps, kPiece / kIntegerTile, [&](int64_t tile) {
+            int64_t j = tile / steps, begin = tile % steps * kIntegerTile;
+            int64_t end = least(begin + kIntegerTile, chunks.size(j));
             if (begin < end) body(j, begin, end);
         });
     }
-};
-
-/* Writes the blocks of one message. A block is quantized when the next one arrives, so that the two divisions that make
- * its scale need not be waited for. */
-template <int kBits>
-class BlockWriter {
-  public:
-    explicit BlockWriter(const Message &to) : to_(to) {}
-
-    /* Block b, of n elements; u is 0 beyond them. rest: where u - Q(u) of them goes, or NULL. */
-    template <bool kRest>
-    void add(int64_t b, int64_t n, const Block &u, float *rest = nullptr, bool past_caches = false) {
-        BlockScale scale = BlockScale::of<kBits>(largest_pattern(u));
-        uint16_t bits = scale.bits();
-        memcpy(to_.scales + 2 * b, &bits, 2);
-        flush<kRest>();
-        u_ = u;
-        scale_ = scale;
-        integers_ = to_.integers + b * IntegerMessages<kBits>::kBlockBytes;
-        rest_ = rest;
-        n_ = n;
-        past_caches_ = past_caches;
-    }
-
-    template <bool kRest>
-    void flush() {
-        if (n_ == kIntegerBlock && scale_.inverse != 0.0f) {
-            quantize<kBits, kRest>(u_, scale_.inverse, scale_.scale, integers_);
-            if (kRest && past_caches_) {
-                stream_block(rest_, u_);
-            } else if (kRest) {
-                store_block(rest_, u_);
-            }
-        } else if (n_ > 0) {
-            flush_slowly<kRest>();
-        }
-    }
-
-  private:
-    template <bool kRest>
-    void flush_slowly() {
-        alignas(64) uint8_t part[IntegerMessages<kBits>::kBlockBytes] = {};
-        Block u = u_;
-        if (scale_.inverse != 0.0f) {
-            quantize<kBits, kRest>(u, scale_.inverse, scale_.scale, part);
-        } else if (scale_.scale != scale_.scale) {
-            for (Vec &x : u.v) x = x - set1(scale_.scale);
-        }
-        memcpy(integers_, part, static_cast<size_t>(integers_nbytes(n_, kBits)));
-        if (kRest) store_some(rest_, u, n_);
-    }
-
-    Message to_;
-    Block u_;
-    BlockScale scale_ = {0.0f, 0.0f};
-    uint8_t *integers_ = nullptr;
-    float *rest_ = nullptr;
-    int64_t n_ = 0;
-    bool past_caches_ = false;
 };
 
 template <int kBits>
@@ -202,6 +137,50 @@ inline IntegerMessages<kBits> integer_messages(const uint8_t *messages, int64_t 
     if (stride == 0) stride = integer_message_nbytes(chunks.chunk, kBits);
     return {const_cast<uint8_t *>(messages), chunks, stride};
 }
+
+/* Some blocks on their way into a message. */
+struct IntegerTile {
+    alignas(64) float u[kIntegerTile];
+
+    /* Writes the message of n elements. rest: where u - Q(u) goes, unless nowhere. */
+    template <Rest kRest, int kBits>
+    void quantize_to(Message<kBits> message, int64_t n, float *rest) {
+        int64_t blocks = ceil_div(n, kIntegerBlock), whole = n / kIntegerBlock;
+        if (whole < blocks) memset(u + n, 0, static_cast<size_t>(blocks * kIntegerBlock - n) * 4);
+        uint32_t most[kTileBlocks];
+        BlockScale by[kTileBlocks];
+        /* in loops of their own, so that nothing waits for a division */
+        for (int64_t b = 0; b < blocks; ++b) most[b] = largest_pattern(u + b * kIntegerBlock);
+        for (int64_t b = 0; b < blocks; ++b) by[b] = BlockScale::of<kBits>(most[b]);
+        for (int64_t b = 0; b < blocks; ++b) {
+            uint16_t bits = by[b].bits();
+            memcpy(message.scales + 2 * b, &bits, 2);
+            const float *from = u + b * kIntegerBlock;
+            uint8_t *to = message.integers + b * message.kBlockBytes;
+            float *left = kRest == Rest::kNone ? nullptr : rest + b * kIntegerBlock;
+            if (b < whole && by[b].finite()) {
+                quantize<kBits, kRest>(from, by[b].inverse, by[b].scale, to, left);
+            } else {
+                quantize_slowly<kBits>(from, by[b], to, left, least(kIntegerBlock, n - b * kIntegerBlock));
+            }
+        }
+    }
+
+  private:
+    /* A block that is shorter, or not finite. */
+    template <int kBits>
+    static void quantize_slowly(const float *u, BlockScale by, uint8_t *integers, float *rest, int64_t n) {
+        alignas(64) float left[kIntegerBlock];
+        alignas(64) uint8_t part[kIntegerBlock * kBits / 8] = {};
+        if (by.finite()) {
+            quantize<kBits, Rest::kStored>(u, by.inverse, by.scale, part, left);
+        } else {
+            for (float &x : left) x = by.scale;
+        }
+        memcpy(integers, part, static_cast<size_t>(integers_nbytes(n, kBits)));
+        if (rest != nullptr) memcpy(rest, left, static_cast<size_t>(n) * 4);
+    }
+};
 
 }  // namespace
 }  // namespace CO_VECTOR

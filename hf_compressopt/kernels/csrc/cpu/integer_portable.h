@@ -1,4 +1,5 @@
-/* Blocks of b-bit integers: what the versions with registers compute, and the code for every other machine. */
+/* Blocks of 128 b-bit integers: what the versions with registers compute, and the code for every other machine, in
+ * loops that a compiler can turn into vectors. */
 #pragma once
 #include "common.h"
 
@@ -6,52 +7,54 @@ namespace compressopt {
 namespace portable {
 namespace {
 
-struct Block {
-    Vec v[8];
-};
-
-/* The largest bit pattern of the block without the signs, so that NaN > infinity > numbers. */
-inline uint32_t largest_pattern(const Block &u) {
-    uint32_t most = 0;
-    for (const Vec &vec : u.v) {
-        for (float x : vec.v) {
-            uint32_t pattern = bits_of(x) & 0x7fffffff;
-            most = most < pattern ? pattern : most;
-        }
-    }
-    return most;
-}
-
-/* 16 kBits bytes of integers: u * inverse, to nearest, ties to even. kRest: u <- u - integer * scale. */
-template <int kBits, bool kRest>
-inline void quantize(Block &u, float inverse, float scale, uint8_t *out) {
-    constexpr float kMagic = 12582912.0f; /* 1.5 * 2^23: added to a small number it leaves its rounded value below */
-    for (int k = 0; k < 8; ++k) {
-        int32_t q[16];
+/* The largest bit pattern of a block without the signs, so that NaN > infinity > numbers. */
+inline uint32_t largest_pattern(const float *u) {
+    int32_t most[16] = {};
+    for (int k = 0; k < 128; k += 16) {
         for (int i = 0; i < 16; ++i) {
-            q[i] = static_cast<int32_t>(bits_of(u.v[k].v[i] * inverse + kMagic) - bits_of(kMagic));
-            if (kRest) u.v[k].v[i] = u.v[k].v[i] - static_cast<float>(q[i]) * scale;
+            int32_t pattern = static_cast<int32_t>(bits_of(u[k + i]) & 0x7fffffff);
+            most[i] = most[i] < pattern ? pattern : most[i];
         }
-        for (int i = 0; i < 2 * kBits; ++i) {
-            out[2 * kBits * k + i] = kBits == 8 ? static_cast<uint8_t>(q[i])
-                                                : static_cast<uint8_t>((q[2 * i] & 15) | (q[2 * i + 1] & 15) << 4);
-        }
+    }
+    int32_t all = 0;
+    for (int32_t pattern : most) all = all < pattern ? pattern : all;
+    return static_cast<uint32_t>(all);
+}
+
+/* 16 kBits bytes of integers: u * inverse, to nearest, ties to even; rest <- u - integer * scale, unless there is none.
+ * u is aligned to 64 bytes. */
+template <int kBits, Rest kRest>
+inline void quantize(const float *u, float inverse, float scale, uint8_t *out, float *rest) {
+    constexpr float kMagic = 12582912.0f; /* 1.5 * 2^23: added to a small number it leaves its rounded value below */
+    int32_t q[128];
+    for (int i = 0; i < 128; ++i) {
+        q[i] = static_cast<int32_t>(bits_of(u[i] * inverse + kMagic) - bits_of(kMagic));
+        if (kRest != Rest::kNone) rest[i] = u[i] - static_cast<float>(q[i]) * scale;
+    }
+    if (kBits == 8) {
+        for (int i = 0; i < 128; ++i) out[i] = static_cast<uint8_t>(q[i]);
+    } else {
+        for (int i = 0; i < 64; ++i) out[i] = static_cast<uint8_t>((q[2 * i] & 15) | q[2 * i + 1] * 16);
     }
 }
 
-/* The sum of the blocks of count messages, in order. Message j: integers at q + j * stride, times scales[j]. */
-template <int kBits>
-inline Block sum_of_integers(const uint8_t *q, int64_t stride, int count, const float *scales) {
-    Block sum = {};
-    for (int j = 0; j < count; ++j) {
-        const uint8_t *bytes = q + j * stride;
-        for (int i = 0; i < 128; ++i) {
-            int32_t byte = bytes[i * kBits / 8];
-            int32_t level = kBits == 8 ? static_cast<int8_t>(byte) : ((byte >> 4 * (i & 1) & 15) ^ 8) - 8;
-            sum.v[i / 16].v[i % 16] += static_cast<float>(level) * scales[j];
+/* use(i, the sums of the elements from i on) for every sixteen elements of a block: the sums of the blocks of count
+ * messages, in order. Message j: integers at q + j * stride, times scales[j]. */
+template <int kBits, class Use>
+inline void sum_of_integers(const uint8_t *q, int64_t stride, int count, const float *scales, const Use &use) {
+    float sum[128] = {};
+    for (int j = 0; j < count; ++j, q += stride) {
+        float scale = scales[j];
+        if (kBits == 8) {
+            for (int i = 0; i < 128; ++i) sum[i] += static_cast<float>(static_cast<int8_t>(q[i])) * scale;
+        } else {
+            for (int i = 0; i < 64; ++i) { /* the sign is the fourth bit */
+                sum[2 * i] += static_cast<float>(((q[i] & 15) ^ 8) - 8) * scale;
+                sum[2 * i + 1] += static_cast<float>(((q[i] >> 4) ^ 8) - 8) * scale;
+            }
         }
     }
-    return sum;
+    for (int i = 0; i < 128; i += 16) use(i, load(sum + i));
 }
 
 }  // namespace
