@@ -9,10 +9,8 @@ WHEEL_TESTS := test_cli.py collectives/test_compressed_all_reduce.py optim/test_
                checkpoint/test_checkpoint.py integrations/test_entry.py optim/test_fused_adam.py \
                $(patsubst tests/%,%,$(wildcard tests/kernels/test_native*.py)) kernels/test_memory.py
 
-# The tests of Trainer, Accelerate and background saves, for `make test-compat`. Trainer's background saves are left out:
-# the ranks of Transformers 4.50 may disagree about the best checkpoint, and its hub has another name.
-HOST_TESTS := $(filter-out %/test_async_trainer.py,$(patsubst tests/%,%,$(wildcard tests/integrations/test_*.py))) \
-              checkpoint/test_async_save.py
+# The tests of Trainer, Accelerate and background saves, for `make test-compat`.
+HOST_TESTS := $(patsubst tests/%,%,$(wildcard tests/integrations/test_*.py)) checkpoint/test_async_save.py
 COMPAT     := oldest newest
 
 .PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean

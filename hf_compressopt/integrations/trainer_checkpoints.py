@@ -179,9 +179,14 @@ def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwarg
 
     A checkpoint is saved by all ranks. Anything else may be saved by rank 0 alone, which cannot average.
     """
-    if getattr(getattr(self.accelerator, "_compressopt", None), "in_checkpoint", False):
-        return _with_averaged_parameters(original, self, *args, **kwargs)
     inner = innermost(self.optimizer)
+    if getattr(getattr(self.accelerator, "_compressopt", None), "in_checkpoint", False):
+        result = _with_averaged_parameters(original, self, *args, **kwargs)
+        if saves_shards(inner):
+            # Each rank now looks whether the folder of the best checkpoint exists, which rank 0 makes. Transformers
+            # before 4.57 did not wait for it: a rank that saw none missed the barrier of load_best_model_at_end.
+            self.accelerator.wait_for_everyone()
+        return result
     with inner.synced_parameters() if follows_plan(inner) else nullcontext():
         return original(self, *args, **kwargs)
 

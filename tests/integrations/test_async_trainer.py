@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,35 @@ def test_what_is_replaced_goes_when_the_new_one_is_whole(name: str, best: bool, 
     assert (checkpoint / "optimizer.pt").stat().st_size < 10_000
 
 
+def best_on_a_slow_disk(rank: int, world_size: int, arguments: dict[str, Any]) -> str | None:
+    """Train; rank 0 makes the folder of a checkpoint late, after the other rank has come out of save_model."""
+    trainer = make_trainer(rank, world_size, Run(arguments, dropout=0.0))
+    write = trainer._save
+
+    def write_late(*args: Any, **kwargs: Any) -> None:
+        time.sleep(1.0)
+        write(*args, **kwargs)
+
+    trainer._save = write_late
+    trainer.train()
+    return trainer.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("async_save", ["false", "true"])
+def test_all_ranks_know_the_best_checkpoint(async_save: str, tmp_path: Path) -> None:
+    """Each rank finds the best checkpoint by its folder, before all ranks load it behind a barrier."""
+    arguments = {
+        **SAVING,
+        "optim": "onebit_adam",
+        "optim_args": f"{OPTIONS['onebit_adam']},async_save={async_save}",
+        "output_dir": str(tmp_path),
+        "max_steps": 4,
+        "load_best_model_at_end": True,
+    }
+    best = run_ranks(2, best_on_a_slow_disk, arguments, timeout=120)
+    assert best[0] == best[1] == str(tmp_path / "checkpoint-4")
+
+
 def resume(rank: int, world_size: int, run: Run) -> dict[str, torch.Tensor]:
     trainer = make_trainer(rank, world_size, run)
     torch.manual_seed(3)
@@ -110,20 +140,21 @@ def push(rank: int, world_size: int, arguments: dict[str, Any], strategy: str) -
 
     uploaded = []
 
-    class Hub:
-        def upload_folder(self, folder_path: str, **_: Any) -> Any:
-            uploaded.append((Path(folder_path).name, is_whole(Path(folder_path))))
-            return type("Job", (), {"done": lambda self: True})()
+    def upload_folder(folder_path: str, **_: Any) -> Any:
+        uploaded.append((Path(folder_path).name, is_whole(Path(folder_path))))
+        return type("Job", (), {"done": lambda self: True})()
 
     trainer = make_trainer(rank, world_size, Run(arguments))
     trainer.args.push_to_hub, trainer.args.hub_strategy = True, HubStrategy(strategy)
     trainer.hub_model_id, trainer.push_in_progress = "nobody/nothing", None
-    slowly, hub = os.posix_fallocate, trainer_module.hf_api
-    os.posix_fallocate, trainer_module.hf_api = lambda *args: time.sleep(0.3) or slowly(*args), Hub
-    try:
+    slowly = os.posix_fallocate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", lambda *args: time.sleep(0.3) or slowly(*args))
+        if hasattr(trainer_module, "hf_api"):
+            patch.setattr(trainer_module, "hf_api", lambda: SimpleNamespace(upload_folder=upload_folder))
+        else:  # before transformers 5
+            patch.setattr(trainer_module, "upload_folder", upload_folder)
         trainer.train()
-    finally:
-        os.posix_fallocate, trainer_module.hf_api = slowly, hub
     return uploaded
 
 
