@@ -22,8 +22,9 @@ def plot(path: Path, runs: dict[str, Result], traffic: Traffic, ranks: int) -> N
         draw_losses(by_step, run, {step: step for step in run.train_loss})
         draw_losses(by_bytes, run, {step: in_all / MB for step, in_all in sent[optim].items()})
         annotate_end(by_bytes, run, sent[optim])
-    mark_switch(by_step, traffic.switch_step)
-    mark_switch(by_bytes, traffic.switch_step * traffic.warmup_step / MB)
+    if traffic.switch_step is not None:
+        mark_switch(by_step, traffic.switch_step)
+        mark_switch(by_bytes, traffic.switch_step * traffic.warmup_step / MB)
     by_step.set(title="Loss against steps", xlabel="optimizer steps", ylabel="cross-entropy loss (nats per token)")
     by_step.set_xlim(left=0)
     by_bytes.set(title="Loss against bytes", xlabel="megabytes sent by each rank so far (logarithmic)")
@@ -31,10 +32,11 @@ def plot(path: Path, runs: dict[str, Result], traffic: Traffic, ranks: int) -> N
     for panel in (by_step, by_bytes):
         panel.grid(True, alpha=0.25)
     by_step.legend()
+    full, sent_by_ours = traffic.totals
     figure.suptitle(
-        f"GPT-2 of {runs[BASELINE].parameters / 1e6:.1f}M parameters from scratch on {ranks} ranks: "
-        f"{traffic.baseline_step / MB:.1f} MB per step with {BASELINE}, "
-        f"{traffic.compressed_step / MB:.2f} MB in the compressed stage of {COMPRESSED}"
+        f"GPT-2 of {runs[BASELINE].parameters / 1e6:.1f}M parameters from scratch on {ranks} ranks: in the whole run "
+        f"each rank sends {full / MB:,.0f} MB with {BASELINE}, {sent_by_ours / MB:,.0f} MB with {COMPRESSED}, "
+        f"{full / sent_by_ours:.1f} times fewer"
     )
     figure.savefig(path, dpi=130)
     plt.close(figure)

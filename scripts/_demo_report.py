@@ -58,12 +58,15 @@ def read_result(optim: str, directory: Path, wall_seconds: float) -> Result:
 
 @dataclass
 class Traffic:
-    """Bytes that one rank sends: those of onebit_adam as it counts them, those of adamw_torch by the formula."""
+    """Bytes that one rank sends: those of onebit_adam as it counts them, those of adamw_torch by the formula.
+
+    A run that stays in the warmup stage, as a short one may, has neither a compressed_step nor a switch_step.
+    """
 
     baseline_step: float
     warmup_step: float
-    compressed_step: float
-    switch_step: int
+    compressed_step: float | None
+    switch_step: int | None
     baseline: dict[int, float]
     compressed: dict[int, float]
 
@@ -82,18 +85,21 @@ def measure_traffic(result: Result, ranks: int) -> Traffic:
     """Bytes per step by stage; the step of the switch follows from the bytes between the logs around it."""
     warmup_logs = [step for step, stage in result.stage.items() if stage == 0.0]
     compressed_logs = [step for step, stage in result.stage.items() if stage == 1.0]
-    if not warmup_logs or not compressed_logs:
-        sys.exit(f"the log of {result.optim} shows only one stage: {sorted(set(result.stage.values()))}")
-    before, after = max(warmup_logs), min(compressed_logs)
-    warmup, compressed = result.bytes_sent_step[before], result.bytes_sent_step[after]
-    sent = result.bytes_sent[after] - result.bytes_sent[before]
-    warmup_steps_between = round((sent - (after - before) * compressed) / (warmup - compressed))
+    if not warmup_logs:
+        sys.exit(f"the log of {result.optim} does not show the warmup stage: {sorted(set(result.stage.values()))}")
+    before = max(warmup_logs)
+    warmup, compressed, switch = result.bytes_sent_step[before], None, None
+    if compressed_logs:
+        after = min(compressed_logs)
+        compressed = result.bytes_sent_step[after]
+        sent = result.bytes_sent[after] - result.bytes_sent[before]
+        switch = before + round((sent - (after - before) * compressed) / (warmup - compressed))
     baseline = ring_all_reduce_bytes(result.parameters, ranks)
     return Traffic(
         baseline_step=baseline,
         warmup_step=warmup,
         compressed_step=compressed,
-        switch_step=before + warmup_steps_between,
+        switch_step=switch,
         baseline={step: step * baseline for step in result.bytes_sent},
         compressed=result.bytes_sent,
     )
@@ -123,7 +129,7 @@ def loss_rows(runs: dict[str, Result], traffic: Traffic) -> list[list[str]]:
         rows.append(
             [
                 f"{step}",
-                "warmup" if step <= traffic.switch_step else "compressed",
+                "warmup" if traffic.switch_step is None or step <= traffic.switch_step else "compressed",
                 *(f"{run.train_loss[step]:.4f}" for run in (base, ours)),
                 percent(ours.train_loss[step], base.train_loss[step]),
                 *(f"{run.eval_loss[step]:.4f}" for run in (base, ours)),
@@ -149,11 +155,15 @@ def cost_rows(runs: dict[str, Result], traffic: Traffic) -> list[list[str]]:
     step = traffic.baseline_step
     return [
         ["", BASELINE, COMPRESSED, ""],
-        row(
-            "sent per rank and step, warmup*", step, traffic.warmup_step, megabytes, percent(traffic.warmup_step, step)
+        *(
+            row(title, step, sent, megabytes, fewer(step, sent))
+            for title, sent in (
+                ("sent per rank and step, warmup*", traffic.warmup_step),
+                ("... compressed stage*", traffic.compressed_step),
+            )
+            if sent is not None
         ),
-        row("... compressed stage*", step, traffic.compressed_step, megabytes, fewer(step, traffic.compressed_step)),
-        row("sent per rank in all*", total_base, total_ours, megabytes, fewer(total_base, total_ours)),
+        row("sent per rank in the whole run*", total_base, total_ours, megabytes, fewer(total_base, total_ours)),
         row(
             "training and evaluation",
             base.train_seconds,

@@ -38,11 +38,18 @@ def ring(itemsize: float) -> Callable[[int], float]:
 
 
 SIGN_BYTES = 1 / 8 + 4 / 4096  # a bit, and its share of a block's scale
+INT4_BYTES, INT8_BYTES = (bits / 8 + 2 / 128 for bits in (4, 8))  # and their share of a block's scale
 METHODS = {
     "compute": Method("compute only", "adamw_torch", hook="none"),
     "ddp": Method("DDP fp32", "adamw_torch", bytes_per_parameter=ring(4)),
     "fp16": Method("DDP, 16-bit gradients", "adamw_torch", hook="fp16", bytes_per_parameter=ring(2)),
     "powersgd": Method("DDP, PowerSGD rank 1", "adamw_torch", hook="powersgd"),
+    "int4": Method(
+        "AdamW, int4 gradients", "adamw_torch", "grad_compression=int4", bytes_per_parameter=ring(INT4_BYTES)
+    ),
+    "int8": Method(
+        "AdamW, int8 gradients", "adamw_torch", "grad_compression=int8", bytes_per_parameter=ring(INT8_BYTES)
+    ),
     "zero2": Method("ZeRO-2", "zero2_adamw", bytes_per_parameter=ring(4)),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
     "zero_one_adam": Method(

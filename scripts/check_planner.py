@@ -48,6 +48,8 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     predictions = {
         "ddp": model.ddp,
         "fp16": lambda: model.ddp(2),
+        "int4": lambda: model.low_bit(4),
+        "int8": lambda: model.low_bit(8),
         "zero2": model.zero,
         "onebit_adam": lambda: model.compressed(ONEBIT_ADAM),
         "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),

@@ -111,6 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if model:
         print(f"\npredicted time of a step; the stages have the shares of a run of {arguments.steps:,} steps")
         print(report.time_table(model, arguments.steps))
+        print(f"\npredicted for a run of {arguments.steps:,} steps")
+        print(report.run_table(model, arguments.steps))
     return 0
 
 

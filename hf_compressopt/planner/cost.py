@@ -14,6 +14,9 @@ work makes b longer by h):
 ZeRO-1 and 2. (3) with all-to-alls and u/N, then packing and the all-gather of the parameters, not overlapped.
 Compressed step, of k buckets. Passes over memory, P seconds, and messages, C seconds, overlap:
     f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
+Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P, and
+the passes that write the errors and the averages, Q, come last:
+    f + max(ready_1 + sum of all messages, b + h + P + last message) + Q + u                               (5)
 Sources: the ring, Patarasuk and Yuan 2009; overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a
 backward pass has two products for each product of the forward pass.
 """
@@ -24,6 +27,7 @@ import math
 from dataclasses import dataclass, replace
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
+from hf_compressopt.kernels.integers import IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 
 #: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
@@ -203,10 +207,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step.
+    """A predicted step, or several.
 
     Attributes:
-        seconds: Time of the whole step.
+        seconds: Time from start to end.
         sent: Bytes that a rank sends.
         on_link: Bytes that leave a node over its link.
     """
@@ -214,6 +218,10 @@ class Step:
     seconds: float
     sent: float
     on_link: float
+
+    def __mul__(self, count: float) -> Step:
+        """Multiply: this many steps."""
+        return Step(self.seconds * count, self.sent * count, self.on_link * count)
 
 
 def average(steps: list[tuple[float, Step]]) -> Step:
@@ -278,11 +286,9 @@ class Model:
     def compressed(self, passes: Passes) -> Step:
         """A step with a compressed message, (4)."""
         params, world_size, block = self.training.params, self.cluster.ranks, self.training.scale_block
-        bucket = min(bucket_numel_of(self.training.bucket_cap_mb), params)
+        bucket = self._float_bucket()
         number = params / bucket
-        nbytes = chunk_message_nbytes(bucket, world_size, block)
-        one = all_to_all(self.cluster, sum(nbytes)) + ring(self.cluster, world_size * nbytes[0], passes=1)
-        messages = (one if world_size > 1 else _NOTHING) * number
+        messages = self._two_phases(chunk_message_nbytes(bucket, world_size, block)) * number
         serve = 2 + 8 / world_size  # average this rank's share of all signs; read and write its error
         moved = self.cluster.pass_seconds((passes.compress + serve + passes.apply) * params)
         before = self.cluster.pass_seconds(passes.alone * params)
@@ -290,6 +296,19 @@ class Model:
         pipeline = max(moved + messages.host, wire) + min(moved, wire) / max(1.0, number)
         seconds = self.forward + self.backward + before + pipeline
         return Step(seconds, messages.sent, messages.on_link)
+
+    def low_bit(self, bits: int) -> Step:
+        """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
+        params, world_size, grad = self.training.params, self.cluster.ranks, self.training.itemsize
+        bucket, message = self._float_bucket(), bits / 8
+        one = self._two_phases(IntegerFormat(bits).chunk_nbytes(bucket, world_size))
+        every = one * (params / bucket)
+        # gradient, error -> message; messages, server error -> message, new server error
+        make = self.cluster.pass_seconds((grad + FLOAT_BYTES + 2 * message + 8 / world_size) * params)
+        # gradient, error, both messages -> error, gradient; new server error -> server error
+        finish = self.cluster.pass_seconds((2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / world_size) * params)
+        seconds = self._overlapped(bucket / params, every, one, make) + finish + self.update
+        return Step(seconds, every.sent, every.on_link)
 
     def alone(self, passes: Passes) -> Step:
         """A step of 0/1 Adam between syncs."""
@@ -305,7 +324,17 @@ class Model:
         """The same model with another bandwidth."""
         return Model(self.training, replace(self.cluster, bandwidth=bandwidth))
 
-    def _overlapped(self, first_share: float, messages: Message, last: Message) -> float:
-        """Seconds of forward and backward, overlapped with the messages: (3) without the update."""
-        backward = self.backward + messages.host
+    def _float_bucket(self) -> int:
+        """Elements of a bucket of float32 values."""
+        return min(bucket_numel_of(self.training.bucket_cap_mb), self.training.params)
+
+    def _two_phases(self, nbytes: list[int]) -> Message:
+        """The compressed all-reduce of a bucket, of whose chunks the messages have these bytes."""
+        if len(nbytes) == 1:
+            return _NOTHING
+        return all_to_all(self.cluster, sum(nbytes)) + ring(self.cluster, len(nbytes) * nbytes[0], passes=1)
+
+    def _overlapped(self, first_share: float, messages: Message, last: Message, work: float = 0.0) -> float:
+        """Seconds of forward and backward, overlapped with the messages: (3) without the update; work is (5)'s P."""
+        backward = self.backward + messages.host + work
         return self.forward + max(first_share * backward + messages.seconds, backward + last.seconds)

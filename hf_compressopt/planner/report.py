@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,9 @@ _MOMENTS = 2
 _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
 _SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # range of the search for a crossover, in bytes per second, in steps of 10 %
 _WHOLE_RUN = "whole run"
+_EVERY_STEP = "every step"
+_FULL_PRECISION = ("DDP", "ZeRO")
+_LOW_BITS = (4, 8)
 
 
 def compressed_memory(
@@ -67,6 +70,10 @@ def memory_rows(
         )
         for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))
     }
+    if world_size > 1:
+        full = estimates["no ZeRO"]
+        errors = FLOAT_BYTES * (params + -(-params // world_size))
+        estimates["grad_compression"] = replace(full, states=full.states + errors)
     for cls in ALGORITHMS.values():
         estimates[cls.__name__] = compressed_memory(cls, params, world_size, dtype.itemsize)
     return {name: {part: getattr(memory, part) for part in _MEMORY} for name, memory in estimates.items()}
@@ -104,6 +111,7 @@ def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
         **(halves if itemsize > _HALF_BYTES else {}),
         "ZeRO-1": {"": zero},
         "ZeRO-2": {"": zero},
+        **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in _LOW_BITS},
         "OnebitAdam": _onebit(ddp, model.compressed(ONEBIT_ADAM)),
         "ZeroOneAdam": _zero_one(model, ddp, steps),
         "OnebitLamb": _onebit(ddp, model.compressed(ONEBIT_LAMB)),
@@ -126,6 +134,12 @@ def _zero_one(model: Model, ddp: Step, steps: int) -> dict[str, Step]:
     return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}
 
 
+def whole_runs(model: Model, steps: int) -> dict[str, Step]:
+    """Seconds and bytes of a run of this many steps, by optimizer."""
+    means = {name: list(stages.values())[-1] for name, stages in time_rows(model, steps).items()}
+    return {name: mean * steps for name, mean in means.items()}
+
+
 def last_stage(stages: dict[str, Step]) -> str:
     """The stage in which a run spends most of its steps."""
     return [name for name in stages if name != _WHOLE_RUN][-1]
@@ -135,8 +149,8 @@ def crossovers(model: Model, steps: int) -> dict[str, dict[str, dict[str, float]
     """The bandwidths below which the compressed optimizers are faster than DDP.
 
     Returns:
-        Bytes per second of a node's link, by optimizer, stage (the last one, and the whole run) and kind of DDP.
-        Infinity means faster over every link, 0 slower over the slowest link.
+        Bytes per second of a node's link, by optimizer, stage (the last one, and the whole run; "" if there are no
+        stages) and kind of DDP. Infinity means faster over every link, 0 slower over the slowest link.
     """
     number = round(math.log(_FASTEST / _SLOWEST) / _GRID)
     links = [_SLOWEST * math.exp(_GRID * index) for index in range(number + 1)]
@@ -158,10 +172,10 @@ def crossovers(model: Model, steps: int) -> dict[str, dict[str, dict[str, float]
     return {
         name: {
             stage: {other: below(name, stage, other) for other in table[0] if other.startswith("DDP")}
-            for stage in (last_stage(stages), _WHOLE_RUN)
+            for stage in dict.fromkeys((last_stage(stages), list(stages)[-1]))
         }
         for name, stages in table[0].items()
-        if len(stages) > 1
+        if not name.startswith(_FULL_PRECISION)
     }
 
 
@@ -169,7 +183,7 @@ def as_json(model: Model, steps: int) -> dict[str, Any]:
     """Times, bytes and crossovers in values that JSON can hold; an infinite rate is None."""
     rates = {
         name: {
-            stage: {other: None if math.isinf(rate) else rate for other, rate in others.items()}
+            stage or _EVERY_STEP: {other: None if math.isinf(rate) else rate for other, rate in others.items()}
             for stage, others in stages.items()
         }
         for name, stages in crossovers(model, steps).items()
@@ -182,18 +196,19 @@ def as_json(model: Model, steps: int) -> dict[str, Any]:
             "steps": steps,
         },
         "steps": {
-            name: {stage or "every step": asdict(step) for stage, step in stages.items()}
+            name: {stage or _EVERY_STEP: asdict(step) for stage, step in stages.items()}
             for name, stages in time_rows(model, steps).items()
         },
+        "run": {name: asdict(run) for name, run in whole_runs(model, steps).items()},
         "faster_below_bytes_per_second": rates,
     }
 
 
 def memory_table(rows: dict[str, dict[str, int]]) -> str:
     """Render GB on each rank as a table."""
-    lines = [f"{'':12}" + "".join(f"{part:>12}" for part in _MEMORY)]
+    lines = [f"{'':18}" + "".join(f"{part:>12}" for part in _MEMORY)]
     lines += [
-        f"{name:12}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
+        f"{name:18}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
     ]
     return "\n".join(lines)
 
@@ -217,7 +232,23 @@ def time_table(model: Model, steps: int) -> str:
     for name, found in crossovers(model, steps).items():
         for stage, others in found.items():
             verdicts = [f"{other}, {_verdict(rate)}" for other, rate in others.items()]
-            lines.append(f"{name}, {stage}: faster than {'; than '.join(verdicts)}")
+            lines.append(f"{name}, {stage or _EVERY_STEP}: faster than {'; than '.join(verdicts)}")
+    return "\n".join(lines)
+
+
+def run_table(model: Model, steps: int) -> str:
+    """Render the bytes and the time of a whole run, beside those of DDP with gradients as they are."""
+    runs = whole_runs(model, steps)
+    first = next(iter(runs.values()))
+    lines = [f"{'':26}" + "".join(f"{title:>16}" for title in ("sent by a rank", "fewer bytes", "time", "as fast"))]
+    for name, run in runs.items():
+        cells = (
+            f"{run.sent / 1e9:,.1f} GB",
+            f"{first.sent / run.sent:.1f} x",
+            f"{run.seconds / 3600:,.2f} h",
+            f"{first.seconds / run.seconds:.2f} x",
+        )
+        lines.append(f"{name:26}" + "".join(f"{cell:>16}" for cell in cells))
     return "\n".join(lines)
 
 

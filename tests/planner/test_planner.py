@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, cli
+from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, cli
 from hf_compressopt.planner import cost, report, units
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
@@ -20,7 +20,7 @@ from tests.support.launching import REPO_ROOT, run
 
 ROWS = REPO_ROOT / "docs" / "network.json"
 CHECK = [sys.executable, str(REPO_ROOT / "scripts" / "check_planner.py"), str(ROWS)]
-METHODS = {"ddp", "fp16", "zero2", "onebit_adam", "zero_one_adam", "onebit_lamb"}
+METHODS = {"ddp", "fp16", "int4", "int8", "zero2", "onebit_adam", "zero_one_adam", "onebit_lamb"}
 SLOW = Cluster(nodes=4, gpus_per_node=8, bandwidth=1e9, local_bandwidth=1e11, latency=0.0)
 SMALL = Training(params=100_000_000, compute_seconds=0.5)
 
@@ -44,6 +44,8 @@ def test_bytes_are_those_that_the_interface_counted(row: dict[str, Any]) -> None
     steps = {
         "ddp": model.ddp(),
         "fp16": model.ddp(2),
+        "int4": model.low_bit(4),
+        "int8": model.low_bit(8),
         "zero2": model.zero(),
         "onebit_adam": model.compressed(ONEBIT_ADAM),
         "zero_one_adam": model.local_steps(16),
@@ -113,6 +115,40 @@ def test_a_compressed_step_is_a_pipeline_of_passes_and_messages(bandwidth: float
     assert model.compressed(ONEBIT_ADAM).seconds == pytest.approx(memory, rel=0.02)
 
 
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e10, 1e12])
+def test_low_bit_gradients_leave_during_the_backward_pass(bandwidth: float) -> None:
+    """A processor that computes and makes messages, and a link; errors and averages are written at the end."""
+    count, numel = 32, 6_553_600
+    model = Model(Training(count * numel, 0.5), Cluster(2, 1, bandwidth, latency=0.0))
+    wire = numel * (1 / 2 + 2 / 128) / (bandwidth * cost.WIRE_EFFICIENCY)  # half of it in each phase
+    make = model.cluster.pass_seconds((8 + 1 + 4) * numel)
+    computed = link = model.forward
+    for _ in range(count):
+        computed += model.backward / count + make
+        link = max(link, computed) + wire
+    finish = model.cluster.pass_seconds((16 + 1 + 4) * count * numel)
+    assert model.low_bit(4).seconds == pytest.approx(link + finish + model.update, rel=2e-3)
+    assert model.low_bit(8).sent == pytest.approx(count * numel * (1 + 2 / 128), rel=1e-3)
+
+
+def low_bit_bytes(rank: int, world_size: int, numel: int) -> list[float]:
+    found = []
+    for bits in (4, 8):
+        param = torch.nn.Parameter(torch.zeros(numel))
+        compression = GradientCompression([param], f"int{bits}", bucket_cap_mb=0.05)
+        param.grad = torch.ones(numel)
+        compression.average_gradients()
+        found.append(compression.metrics()["bytes_sent_step"])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_low_bit_bytes_are_those_that_are_sent(world_size: int) -> None:
+    model = Model(Training(40_000, 1.0, bucket_cap_mb=0.05), Cluster(world_size, 1, 1e9))
+    for sent in run_ranks(world_size, low_bit_bytes, 40_000):
+        assert sent == pytest.approx([model.low_bit(bits).sent for bits in (4, 8)], rel=0.005)
+
+
 def test_zero_shares_the_update_and_waits_for_the_parameters() -> None:
     training, cluster = Training(100_000_000, 1.0, update_seconds=0.4), Cluster(4, 1, 1e12, latency=0.0)
     fast = Model(training, cluster)
@@ -152,10 +188,11 @@ def test_below_the_crossover_it_is_faster_over_every_link_and_just_above_it_slow
         for stage in found[name]
         for other, rate in found[name][stage].items()
     ]
-    assert len(cases) == 12
+    assert len(cases) == 16
     for name, stage, other, rate in cases:
         places = [place for place in (1e6, 1e7, 1e8, 1e9, 3e9, 1e10, 1e11, 1e13, rate * 0.99) if place < rate]
-        for place, faster in [(place, True) for place in places] + [(rate * 1.01, False)] * math.isfinite(rate):
+        above = [max(1e5, rate * 1.01)] if math.isfinite(rate) else []
+        for place, faster in [(place, True) for place in places] + [(place, False) for place in above]:
             rows = report.time_rows(model.at(place), 1000)
             assert (rows[name][stage].seconds < rows[other][""].seconds) is faster, (name, stage, other, place)
 
@@ -188,6 +225,9 @@ def state_bytes(rank: int, world_size: int, params: int) -> list[int]:
 def test_memory_is_what_the_optimizers_allocate(world_size: int) -> None:
     rows = report.memory_rows(40_000, world_size, torch.float32, 2, 25.0)
     expected = [rows[name]["states"] for name in ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")]
+    if world_size > 1:
+        own = rows["grad_compression"]["states"] - rows["no ZeRO"]["states"]
+        assert own == 4 * (40_000 + 40_000 // world_size)
     assert run_ranks(world_size, state_bytes, 40_000) == [expected] * world_size
 
 
@@ -210,11 +250,17 @@ def test_the_command_tells_time_where_it_knows_the_network(capsys: pytest.Captur
     assert stages["whole run"]["seconds"] == pytest.approx(
         0.2 * stages["warmup"]["seconds"] + 0.8 * stages["compressed"]["seconds"]
     )
+    run = facts["run"]["OnebitAdam"]
+    assert run["sent"] == pytest.approx(10_000 * stages["whole run"]["sent"])
+    assert facts["steps"]["grad_compression=int4"]["every step"]["sent"] == model.low_bit(4).sent
     assert facts["assumptions"]["bandwidth"] == 1.25e9
     assert cli.main([*WORDS, *NETWORK]) == 0
     table = capsys.readouterr().out
     assert f"{model.ddp().seconds * 1e3:,.1f} ms" in table
     assert "OnebitAdam, compressed: faster than DDP, 32-bit gradients, below" in table
+    assert "grad_compression=int4, every step: faster than DDP, 32-bit gradients, below" in table
+    whole = table.split("predicted for a run of 10,000 steps")[1]
+    assert f"{model.ddp().sent * 1e4 / 1e9:,.1f} GB" in whole and f"{model.low_bit(4).seconds / 0.36:,.2f} h" in whole
 
 
 def test_one_node_and_16_bit_parameters(capsys: pytest.CaptureFixture[str]) -> None:
