@@ -55,6 +55,11 @@ class StepPlan:
     ends_stage: bool
     agree: bool = True
 
+    @property
+    def is_local_sync(self) -> bool:
+        """True if each rank decides for itself in the step, and there is a message at its end."""
+        return self.synchronize and not self.agree
+
 
 class Schedule(ABC):
     """A schedule whose first stage ends for good when the variance is frozen.

@@ -32,6 +32,7 @@ from hf_compressopt.optim.state_dict import (
     load_groups,
     load_header,
     plain_header,
+    take_tensors,
 )
 from hf_compressopt.schedules import Stage
 
@@ -159,7 +160,7 @@ class FlatState:
             for number, state in enumerate(optimizer._states if alone else ()):
                 found = [error.local for error in errors.get(number, ())]
                 state.take_errors(*(found or [torch.empty(0, dtype=torch.float32, device="cpu")] * 2))
-            optimizer._tensors = tensors
+            take_tensors(optimizer, tensors)
             load_header(optimizer, header.values)
             optimizer._state_loaded()
 

@@ -9,7 +9,14 @@ from typing import Protocol
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
 
-_LOGGED = ("stage", "bytes_sent", "bytes_sent_step", "compression_ratio", "seconds_communication")
+_LOGGED = (
+    "stage",
+    "bytes_sent",
+    "bytes_sent_step",
+    "compression_ratio",
+    "seconds_communication",
+    "gradient_noise_scale",
+)
 
 
 class HasMetrics(Protocol):

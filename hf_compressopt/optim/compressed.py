@@ -27,9 +27,9 @@ from hf_compressopt.optim.logs import report_switch, write_log
 from hf_compressopt.optim.metrics import Measured
 from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
-from hf_compressopt.optim.sketched_norm import CLIPS
+from hf_compressopt.optim.sketched_norm import CLIPS, ESTIMATE
 from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import Stage, StepPlan
+from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         max_grad_norm: Gradients are clipped to this norm in :meth:`step`; 0 is off. (Trainer clips by itself.)
         clip: Norm by which local gradients are clipped: "sketch" is an estimate of the norm of their mean with a
             standard deviation of 1.1 %, alike on all ranks; "local" is the root of the mean of the ranks' squared
-            norms, up to sqrt(world size) larger. Param groups with a process group of their own, and
-            the local steps of 0/1 Adam, are clipped as by "local".
+            norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
+            "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure.
         scale_block: Elements that share a scale in a message, a positive multiple of 8; None is the original's one
             scale per message.
         variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
@@ -262,7 +262,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
-        options += [self._consensus.clip, self.warmup_bits]
+        options += [self._consensus.clip, self.max_grad_norm, self.warmup_bits]
         self._consensus.check(plan, before, [type(self).__name__, self._step, repr(options)])
         return plan
 
@@ -322,8 +322,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
                 state.scale_errors(torch.full((len(state.params),), 1 - state.options["betas"][0]))
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch
-            if self._consensus.clip == "sketch" and plan.stage is Stage.WARMUP:
-                norm = "an estimate of that of the mean gradient, within some per cent"
+            norm = ESTIMATE if self._consensus.clip == "sketch" else norm
             report_switch(plan, self._states, self.communicator.world_size, sent, norm)
 
     def _state_loaded(self) -> None:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 from zlib import crc32
 
-import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.kernels.sketch import SKETCH_NUMEL
 from hf_compressopt.optim.alignment import largest_difference, parameter_bits, replicated_bits, take_first_ranks
 from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.optim.gradient_noise import GradientNoise
 from hf_compressopt.optim.gradients import Grads, StepGradients
 from hf_compressopt.optim.group_state import GroupState, by_communicator, has_own_groups
 from hf_compressopt.optim.logs import write_log
-from hf_compressopt.optim.sketched_norm import sketch_of
+from hf_compressopt.optim.sketched_norm import MeanNorm, measure
 from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -37,14 +37,19 @@ class Consensus:
         states: The param groups, a list that may grow.
         communicator: All ranks.
         clip: "sketch" to clip local gradients by the norm of their mean, "local" by the root of their mean square.
+        noise: The noise in the ranks' gradients.
         measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
+        at_sync: The gradients of a step of 0/1 Adam whose message follows at its end, as they were before clipping.
     """
 
-    def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
-        """Begin with nothing known."""
+    def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
+        """Begin with nothing known. ``tensors``: state that is alike on all ranks, for checkpoints."""
         self.states, self.communicator = states, communicator
+        self.noise = GradientNoise(tensors)
         self.clip = "sketch"
         self.measured: StepGradients | None = None
+        self.at_sync: MeanNorm | None = None
+        self._common = math.nan  # what the coming step's gradients say about noise
         self._overflow = False  # a gradient scaler found an element that is not finite
         self._gradients_compared = False
         self._checked = False
@@ -201,8 +206,9 @@ class Consensus:
         return not self.measured.is_finite()
 
     def end_step(self) -> None:
-        """Forget what was known of the gradients."""
-        self.measured, self._overflow = None, False
+        """Keep what the gradients have said about noise, and forget the rest."""
+        self.noise.add(self._common)
+        self.measured, self.at_sync, self._overflow, self._common = None, None, False, math.nan
 
     def _agree(
         self,
@@ -223,31 +229,59 @@ class Consensus:
         if not plan.reduce_grads and gradients.ask:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
             digests += self.gradient_digest(gradients.groups) or [0]
-        sketch = self._sketch(gradients, plan, part, chosen) if sketched else None
-        alike = gradients.agree(digests, overflow=self._overflow, part=part, sketch=sketch)
+        mean = self._measure(gradients, plan, part or gradients, chosen) if sketched else None
+        local_step = self.clip == "sketch" and not plan.agree
+        alike = gradients.agree(
+            digests,
+            overflow=self._overflow,
+            part=part,
+            mean=mean if gradients.ask else None,
+            ratio=self.noise.square_ratio if local_step else None,
+        )
+        if mean is not None and gradients.ask:
+            self._common = mean.common
+        elif mean is not None and self.at_sync is None:
+            self.at_sync = mean
         if alike and not alike[0]:
             self.require_same_hyperparameters()
         self.heed_gradients(digests[1:], alike[1:])
 
-    def _sketch(
-        self, gradients: StepGradients, plan: StepPlan, part: StepGradients | None, chosen: Sequence[Tensor] | None
-    ) -> Tensor | None:
-        """Return this rank's sketch of the gradients to clip; None if they are clipped in another way.
+    def _measure(
+        self, gradients: StepGradients, plan: StepPlan, part: StepGradients, chosen: Sequence[Tensor] | None
+    ) -> MeanNorm | None:
+        """Measure the gradients that are clipped for the norm of their mean; None if they are clipped by another one.
 
-        The ranks decide alike: by the plan, by the param groups, and by whose parameters are clipped.
+        The ranks decide alike: by the plan and by the param groups.
         """
-        local = gradients.ask and not plan.reduce_grads and self.communicator.world_size > 1
-        if self.clip != "sketch" or not local or has_own_groups(self.states):
+        in_message = gradients.ask and self.are_local(plan)
+        if self.clip != "sketch" or self.communicator.world_size == 1 or not (in_message or plan.is_local_sync):
             return None
-        ids = None if chosen is None else {id(p) for p in chosen if p.requires_grad}
-        if ids is not None and not ids <= {id(p) for state in self.states for p in state.options["params"]}:
-            return None
-        if gradients.fault is not None:
-            return torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=self.communicator.device)
-        sketch, squares = sketch_of(self.states, gradients.groups, ids, plan.step)
-        if part is None or part is gradients:
-            gradients.take_squares(squares)
-        return sketch
+        groups = [] if gradients.fault is not None else gradients.groups
+        mean = measure(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
+        if gradients.fault is None:
+            part.take_squares(mean.squares)
+        return mean
+
+    def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, list[bool]]:
+        """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients that were clipped before it.
+
+        Args:
+            written: [] float64, not 0 if someone has written parameters on this rank.
+            digests: Numbers to compare.
+
+        Returns:
+            Whether someone has written parameters on any rank; for each digest, whether all ranks have the same one.
+        """
+        mean, self.at_sync = self.at_sync, None
+        if mean is None:
+            with self.communicator.traffic.paused():
+                sums, alike = self.communicator.sum_and_compare([written], digests)
+        else:
+            message = [written, *mean.contributions()]
+            sums, alike = self.communicator.sum_and_compare(message, digests, mean.dtype)
+            mean.square(sums[1:])
+            self._common = mean.common
+        return float(sums[0]) > 0, alike
 
     def gradient_digest(self, gradients: Grads | None) -> list[int]:
         """Return a digest of this rank's local gradients the first time, else nothing.

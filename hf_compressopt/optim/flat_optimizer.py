@@ -63,7 +63,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         params, device = in_lists(params)
         self.communicator = make_communicator(process_group=process_group, device=device, **self._chosen)
-        self._consensus = Consensus(self._states, self.communicator)
+        self._consensus = Consensus(self._states, self.communicator, self._tensors)
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from hf_compressopt.kernels.memory import holds_values, in_memory
 from hf_compressopt.optim.functional import clip_factor
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.options import DTYPES
-from hf_compressopt.optim.sketched_norm import square_of_mean
+from hf_compressopt.optim.sketched_norm import MeanNorm
 
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
@@ -114,10 +114,9 @@ class StepGradients:
             self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
         return self._local_squares
 
-    def take_squares(self, squares: Tensor) -> None:
-        """Take over the sum of squares of this rank's gradients, [] float64, if all have the same share."""
-        if len(set(self._shares)) == 1:
-            self._local_squares = {self._shares[0]: squares}
+    def take_squares(self, squares: dict[float, Tensor]) -> None:
+        """Take over what :meth:`local_squares` returns, if someone has computed it."""
+        self._local_squares = squares
 
     def reuse(self, measured: StepGradients | None) -> bool:
         """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients.
@@ -140,7 +139,8 @@ class StepGradients:
         *,
         overflow: bool = False,
         part: StepGradients | None = None,
-        sketch: Tensor | None = None,
+        mean: MeanNorm | None = None,
+        ratio: Callable[[float], float] | None = None,
     ) -> Any:
         """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers.
 
@@ -150,8 +150,9 @@ class StepGradients:
             digests: Numbers to compare; see :meth:`~hf_compressopt.collectives.agreement.Agreement.sum_and_compare`.
             overflow: Whether this rank knows already that an element of its gradients is not finite.
             part: Gradients of some parameters, whose squares are summed in the same message.
-            sketch: [4096] float32, this rank's sketch of the gradients of ``part``. Then the norm of ``part`` is that
-                of the mean gradient.
+            mean: What this rank knows of the mean gradient of ``part``. Then the norm of ``part`` is that of the mean.
+            ratio: Without ``ask``: returns the factor on the sum of squares of the gradients with a share, if it is not
+                1.
 
         Returns:
             For each digest, whether all ranks have the same one; none without ``ask``.
@@ -160,19 +161,19 @@ class StepGradients:
             Exception: ``fault`` on the ranks that have one, and a RuntimeError on the others.
         """
         part = part or self
-        squares = [each._own_square(overflow) for each in (self, part)]
+        weight = _share_of if self.ask else ratio or _whole
+        squares = [each._own_square(overflow, weight) for each in (self, part)]
         alike: list[bool] = []
         if self.ask:
             faults = torch.full_like(squares[0], float(self.fault is not None))
-            sketches = [] if sketch is None else [sketch]
-            dtype = torch.float64 if sketch is None else torch.float32  # of an estimate: half the bytes
-            sums, alike = self._communicator.sum_and_compare([faults, *squares, *sketches], digests, dtype)
+            means = [] if mean is None else mean.contributions()
+            dtype = torch.float64 if mean is None else mean.dtype
+            sums, alike = self._communicator.sum_and_compare([faults, *squares, *means], digests, dtype)
             if self.fault is None and float(sums[0]) > 0:
                 raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
             squares = [sums[1], sums[2]]
-            if sketch is not None:
-                mean = square_of_mean(sums[3:], self._communicator.world_size)
-                squares[1] = torch.where(sums[2].isfinite(), mean, sums[2])
+            if mean is not None:
+                squares[1] = torch.where(sums[2].isfinite(), mean.square(sums[3:]), sums[2])
         if self.fault is not None:
             raise self.fault
         self._square = squares[0]
@@ -180,13 +181,13 @@ class StepGradients:
         self.measured_signature = self.signature()
         return alike
 
-    def _own_square(self, overflow: bool) -> Tensor:
-        """This rank's contribution to the sum of squares, [] float64."""
+    def _own_square(self, overflow: bool, weight: Callable[[float], float]) -> Tensor:
+        """This rank's contribution to the sum of squares, [] float64; ``weight`` returns the factor of each share."""
         square = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
         if overflow:
             return square + math.inf
         for share, local in self.local_squares().items() if self.fault is None else ():
-            square = square + (local * share if self.ask else local)
+            square = square + local * weight(share)
         return square
 
     def square_norm(self) -> Tensor:
@@ -231,6 +232,14 @@ class StepGradients:
         if part is not self:
             self._local_squares = None
             self.measured_signature = self.signature()
+
+
+def _share_of(share: float) -> float:
+    return share
+
+
+def _whole(share: float) -> float:
+    return 1.0
 
 
 def _scale_(grads: Sequence[Tensor], factor: float) -> None:

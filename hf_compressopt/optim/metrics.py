@@ -9,6 +9,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.warmup_gradients import WarmupGradients
 from hf_compressopt.schedules import Schedule, StepPlan
@@ -28,6 +29,7 @@ class Measured:
     scale_block: int | None
     skipped_steps: int
     rounds: int
+    _consensus: Consensus
     _states: list[GroupState]
     _step: int
 
@@ -44,11 +46,15 @@ class Measured:
             gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
             traffic of a plain loop that averages gradients itself); ``compression_ratio``
             (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
-            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far).
+            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
+            gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
+            :mod:`~hf_compressopt.optim.gradient_noise`).
         """
-        counts = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
+        counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
         numbers = numbers_of(self.last_plan, self._states, self.traffic, in_full=in_full)
+        noise = self._consensus.noise.scale
+        counts |= {} if noise is None else {"gradient_noise_scale": noise}
         return {**numbers, **{name: float(value) for name, value in counts.items()}}
 
     def describe(self) -> str:

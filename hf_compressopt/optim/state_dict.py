@@ -13,6 +13,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.optim.functional import is_zero
+from hf_compressopt.optim.gradient_noise import NOISE, check_noise
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_count, check_group, loadable_group
@@ -136,12 +137,20 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         ValueError: If one is not what an optimizer with this schedule could have saved.
     """
     history = tensors.get(HISTORY)
-    if unknown := sorted(tensors.keys() - {HISTORY}):
+    if unknown := sorted(tensors.keys() - {HISTORY, NOISE}):
         raise ValueError(f"{unknown[0]!r} is no tensor of a compressed optimizer")
     if history is None and schedule.freezes_at == AUTO:
         raise ValueError(f"{schedule.freeze_option} is 'auto', and there is no {HISTORY!r}")
     if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
         raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
+    if NOISE in tensors:
+        check_noise(tensors[NOISE])
+
+
+def take_tensors(optimizer: Stateful, tensors: dict[str, Tensor]) -> None:
+    """Take over optimizer-wide tensors that were checked, in place: others hold the dict."""
+    optimizer._tensors.clear()
+    optimizer._tensors.update(tensors)
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------
@@ -193,7 +202,7 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
                 _assign(state.extra[extra.name], value)
     _load_errors(optimizer, own)
     if own is not None:
-        optimizer._tensors = {name: tensor.clone() for name, tensor in own["tensors"].items()}
+        take_tensors(optimizer, {name: tensor.clone() for name, tensor in own["tensors"].items()})
     for tensor in optimizer._tensors.values() if own is None else ():
         tensor.zero_()
     load_groups(optimizer, saved_groups)

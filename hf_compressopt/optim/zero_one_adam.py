@@ -209,16 +209,16 @@ class ZeroOneAdam(CompressedOptimizer):
         so_far = [(float(state.extra["lr_sum"]), float(state.extra["decay"])) for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
         digests = [digest_of((self._consensus.hyperparameters(), so_far, frozen))]
-        digests += self._consensus.gradient_digest(gradients)
+        # one in every message that is counted: a resumed run, which compares once more, sends the same bytes
+        digests += self._consensus.gradient_digest(gradients) or [0]
         written = self._interval.written(self.communicator.device)
-        with self.traffic.paused():
-            sums, alike = self.communicator.sum_and_compare([written], digests)
-            if not alike[0]:
-                self._consensus.require_same_hyperparameters()
-                what = "their learning rates since the last sync, or in frozen parameters"
-                self.communicator.require_equal(what, [so_far, frozen])
+        anywhere, alike = self._consensus.compare_at_sync(written, digests)
+        if not alike[0]:
+            self._consensus.require_same_hyperparameters()
+            what = "their learning rates since the last sync, or in frozen parameters"
+            self.communicator.require_equal(what, [so_far, frozen])
         self._consensus.heed_gradients(digests[1:], alike[1:])
-        return float(sums[0]) > 0
+        return anywhere
 
     # -- one set of parameters ----------------------------------------------------------------------------------------
 

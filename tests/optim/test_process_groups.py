@@ -115,31 +115,62 @@ def test_lamb_unites_the_scales_of_all_tensors_whoever_holds_them() -> None:
     assert torch.equal(results[0][0][1], results[2][0][1])
 
 
-def clipped_norms(rank: int, world_size: int, name: str) -> list[tuple[float, float, float]]:
-    """For each step the norm that clipping reports, and the squares of this rank's dense and expert gradients."""
+def clipped_norms(rank: int, world_size: int, name: str, clip: str) -> list[dict[str, Any]]:
+    """For each step its plan, the norm that clipping reports, and this rank's dense and expert gradients before it."""
     group = expert_group(rank, world_size)
     dense, expert = make(rank, world_size)
-    optimizer = optimizer_of(name, [{"params": [dense]}, {"params": [expert], "process_group": group}])
+    optimizer = optimizer_of(name, [{"params": [dense]}, {"params": [expert], "process_group": group}], clip=clip)
     rows = []
-    for step in range(6):
+    for step in range(STEPS):
         grad = gradient(dense, rank, step, 0)
         dense.grad = averaged(grad) if optimizer.plan.reduce_grads else grad
         expert.grad = gradient(expert, rank, step, 1)
-        squares = [float(p.grad.double().square().sum()) for p in (dense, expert)]
-        rows.append((float(optimizer.clip_grad_norm_(0.5, [dense, expert])), *squares))
+        before = [p.grad.double() for p in (dense, expert)]
+        plan, norm = optimizer.plan, float(optimizer.clip_grad_norm_(0.5, [dense, expert]))
         after = sum(float(p.grad.double().square().sum()) for p in (dense, expert))
-        assert after == pytest.approx(sum(squares) * min(1.0, 0.5 / rows[-1][0]) ** 2, rel=1e-4)
+        expected = sum(float(grad.square().sum()) for grad in before) * min(1.0, 0.5 / norm) ** 2
+        assert after == pytest.approx(expected, rel=1e-4)
+        rows.append({"plan": plan, "norm": norm, "grads": before, "noise": None})
         optimizer.step()
+        rows[-1]["noise"] = optimizer.metrics().get("gradient_noise_scale")
     return rows
 
 
 def test_the_norm_is_alike_everywhere_and_counts_every_expert_once() -> None:
-    results = run_ranks(3, clipped_norms, "OnebitAdam")
+    results = run_ranks(3, clipped_norms, "OnebitAdam", "local")
     for rows in zip(*results, strict=True):
-        dense = sum(row[1] for row in rows) / 3
-        experts = (rows[0][2] + rows[2][2]) / 2 + rows[1][2]
-        assert {row[0] for row in rows} == {rows[0][0]}
-        assert rows[0][0] == pytest.approx((dense + experts) ** 0.5, rel=1e-5)
+        dense, experts = ([float(row["grads"][i].square().sum()) for row in rows] for i in (0, 1))
+        assert {row["norm"] for row in rows} == {rows[0]["norm"]}
+        expected = sum(dense) / 3 + (experts[0] + experts[2]) / 2 + experts[1]
+        assert rows[0]["norm"] == pytest.approx(expected**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["OnebitAdam", "ZeroOneAdam"])
+def test_the_norm_of_the_mean_has_a_sketch_for_each_process_group(name: str) -> None:
+    """Against float64: the ranks 0 and 2 share an expert, rank 1 has its own. A small sketch is exact."""
+    shared = ((0, (0, 1, 2)), (1, (0, 2)))  # the dense parameter and expert 0, by ranks; expert 1 is nobody else's
+    total, weight = 0.0, 0.0
+    for rows in zip(*run_ranks(3, clipped_norms, name, "sketch"), strict=True):
+        plan, grads = rows[0]["plan"], [row["grads"] for row in rows]
+        means = [float((sum(grads[r][i] for r in ranks) / len(ranks)).square().sum()) for i, ranks in shared]
+        squares = [sum(float(grads[r][i].square().sum()) for r in ranks) / len(ranks) for i, ranks in shared]
+        alone = float(grads[1][1].square().sum())
+        if plan.agree:
+            assert {row["norm"] for row in rows} == {rows[0]["norm"]}
+            assert rows[0]["norm"] == pytest.approx((sum(means) + alone) ** 0.5, rel=1e-5)
+        else:
+            common = min(1.0, max(0.0, total / weight))
+            ratios = {ranks: common + (1 - common) / ranks for ranks in (1, 2, 3)}
+            for row, holders in zip(rows, (2, 1, 2), strict=True):
+                dense, expert = (float(grad.square().sum()) for grad in row["grads"])
+                assert row["norm"] ** 2 == pytest.approx(dense * ratios[3] + expert * ratios[holders], rel=1e-5)
+        if plan.agree or plan.synchronize:
+            local = [i for i, (_, ranks) in enumerate(shared) if i or not plan.reduce_grads]
+            divided = sum(squares[i] / len(shared[i][1]) for i in local)
+            found = (sum(means[i] for i in local) - divided) / (sum(squares[i] for i in local) - divided)
+            total, weight = 0.95 * total + 0.05 * found, 0.95 * weight + 0.05
+        scale = max(0.0, weight / total - 1) if total > 0 else None
+        assert [row["noise"] for row in rows] == [None if scale is None else pytest.approx(scale, rel=1e-4)] * 3
 
 
 def overflow(rank: int, world_size: int, steps: int) -> bool:

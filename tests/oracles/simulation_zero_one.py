@@ -88,6 +88,7 @@ class ZeroOneAdamSimulation:
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
         self.bias_correction, self.eps_inside_sqrt = bias_correction, eps_inside_sqrt
         self.clip = clip
+        self.shares: list[float] = []
         self.max_grad_norm, self.scale_block, self.variance_floor = max_grad_norm, scale_block, variance_floor
         self.max_update = np.inf if not max_update else max_update
         self.variance_steps = set(variance_steps(var_freeze_step, var_update_scaler, first_step))
@@ -150,13 +151,29 @@ class ZeroOneAdamSimulation:
             for rank in grads
         ]
         own = [float(np.linalg.norm(f)) for f in flat]
+        mean = float(np.linalg.norm(np.mean(flat, axis=0)))
+        ratio = 1.0 if self.clip == "local" else self.usual_ratio()
         if self.reduces_grads(t) or (self.clip == "sketch" and not self.ranks_step_alone(t)):
-            norms = [float(np.linalg.norm(np.mean(flat, axis=0)))] * self.world_size
+            norms = [mean] * self.world_size
         elif self.ranks_step_alone(t):
-            norms = own
+            norms = [norm * ratio for norm in own]
         else:
             norms = [float(np.sqrt(np.mean(np.square(own))))] * self.world_size
+        measured = not self.ranks_step_alone(t) or self.is_sync(t)
+        if measured and not self.reduces_grads(t) and self.world_size > 1 and np.isfinite(own).all():
+            square = float(np.mean(np.square(own)))
+            self.shares.append((mean**2 / square - 1 / self.world_size) / (1 - 1 / self.world_size))
         return [min(1.0, self.max_grad_norm / (norm + 1e-6)) for norm in norms]  # torch's clip_grad_norm_
+
+    def usual_share(self) -> float:
+        """Of a rank's squared norm, the share that all ranks have in common: later measurements weigh more."""
+        weights = 0.95 ** np.arange(len(self.shares))[::-1]
+        return float(np.sum(weights * self.shares) / np.sum(weights)) if self.shares else 1.0
+
+    def usual_ratio(self) -> float:
+        """The norm of the mean over the root of the mean of the ranks' squared norms."""
+        share = min(1.0, max(0.0, self.usual_share()))
+        return float(np.sqrt(share + (1 - share) / self.world_size))
 
     def _denominator(self, v: Array, eps: float) -> Array:
         return np.sqrt(v + eps) if self.eps_inside_sqrt else np.sqrt(v) + eps
