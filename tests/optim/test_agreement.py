@@ -1,4 +1,4 @@
-"""What the ranks of a compressed step tell each other beside its messages: one small all-reduce, errors for all."""
+"""Agreement of the ranks in a compressed step, beside its messages: one small all-reduce, errors for all."""
 
 import logging
 import sys

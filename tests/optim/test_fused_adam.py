@@ -271,7 +271,7 @@ CHANGES += [f"{name} {how}" for name in MOMENTS for how in ("replaced", "moved",
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_is_remembered_that_has_changed(change: str, kernels: str) -> None:
-    """What is cached from step to step notices new tensors, of the same shape or another, wherever they come from."""
+    """Caches from step to step notice new tensors, of the same shape or another, wherever they come from."""
     shapes = [(6, 4), (5,), (3, 3), (5,)]
     params, exact = parameters(shapes), parameters(shapes, torch.float64)
     optimizer, reference = FusedAdam(params, lr=0.01), torch.optim.AdamW(exact, lr=0.01, weight_decay=0.0)
@@ -357,7 +357,7 @@ COPY_CHANGES = ["dropped", "all dropped", "replaced", "moved", "another dtype", 
 
 @pytest.mark.parametrize("change", COPY_CHANGES)
 def test_masters_and_copies_that_have_changed(change: str, kernels: str) -> None:
-    """What was a copy or a master is left alone; what is one now is written."""
+    """A tensor that is no longer a copy or a master is left alone; a new one is written."""
     params = parameters([(5,), (7,), (3,)], torch.bfloat16)
     optimizer = FusedAdam(params, lr=0.01, master_weights=True)
     copies = optimizer.copies
@@ -609,7 +609,7 @@ def test_closure(kernels: str) -> None:
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize("lr", [torch.tensor(0.0625), torch.full((1,), 0.0625), torch.tensor(0.0625).double()])
 def test_tensor_lr(lr: torch.Tensor, kernels: str) -> None:
-    """It gives a float's numbers, and stays the tensor that a scheduler writes to and a CUDA graph reads."""
+    """A tensor lr gives a float's numbers, and stays the tensor that a scheduler writes to and a CUDA graph reads."""
     lr = lr.clone()
     params = parameters()
     others = twins(params)
@@ -911,7 +911,7 @@ def test_a_parameter_in_a_group_twice_steps_twice(kernels: str) -> None:
 
 
 def test_the_plan_of_a_step_is_used_again(kernels: str) -> None:
-    """As long as the tensors stay, whether gradients are filled in place or made anew; else it is made anew itself."""
+    """The plan serves as long as the tensors stay, also if gradients are made anew; otherwise a new plan is made."""
     params = parameters(SHAPES[:4])
     optimizer = FusedAdam(params, lr=0.01)
     plans: list[adam.AdamPlan] = []

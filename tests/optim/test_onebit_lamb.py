@@ -8,44 +8,44 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_compressopt import OnebitLamb, load_state, save_state
 from hf_compressopt.kernels import library
 from tests.optim.test_oracle_simulation_family import LAMB_RECORDED, TENSORS, load_recorded
 from tests.oracles.cases import (
-    MASK,
+    COSINE,
+    MIXED,
+    MIXED_GROUPS,
     ODD,
-    ONE_SCALE,
-    ONE_SCALE_GROUPS,
     Case,
     Problem,
-    bucket_cap,
-    cosine,
     first_safe,
     flat_params,
     make_params,
-    missing_gradients,
-    mixed_groups,
     run_simulation,
     set_gradients,
+    shared_cases,
     simulated_params,
 )
 from tests.oracles.comparing import assert_errors_close, assert_follows, assert_moments_close, final_state
-from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_lamb import OnebitLambSimulation
+from tests.oracles.steps import (
+    bytes_of_a_compressed_step,
+    check_low_precision,
+    different,
+    everything,
+    problems_of_a_skip,
+)
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
-COSINE = cosine(0.01, 12)
 CANCEL = "momentum cancels"  # a case of this name: tensor 1 of every group has a momentum of exactly zero at the freeze
 
 
 CASES = [
     *(Case(f"block_{block}", [{"shapes": ODD}], {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64)),
-    Case("weight_decay", [{"shapes": ODD}], {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-6}, lrs=COSINE),
+    *shared_cases(),
     Case("no_bias_correction", [{"shapes": ODD}], {"bias_correction": False, "scale_block": 8, "lr": 0.01}),
-    Case("eps_inside_sqrt", [{"shapes": ODD}], {"eps_inside_sqrt": True, "eps": 0.05, "lr": 0.01}),
     Case(
         "coefficients",
         [{"shapes": ODD, "scale": (3, 0.1, 1, 1, 1)}],
@@ -58,26 +58,6 @@ CASES = [
         steps=16,
     ),
     Case("always_one", [{"shapes": ODD[:3], "scale": (3, 1, 3)}], {"lr": 0.01, "max_coeff": 1.0}),
-    Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"scale_block": 8, "lr": 0.01}),
-    Case(
-        "groups",
-        mixed_groups(0.02),
-        {"scale_block": 64},
-        lrs=COSINE,
-    ),
-    missing_gradients({"lr": 0.01, "scale_block": 8}),
-    Case("small_buckets", [{"shapes": ODD}, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11), "lr": 0.01}),
-    Case("small_buckets_one_scale", ONE_SCALE_GROUPS, ONE_SCALE),
-    *(
-        Case(
-            f"clipping_{clip}",
-            [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}],
-            {"max_grad_norm": 0.5, "clip": clip, "lr": 0.01},
-        )
-        for clip in ("sketch", "local")  # of fewer than 4096 elements the sketch is exact
-    ),
-    Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
-    Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),
     Case(CANCEL, [{"shapes": ODD}, {"shapes": ODD[:2]}], {"betas": (0.5, 0.9), "lr": 0.01}, freeze_step=2, steps=8),
     Case("large", [{"shapes": [(131, 133), (9,)]}], {"lr": 0.01}, freeze_step=2, steps=5),
 ]
@@ -225,7 +205,7 @@ def test_get_lamb_coeffs_is_a_copy_with_one_entry_per_trainable_tensor():
 @pytest.mark.parametrize("eps", [1e-8, 0.0])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_parameter_without_any_gradient_in_warmup_keeps_still(eps, decay):
-    """It has neither a variance to divide by nor a momentum scale: weight decay alone may move it."""
+    """Without a variance to divide by, and without a momentum scale, weight decay alone may move the parameter."""
     for moved, grown, finite in run_ranks(2, train_beside_unused_parameter, eps, decay):
         assert finite
         assert grown <= 1e-6
@@ -246,7 +226,7 @@ def train_beside_unused_parameter(rank, world_size, eps, decay):
 
 
 class HostReads(TorchDispatchMode):
-    """Counts the values and tensors that the host reads, but for step counts, which lie in host memory anyway."""
+    """A counter of values and tensors that the host reads, except step counts, which lie in host memory anyway."""
 
     def __init__(self, optimizer, params):
         super().__init__()
@@ -325,48 +305,16 @@ def test_gradient_that_is_not_finite_skips_the_step_everywhere(world_size):
 
 
 def skip_on_a_rank(rank, world_size):
-    problems = []
     case = Case("skip", [{"shapes": ODD}, {"shapes": [(6,)], "non_freeze": True}], {"lr": 0.01}, 3, 8)
     problem = LambProblem(case, world_size, 0)
-    for bad_step in (2, 4, 6):
-        runs = [make_optimizer(problem) for _ in range(2)]
-        for t in range(1, case.steps + 1):
-            if t == bad_step:
-                optimizer, params = runs[0]
-                set_gradients(problem, optimizer, params, rank, t)
-                if optimizer.plan.reduce_grads or rank == world_size - 1:
-                    params[0][1].grad[0, 0] = math.nan
-                before = everything(optimizer, params)
-                optimizer.step()
-                problems += [] if optimizer.step_was_skipped else [f"step {t} was not skipped"]
-                problems += [f"{key} changed" for key in different(before, everything(optimizer, params))]
-            for optimizer, params in runs:
-                set_gradients(problem, optimizer, params, rank, t)
-                optimizer.step()
-        problems += different(everything(*runs[0]), everything(*runs[1]))
-    return problems
-
-
-def everything(optimizer, params):
-    """Every bit of a run, by name."""
-    saved = copy.deepcopy(optimizer.state_dict())
-    values = {f"{key}{i}": torch.as_tensor(v) for i, row in saved["state"].items() for key, v in row.items()}
-    for name in ("worker_error", "server_error"):
-        values |= {f"{name}{g}": error for g, error in enumerate(saved["compressopt"][name])}
-    values |= {f"param{g}.{i}": p.detach().clone() for g, group in enumerate(params) for i, p in enumerate(group)}
-    return values | {"step": torch.tensor(optimizer.plan.step), "coeffs": torch.tensor(optimizer.get_lamb_coeffs())}
-
-
-def different(before, after):
-    assert before.keys() == after.keys()
-    return [key for key in before if not torch.equal(before[key], after[key])]
+    return [text for step in (2, 4, 6) for text in problems_of_a_skip(problem, make_optimizer, rank, step, math.nan)]
 
 
 @pytest.mark.invariant(33)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_metrics_count_bytes(world_size):
-    numel, blocks = 40_000, sum(-(-(e - b) // 64) for b, e in chunk_bounds(40_000, world_size))
-    formula = 2 * (world_size - 1) / world_size * (numel / 8 + 4 * blocks)
+    numel = 40_000
+    formula = bytes_of_a_compressed_step(numel, world_size, 64)
     for metrics in run_ranks(world_size, metrics_on_a_rank, numel):
         assert metrics["stage"] == 1.0 and metrics["step"] == 3.0
         assert abs(metrics["bytes_sent_step"] - formula) <= 64 * world_size
@@ -384,46 +332,20 @@ def metrics_on_a_rank(rank, world_size, numel):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_parameters_follow_float32_moments(dtype):
-    for same_bits, moment_dtype, distance, spacing in run_ranks(2, low_precision_on_a_rank, dtype):
-        assert same_bits and moment_dtype == torch.float32
-        assert distance <= 12 * spacing
+    run_ranks(2, low_precision_on_a_rank, dtype)
 
 
 def low_precision_on_a_rank(rank, world_size, dtype):
     case = Case("low", [{"shapes": ODD}], {"lr": 0.01, "weight_decay": 0.1}, 3, 8)
     problem = LambProblem(case, world_size, 0)
-    wide, wide_params = make_optimizer(problem)
-    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in wide_params[0]]
-    for p, q in zip(wide_params[0], params, strict=True):
-        p.data.copy_(q.detach())
-    narrow = OnebitLamb(params, freeze_step=3, **case.kwargs)
-    for t in range(1, case.steps + 1):
-        set_gradients(problem, wide, wide_params, rank, t)
-        for p, q in zip(wide_params[0], params, strict=True):
-            q.grad = p.grad.to(dtype)
-            p.grad = q.grad.float()
-        wide.step()
-        narrow.step()
-    flat, exact = (torch.cat([p.detach().reshape(-1) for p in tensors]).float() for tensors in (params, wide_params[0]))
-    gathered = [torch.empty_like(flat) for _ in range(world_size)]
-    dist.all_gather(gathered, flat)
-    same_bits = all(torch.equal(gathered[0], other) for other in gathered)
-    distance = float(((flat - exact).abs() / exact.abs().clamp(min=1)).max())
-    return same_bits, narrow.state[params[0]]["exp_avg"].dtype, distance, torch.finfo(dtype).eps
+    check_low_precision(
+        problem, make_optimizer(problem), lambda params: OnebitLamb(params, freeze_step=3, **case.kwargs), rank, dtype
+    )
 
 
 # -- resume -----------------------------------------------------------------------------------------------------------
 
-RESUMED = Case(
-    "resume",
-    [
-        {"shapes": [(3, 5), (5,)], "mask": MASK},
-        {"shapes": ODD, "weight_decay": 0.1},
-        {"shapes": [(6,), (0, 2)], "non_freeze": True},
-    ],
-    {"bucket_cap_mb": bucket_cap(11), "scale_block": 16},
-    lrs=COSINE,
-)
+RESUMED = Case("resume", MIXED_GROUPS, MIXED, lrs=COSINE)
 
 
 @pytest.mark.invariant(21)

@@ -1,4 +1,4 @@
-"""What every user of torch optimizers expects of one, held by OnebitAdam in each of its stages."""
+"""The contract of torch optimizers, held by OnebitAdam in each of its stages."""
 
 import copy
 import io
@@ -394,7 +394,7 @@ def add_group_on_a_rank(rank, world_size):
 
 
 def test_group_added_in_the_compressed_stage():
-    """It would have no variance, so only a non_freeze group is taken; a refused group leaves no trace."""
+    """A new group has no variance, so only a non_freeze group is accepted; a refused group leaves no trace."""
     params, optimizer = make_one()
     train(params, optimizer, 1, FREEZE_STEP)
     new = torch.nn.Parameter(torch.ones(4))

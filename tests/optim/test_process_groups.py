@@ -42,7 +42,7 @@ def gradient(p: Tensor, rank: int, step: int, what: int) -> Tensor:
 
 
 def averaged(grad: Tensor) -> Tensor:
-    """As DDP does."""
+    """Average gradients as DDP does."""
     grad = grad / dist.get_world_size()
     dist.all_reduce(grad)
     return grad

@@ -66,9 +66,37 @@ def missing_gradients(kwargs: dict[str, Any]) -> Case:
     return Case("missing_gradients", groups, kwargs, missing=places)
 
 
+def shared_cases() -> list[Case]:
+    """Cases of OnebitAdam and OnebitLamb alike."""
+    clipped = [{"shapes": ODD}, {"shapes": [(5,)], "non_freeze": True}]
+    return [
+        Case("weight_decay", [{"shapes": ODD}], {"weight_decay": 0.1, "betas": (0.8, 0.99), "eps": 1e-6}, lrs=COSINE),
+        Case("eps_inside_sqrt", [{"shapes": ODD}], {"eps_inside_sqrt": True, "eps": 0.05, "lr": 0.01}),
+        Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"scale_block": 8, "lr": 0.01}),
+        Case("groups", mixed_groups(0.02), {"scale_block": 64}, lrs=COSINE),
+        missing_gradients({"lr": 0.01, "scale_block": 8}),
+        Case("small_buckets", [{"shapes": ODD}, {"shapes": [(50,)]}], {"bucket_cap_mb": bucket_cap(11), "lr": 0.01}),
+        Case("small_buckets_one_scale", ONE_SCALE_GROUPS, ONE_SCALE),
+        *(
+            Case(f"clipping_{clip}", clipped, {"max_grad_norm": 0.5, "clip": clip, "lr": 0.01})
+            for clip in ("sketch", "local")  # of fewer than 4096 elements the sketch is exact
+        ),
+        Case("no_floor", [{"shapes": ODD}], {"variance_floor": 0.0, "scale_block": 64}),
+        Case("high_floor", [{"shapes": ODD}], {"variance_floor": 0.9, "lr": 0.01}, freeze_step=1),
+    ]
+
+
 #: Options and groups of buckets that cut through tensors, with one scale for each.
 ONE_SCALE = {"bucket_cap_mb": bucket_cap(37), "scale_block": None, "weight_decay": 0.05}
 ONE_SCALE_GROUPS = [{"shapes": [*ODD, (40,)]}]
+COSINE = cosine(0.01, 12)
+#: Groups with a mask, with weight decay, and in full precision, in buckets that cut through tensors.
+MIXED_GROUPS = [
+    {"shapes": [(3, 5), (5,)], "mask": MASK},
+    {"shapes": ODD, "weight_decay": 0.1},
+    {"shapes": [(6,), (0, 2)], "non_freeze": True},
+]
+MIXED = {"bucket_cap_mb": bucket_cap(11), "scale_block": 16}
 
 
 class Problem:
@@ -178,7 +206,7 @@ def make_optimizer(problem: Problem, **kwargs):
 
 
 def set_gradients(problem: Problem, optimizer, params, rank: int, t: int) -> None:
-    """What a training loop does before step t: averaged gradients where the plan asks for them, local ones else."""
+    """Set the gradients of step t: averaged if the plan asks for them, else this rank's own."""
     grads = problem.averaged(t) if optimizer.plan.reduce_grads else problem.grads[t - 1][rank]
     for group, group_grads in zip(params, grads, strict=True):
         for p, grad in zip(group, group_grads, strict=True):

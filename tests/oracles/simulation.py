@@ -24,7 +24,7 @@ class Compressed(NamedTuple):
 
 
 def chunk_bounds(numel: int, world_size: int) -> list[tuple[int, int]]:
-    """Where each rank's chunk begins and ends among the real elements; empty chunks begin where they end."""
+    """Begin and end of each rank's chunk among the real elements; empty chunks begin where they end."""
     chunk = -(-numel // (8 * world_size)) * 8
     return [(min(j * chunk, numel), min((j + 1) * chunk, numel)) for j in range(world_size)]
 

@@ -18,7 +18,7 @@ from tests.oracles.simulation import (
 
 
 class TensorScales:
-    """What 1-bit LAMB knows of one tensor beside its moments."""
+    """The state of one tensor in 1-bit LAMB, without its moments."""
 
     def __init__(self) -> None:
         self.coeff = 1.0  # of the last step

@@ -102,7 +102,7 @@ class ZeroOneAdamSimulation:
         return t > self.var_freeze_step
 
     def ranks_step_alone(self, t: int) -> bool:
-        """Whether nothing but a sync connects the ranks: a `non_freeze` group is averaged in every step."""
+        """Return True if only a sync connects the ranks: a `non_freeze` group is averaged in every step."""
         return self.in_local_stage(t) and not any(group.non_freeze and group.params for group in self.groups)
 
     def local_interval(self, t: int) -> int:

@@ -1,0 +1,101 @@
+"""Steps of any compressed optimizer on a rank: a skip, low precision, and the comparison of all bits."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.oracles.cases import Problem, set_gradients
+from tests.oracles.simulation import chunk_bounds
+
+#: An optimizer and its parameters, [group][parameter].
+Run = tuple[Any, list[list[torch.nn.Parameter]]]
+
+
+def everything(optimizer: Any, params: Any) -> dict[str, torch.Tensor]:
+    """Every bit of a run, by name."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    own = saved["compressopt"]
+    values = {f"{key}{i}": torch.as_tensor(v) for i, row in saved["state"].items() for key, v in row.items()}
+    for name in ("worker_error", "server_error"):
+        values |= {f"{name}{g}": error for g, error in enumerate(own[name])}
+    values |= {f"{key}{g}": value for g, group in enumerate(own["group_tensors"]) for key, value in group.items()}
+    values |= {f"param{g}.{i}": p.detach().clone() for g, group in enumerate(params) for i, p in enumerate(group)}
+    if hasattr(optimizer, "get_lamb_coeffs"):
+        values["coeffs"] = torch.tensor(optimizer.get_lamb_coeffs())
+    return values | {"step": torch.tensor(optimizer.plan.step)}
+
+
+def different(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    """The names of the tensors that differ in a bit."""
+    assert before.keys() == after.keys()
+    return [key for key in before if not torch.equal(before[key], after[key])]
+
+
+def problems_of_a_skip(
+    problem: Problem,
+    make: Callable[[Problem], Run],
+    rank: int,
+    bad_step: int,
+    bad: float,
+    clip: Callable[[Any], object] = lambda optimizer: None,
+) -> list[str]:
+    """Skip one step because of a bad gradient; list what differs from a run that never saw that gradient.
+
+    The bad gradient is on all ranks where gradients are averaged, else on the last rank alone.
+    """
+    (disturbed, params), (undisturbed, others) = make(problem), make(problem)
+    problems = []
+    for t in range(1, problem.case.steps + 1):
+        if t == bad_step:
+            set_gradients(problem, disturbed, params, rank, t)
+            if disturbed.plan.reduce_grads or rank == problem.world_size - 1:
+                params[0][1].grad[0, 0] = bad  # type: ignore[index]
+            before = everything(disturbed, params)
+            clip(disturbed)
+            disturbed.step()
+            problems += [] if disturbed.step_was_skipped is True else [f"step {t} was not skipped"]
+            problems += [f"step {t} changed {key}" for key in different(before, everything(disturbed, params))]
+            problems += [] if disturbed.metrics()["skipped_steps"] == 1 else ["skipped_steps is not 1"]
+        for optimizer, tensors in ((disturbed, params), (undisturbed, others)):
+            set_gradients(problem, optimizer, tensors, rank, t)
+            clip(optimizer)
+            optimizer.step()
+        problems += [f"step {t} was skipped"] if disturbed.step_was_skipped is not False else []
+    problems += [f"{key} differs" for key in different(everything(disturbed, params), everything(undisturbed, others))]
+    return [f"{bad} in step {bad_step}: {text}" for text in problems]
+
+
+def check_low_precision(
+    problem: Problem, wide: Run, make: Callable[[list[torch.nn.Parameter]], Any], rank: int, dtype: torch.dtype
+) -> None:
+    """Check that parameters are rounded once a step: moments stay float32, and a float32 run stays near.
+
+    The problem has one param group.
+    """
+    optimizer, (wide_params,) = wide
+    params = [torch.nn.Parameter(p.detach().to(dtype)) for p in wide_params]
+    for p, q in zip(wide_params, params, strict=True):
+        p.data.copy_(q.detach())
+    narrow = make(params)
+    for t in range(1, problem.case.steps + 1):
+        set_gradients(problem, optimizer, [wide_params], rank, t)
+        for p, q in zip(wide_params, params, strict=True):
+            q.grad = p.grad.to(dtype)  # type: ignore[union-attr]
+            p.grad = q.grad.float()
+        optimizer.step()
+        narrow.step()
+    flat, exact = (torch.cat([p.detach().reshape(-1) for p in tensors]).float() for tensors in (params, wide_params))
+    gathered = [torch.empty_like(flat) for _ in range(problem.world_size)]
+    dist.all_gather(gathered, flat)
+    assert all(torch.equal(gathered[0], other) for other in gathered), "ranks differ"
+    assert narrow.state[params[0]]["exp_avg"].dtype == torch.float32
+    assert float(((flat - exact).abs() / exact.abs().clamp(min=1)).max()) <= 12 * torch.finfo(dtype).eps
+
+
+def bytes_of_a_compressed_step(numel: int, world_size: int, scale_block: int) -> float:
+    """Bytes that a rank sends: 2 (W-1)/W of one bit per element and one float32 scale per block."""
+    blocks = sum(-(-(stop - start) // scale_block) for start, stop in chunk_bounds(numel, world_size))
+    return 2 * (world_size - 1) / world_size * (numel / 8 + 4 * blocks)
