@@ -50,7 +50,7 @@ class Results:
         return {row["seed"]: row for row in rows if row["seed"] in seeds}
 
     def partner_of(self, run: Run, world_size: int, seeds: Sequence[int]) -> Rows:
-        """Those of the uncompressed run; at another number of ranks, which changes its dropout only, if need be."""
+        """Return the uncompressed run's losses, or those at another number of ranks, which changes dropout only."""
         other = partner(run)
         found = (self(other, size, seeds) for size in (world_size, *sorted({row["world_size"] for row in self.rows})))
         return next((rows for rows in found if rows), {})

@@ -80,7 +80,7 @@ def pretrain(text: Text, file: Path) -> None:
 
 
 def param_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """As Trainer's: no decay of vectors."""
+    """Param groups as Trainer's: no decay of vectors."""
     return [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -122,7 +122,7 @@ def batches(examples: Examples, job: Job, rank: int) -> Iterator[Examples]:
 
 
 def average_all(params: Sequence[Tensor], communicator: Communicator) -> None:
-    """As DDP: times 1/W, then the sum over the ranks."""
+    """Average as DDP does: times 1/W, then the sum over the ranks."""
     flat = torch.cat([p.grad.reshape(-1) for p in params])
     flat.mul_(1 / communicator.world_size)
     communicator.all_reduce(flat).wait()

@@ -21,7 +21,7 @@ FOOTNOTE = f"""\
 
 @dataclass
 class Result:
-    """What one run logged, by step."""
+    """The log of one run, by step."""
 
     optim: str
     parameters: int
@@ -77,7 +77,7 @@ class Traffic:
 
 
 def ring_all_reduce_bytes(parameters: int, ranks: int) -> float:
-    """What each rank sends when 4-byte gradients are averaged by a ring all-reduce."""
+    """Bytes that each rank sends to average 4-byte gradients by a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * 4 * parameters
 
 

@@ -64,7 +64,7 @@ METHODS = {
 
 @dataclass
 class Row:
-    """What one method took on one link.
+    """The cost of one method on one link.
 
     Attributes:
         model: Name of the model.
@@ -86,6 +86,6 @@ class Row:
 
     @property
     def place(self) -> tuple[int, int, int, int]:
-        """Where it stands among all rows."""
+        """The place among all rows."""
         columns = (list(MODELS).index(self.model), self.ranks, list(RATES).index(self.link))
         return *columns, list(METHODS).index(self.method)

@@ -16,7 +16,7 @@ from _slow_network import RATES
 
 
 def merged(known: Sequence[Row], fresh: Sequence[Row]) -> list[Row]:
-    """What was measured now, and of what was known the other places; in their order."""
+    """Merge new measurements with the known ones of other places, in the places' order."""
     rows = {row.place: row for row in (*known, *fresh)}
     return [rows[place] for place in sorted(rows)]
 

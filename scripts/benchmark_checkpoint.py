@@ -26,6 +26,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def make(options: dict[str, Any]) -> torch.optim.Optimizer:
 
 
 def tensors_of(optimizer: Any) -> dict[str, torch.Tensor]:
-    """What this rank writes, as torch.save and DCP are given it: plain tensors under names of this rank's own."""
+    """This rank's state for torch.save and DCP: plain tensors under names of its own."""
     folder = Path(tempfile.mkdtemp(dir=os.environ["BENCHMARK_FOLDER"]))
     snapshot = take_snapshot(checkpointable(optimizer), folder, None, "names")
     snapshot.remove()
@@ -163,7 +164,7 @@ VARIANTS: dict[str, type[Variant]] = {
 
 @contextmanager
 def growth(measured: bool) -> Iterator[list[int]]:
-    """How far the resident set grows inside, at its peak; read every 2 ms, which takes time."""
+    """Measure the peak growth of the resident set inside; read every 2 ms, which takes time."""
     grown, over = [0], threading.Event()
     release_memory()
     if not measured:
@@ -186,7 +187,7 @@ def growth(measured: bool) -> Iterator[list[int]]:
 
 
 def drop_cache(keep: bool) -> bool:
-    """Make the disk be read. Whether that worked."""
+    """Drop the page cache, so that the disk is read; return True if that worked."""
     dist.barrier()
     if keep or os.geteuid() != 0:
         return False
@@ -299,7 +300,10 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="benchmark_checkpoint-", dir=place)
     processes: list[Any] = []
     try:
-        context = mp.spawn(work, args=(options, folder), nprocs=options["ranks"], join=False)
+        set_forkserver_preload(["torch"])  # the ranks need not import it one by one
+        context = mp.start_processes(
+            work, args=(options, folder), nprocs=options["ranks"], join=False, start_method="forkserver"
+        )
         processes += context.processes
         while not context.join():
             pass

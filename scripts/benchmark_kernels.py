@@ -75,7 +75,7 @@ def kernels_from(choice: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What to call, the bytes that it must read and write per element, and the plain pass with its mix of them."""
+    """A function to call, the bytes that it must read and write per element, and the plain pass with the same mix."""
 
     call: Callable[[], object]
     nbytes: float

@@ -44,7 +44,7 @@ BUCKET_MB = 25.0
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensor storages that are born inside and still alive."""
+    """A counter of the bytes of all tensor storages that are born inside and still alive."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ MOST_MEGABYTES = 5  # of the wheel; the first kernels made 1.5
 
 @dataclass(frozen=True)
 class Library:
-    """What the dynamic section of a shared library says."""
+    """Read the dynamic section of a shared library."""
 
     needed: frozenset[str]
     search_paths: frozenset[str]
@@ -92,7 +92,7 @@ def expected_files(libraries: list[str]) -> set[str]:
 
 
 def problems_of_files(wheel: Path, libraries: list[str]) -> list[str]:
-    """What is wrong with the files and tags of a wheel that should hold the libraries named (none: a pure one)."""
+    """List what is wrong with the files and tags of a wheel that should hold these libraries (none: a pure wheel)."""
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
         info = next(name.partition("/")[0] for name in names if ".dist-info/" in name)

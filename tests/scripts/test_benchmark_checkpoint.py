@@ -10,22 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import REPO_ROOT, environment
+from tests.support.launching import REPO_ROOT, environment, run_python
 
 SCRIPT = str(REPO_ROOT / "scripts" / "benchmark_checkpoint.py")
 TINY = ["--parameters", "1e5", "--width", "64", "--rounds", "2", "--keep-cache"]
 
 
-def command_in(folder: Path) -> list[str]:
-    folder.mkdir()
-    return [sys.executable, SCRIPT, *TINY, "--folder", str(folder)]
-
-
 @pytest.mark.full
 def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
+    folder.mkdir()
     interrupted = subprocess.Popen(
-        command_in(folder),
+        [sys.executable, SCRIPT, *TINY, "--folder", str(folder)],
         env=environment(),
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -41,8 +37,8 @@ def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
 
 def test_every_variant_saves_and_loads(tmp_path: Path) -> None:
     folder, out = tmp_path / "disk", tmp_path / "found.json"
-    command = command_in(folder)
-    done = subprocess.run([*command, "--out", str(out)], env=environment(), capture_output=True, text=True, timeout=240)
+    folder.mkdir()
+    done = run_python([SCRIPT, *TINY, "--folder", str(folder), "--out", str(out)])
     assert done.returncode == 0, done.stderr[-4000:]
     assert list(folder.iterdir()) == []
     found = json.loads(out.read_text())["ranks"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import REPO_ROOT, environment, run
+from tests.support.launching import REPO_ROOT, environment, run, run_python
 
 SCRIPT = [sys.executable, str(REPO_ROOT / "scripts" / "benchmark_network.py")]
 SMALL = ["--models", "tiny", "--methods", "ddp", "onebit_adam", "--rounds", "1", "--steps", "3", "--slow-steps", "3"]
@@ -126,5 +126,5 @@ def test_time_to_loss(tmp_path: Path) -> None:
     [(["--ranks", "1"], "--ranks must be >= 2, got 1"), (["--report", "nowhere/x.md"], "there is no folder nowhere")],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
-    done = subprocess.run([*SCRIPT, *arguments], env=environment(), capture_output=True, text=True)
+    done = run_python([*SCRIPT[1:], *arguments])
     assert done.returncode == 2 and message in done.stderr

@@ -13,15 +13,16 @@ TORCH = ["torch", "torch._dynamo"]
 TRANSFORMERS = ["transformers.trainer", "transformers.models.gpt2.modeling_gpt2"]
 
 
-def forked(target: Callable[..., None], *args: Any) -> BaseProcess:
+def forked(target: Callable[..., None], *args: Any, daemon: bool = True) -> BaseProcess:
     """Start a process that calls the module-level function, has this one's environment, and ends with this one.
 
+    With daemon=False it may start processes, and outlives this one unless it is waited for.
     The first call starts the server, which imports transformers only if tests of Trainer have been collected.
     """
     context = multiprocessing.get_context("forkserver")
     trainer = any(name.startswith(("tests.integrations.", "tests.support.trainer_runs")) for name in sys.modules)
     context.set_forkserver_preload(TORCH + TRANSFORMERS if trainer else TORCH)
-    process = context.Process(target=_call, args=(dict(os.environ), target, args), daemon=True)
+    process = context.Process(target=_call, args=(dict(os.environ), target, args), daemon=daemon)
     before = dict(os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads would not survive a fork
     try:

@@ -51,7 +51,7 @@ def assert_same_bits_but_nan(got: Tensor, expected: Tensor) -> None:
 def operands(
     case: Pair, numel: int, segments: int, *, with_x: bool, with_factors: bool, shift: int
 ) -> tuple[Combination, Combination]:
-    """What is to be sent: for the reference, and for the kernel."""
+    """Values to send: for the reference, and for the kernel."""
     x, own_x = case.normal(numel, shift=shift) if with_x else (None, None)
     factors, own_factors = case.positive(max(segments, 1))
     grads, own_grads, _ = case.segments(numel, segments, missing=True) if segments else (None, None, None)

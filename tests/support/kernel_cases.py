@@ -318,7 +318,7 @@ def check_sync_parameters(
 
 
 def check_bound(device: torch.device) -> None:
-    """What passes a bound becomes it, NaN stays NaN, and infinity as the bound changes nothing."""
+    """Check a bound: values beyond it become the bound, NaN stays NaN, and an infinite bound changes nothing."""
     directions = torch.tensor([0.5, 2.0, 2.5, -2.0, -3e38, math.inf, -math.inf, math.nan, -0.0, 1e-45] * 5)
     ones, expected = torch.ones_like(directions), directions.clamp(-2.0, 2.0)
     for bound in (2.0, math.inf):

@@ -66,14 +66,17 @@ def run_python(
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {}
             outputs.append((Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")))
             paths = [str(path) for path in outputs[-1]]
-            processes.append(forked(_be_python, words, {**variables, **own}, str(cwd or Path.cwd()), *paths))
+            here = str(cwd or Path.cwd())
+            processes.append(forked(_be_python, words, {**variables, **own}, here, *paths, daemon=False))
         deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-        for process in processes:
-            process.kill()
-            process.join()
+        try:
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+            for process in processes:
+                process.kill()
+                process.join()
         out, err = ("".join(path.read_text() for path in kind) for kind in zip(*outputs, strict=True))
     assert not late, f"{' '.join(words)}: ranks {late} did not end within {timeout:g} s\n{out[-4000:]}\n{err[-6000:]}"
     return subprocess.CompletedProcess(words, max(abs(process.exitcode or 0) for process in processes), out, err)

@@ -12,7 +12,7 @@ VOCAB, LENGTH, EXAMPLES = 61, 12, 96
 
 @dataclass
 class Run:
-    """What to train, and what to disturb. `arguments` go to TrainingArguments."""
+    """A run of Trainer, and how to disturb it. `arguments` go to TrainingArguments."""
 
     arguments: dict[str, Any]
     evaluate_first: bool = False
@@ -150,7 +150,7 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
 
 
 def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
-    """Train, and tell what came of it."""
+    """Train, and return what the tests compare."""
     from hf_compressopt.amp import innermost
 
     trainer = make_trainer(rank, world_size, run)

@@ -80,7 +80,7 @@ class Net(nn.Module):
 
 @dataclass
 class Case:
-    """What to train and how."""
+    """A model to train, and its options."""
 
     optimizer: str = "adamw"
     options: dict[str, Any] = field(default_factory=dict)
