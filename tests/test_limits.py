@@ -54,7 +54,7 @@ def test_classes_are_small_and_not_deep() -> None:
 
 
 def for_types_only(path: Path) -> set[str]:
-    """What a file imports under `if TYPE_CHECKING`, which does not happen at run time."""
+    """Imports of a file under `if TYPE_CHECKING`, which do not happen at run time."""
     blocks = re.findall(r"^if TYPE_CHECKING:\n((?:[ ].*\n|\n)+)", path.read_text(), re.MULTILINE)
     return {name for block in blocks for name in re.findall(r"from (\S+) import", block)}
 

@@ -37,7 +37,7 @@ def hatchling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(target: str, source: Path, hatchling: Path, **env: str) -> tuple[Path, str]:
-    """What hatchling makes of a source tree, and what it says."""
+    """Build a target with hatchling; return the file and the output."""
     out = hatchling / f"{target.replace(':', '-')}-{len(list(hatchling.iterdir()))}"
     said = run([sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)], source,
                PYTHONPATH=str(hatchling), **env)  # fmt: skip

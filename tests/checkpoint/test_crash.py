@@ -175,7 +175,7 @@ def newest(folder: Path, how: str) -> int | None:
 
 
 def kill_savers(connection: Any, directory: str) -> None:
-    """Runs in a process of its own, without threads."""
+    """Kill savers again and again. Runs in a process of its own, without threads."""
     torch.set_num_threads(1)
     chance, outcomes = random.Random(SEED), []
     try:

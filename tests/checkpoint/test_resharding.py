@@ -181,7 +181,7 @@ def shared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def families(tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """What is each rank's own, by the name without the rank, in the order of the ranks."""
+    """Tensors of each rank's own, by the name without the rank, in the order of the ranks."""
     found: dict[str, list[Tensor]] = {}
     for name in sorted(tensors):
         if re.search(r"(^|/)rank\d+(/|$)", name):

@@ -198,7 +198,7 @@ def zeros_on_a_rank(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_padding_never_counts_in_a_scale(world_size):
-    """Where every |x| is 1, every scale is 1: a padding element in a root mean square would make it smaller."""
+    """If every |x| is 1, every scale is 1: a padding element in a root mean square would make the scale smaller."""
     numels = [1, 5, 9, 17, 63, 100]
     for by_numel in run_ranks(world_size, ones_on_a_rank, numels):
         for (x, mean, worker_error, server_error), numel in zip(by_numel, numels, strict=True):
@@ -236,7 +236,7 @@ def test_bytes_on_the_wire(world_size):
 
 
 class MeasuringCommunicator(TorchCommunicator):
-    """Counts the bytes of every tensor that leaves this rank, whatever the class itself counts."""
+    """A counter of the bytes of every tensor that leaves this rank, whatever the class itself counts."""
 
     measured = 0
 

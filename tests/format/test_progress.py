@@ -15,7 +15,7 @@ from tests.support.forking import forked
 
 
 def save_and_load(stderr: str, folder: str, big: int) -> None:
-    """Runs in a process of its own. big: from so many bytes on, a checkpoint counts as big."""
+    """Save and load in a process of its own. big: from so many bytes on, a checkpoint counts as big."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_NOCTTY), 2)
     progress.BIG = big
     weight = torch.nn.Parameter(torch.ones(100_000))

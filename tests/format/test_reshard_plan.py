@@ -48,7 +48,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[CheckpointIndex, Contents, dict[str, b
 
 
 def carry_out(plan: Plan, contents: Contents) -> list[bytes]:
-    """What each source of a plan reads."""
+    """The values that each source of a plan reads."""
     results = []
     for reads in plan.sources:
         out: list[int | None] = [None] * plan.nbytes

@@ -53,7 +53,7 @@ def two_processes() -> list[str]:
 
 
 def run_in_ranks(world_size: int, command: list[str]) -> None:
-    """What a launcher does, in ranks that have imported torch and transformers already."""
+    """Run a script as a launcher does, in ranks that have imported torch and transformers already."""
     run_ranks(world_size, run_script, command, timeout=120)
 
 

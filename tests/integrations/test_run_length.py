@@ -125,7 +125,7 @@ def test_subclasses_without_a_step_of_their_own_are_converted() -> None:
     from hf_compressopt import CompressOptPlugin, OnebitAdam
 
     class Named(torch.optim.AdamW):
-        """Has defaults of its own, and AdamW's step."""
+        """An optimizer with defaults of its own, and AdamW's step."""
 
     assert isinstance(CompressOptPlugin(freeze_step=2).convert(Named(network().parameters())), OnebitAdam)
 

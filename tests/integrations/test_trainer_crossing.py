@@ -56,7 +56,7 @@ def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int
 
 
 def in_turn(world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
-    """What rank 0 tells of each."""
+    """Rank 0's result of each."""
     return [run_ranks(world_size, train, run, timeout=240)[0] for run in runs]
 
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a library of that name lies that runs the CUDA kernels."""
+    """The folder of a library of that name that runs the CUDA kernels."""
     build = tmp_path_factory.mktemp("emulation")
     sources = [*SOURCES.glob("*.cu"), EMULATION / "emulator.cpp"]
     objects = [build / f"{source.name}.o" for source in sources]

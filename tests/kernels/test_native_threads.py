@@ -23,7 +23,7 @@ LARGE = 700_001  # enough for several threads
 
 
 def everything(numel: int) -> list[Tensor]:
-    """What every kernel whose result depends on an order of summation leaves, and some of the others."""
+    """Results of every kernel that depends on an order of summation, and of some others."""
     random = torch.Generator().manual_seed(5)
 
     def normal() -> Tensor:

@@ -1,4 +1,4 @@
-"""How ZeroOptimizer takes gradients: graphs of all kinds, faults, overlap, memory, groups."""
+"""Gradients in ZeroOptimizer: graphs of all kinds, faults, overlap, memory, groups."""
 
 import copy
 import os

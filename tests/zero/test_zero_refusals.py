@@ -1,4 +1,4 @@
-"""What ZeroOptimizer refuses before anything trains wrongly, and torch's own clipping beside it."""
+"""Set-ups that ZeroOptimizer refuses before anything trains wrongly, and torch's own clipping beside it."""
 
 import copy
 from typing import Any
@@ -21,7 +21,7 @@ class Optimizer8bit(torch.optim.Optimizer):
 
 
 class WithBits(Optimizer8bit):
-    """As bitsandbytes' AdamW, which Trainer's adamw_bnb_8bit makes with optim_bits=8."""
+    """A copy of bitsandbytes' AdamW, which Trainer's adamw_bnb_8bit makes with optim_bits=8."""
 
     def __init__(self, params: Any, lr: float = 1e-3, optim_bits: int = 32, percentile_clipping: int = 100) -> None:
         super().__init__(params, {"lr": lr})
@@ -33,19 +33,19 @@ class WithBits(Optimizer8bit):
 
 
 class StableAdamW(torch.optim.AdamW):
-    """As in torch-optimi."""
+    """A class with the name of one in torch-optimi."""
 
 
 class Prodigy(torch.optim.SGD):
-    """As in prodigyopt."""
+    """A class with the name of one in prodigyopt."""
 
 
 class DAdaptAdam(torch.optim.SGD):
-    """As in dadaptation."""
+    """A class with the name of one in dadaptation."""
 
 
 class MyGaLoreAdamW(torch.optim.SGD):
-    """As in galore_torch."""
+    """A class with the name of one in galore_torch."""
 
 
 class Clipping(torch.optim.SGD):

@@ -38,7 +38,7 @@ class Records(logging.Handler):
 
 
 def made_again(rank: int, world_size: int) -> None:
-    """As in a notebook, whose last exception keeps an optimizer alive; on rank 1 it is dead already."""
+    """Make the optimizer again, as in a notebook whose last exception keeps the old one alive; on rank 1 it is dead."""
     options: dict[str, Any] = {"lr": 1e-2, "reduce_bucket_size": 300}
     expected = train(rank, (model := net(1)), ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options))
     model, records = net(1), Records()

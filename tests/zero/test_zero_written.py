@@ -54,7 +54,7 @@ def test_a_model_in_another_memory_format_trains_on(tmp_path: Any) -> None:
 
 
 def clamped(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    """As Wasserstein GANs clamp: the values that were written count, and all others keep their master's digits."""
+    """Clamp as Wasserstein GANs do: the written values count, and all others keep their master's digits."""
     results = []
     for partitioned in (True, False):
         model = Net(dtype)
@@ -90,7 +90,7 @@ def test_writes_through_data_are_taken_over(dtype: torch.dtype) -> None:
 
 
 def replaced(rank: int, world_size: int) -> None:
-    """As an average of weights is copied back: a whole new tensor, or the memory of one vector."""
+    """Copy back an average of weights: a whole new tensor, or the memory of one vector."""
     for dtype in (torch.float32, torch.bfloat16):
         model = Net(dtype)
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
