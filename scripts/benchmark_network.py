@@ -32,6 +32,7 @@ from _slow_network import (
     add_link_arguments,
     check_report,
     check_rights,
+    nothing_hook,
     ranks_on_links,
     sent_bytes,
     serve,
@@ -113,15 +114,6 @@ def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
     seconds = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
     numel = sum(p.numel() for p in model.parameters())
     return {"seconds": seconds, "sent": watch.sent[1] - watch.sent[0], "numel": numel}
-
-
-def nothing_hook(_, bucket):  # DDP compares annotations with its own types
-    """Exchange nothing: each rank trains by itself."""
-    import torch
-
-    future: Any = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
 
 
 # ----------------------------------------------------------------------------------------------------- measuring

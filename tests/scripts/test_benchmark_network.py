@@ -110,15 +110,20 @@ def test_ctrl_c_leaves_nothing_behind() -> None:
 @pytest.mark.full
 def test_time_to_loss(tmp_path: Path) -> None:
     report = tmp_path / "time.md"
-    small = ["--methods", "adamw", "onebit_adam", "--steps", "10", "--batch-size", "1", "--evaluated", "4"]
+    small = ["--methods", "compute", "adamw", "onebit_adam", "--steps", "10", "--tokens", "8", "--batch-size", "1"]
+    quick = ["--loopback", "--evaluated", "4", "--rounds", "1", "--window", "1", "--report", str(report)]
     script = str(REPO_ROOT / "scripts" / "benchmark_time_to_loss.py")
-    text = run([sys.executable, script, "--loopback", *small, "--report", str(report)]).stdout
-    assert report.read_text() in text and report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    adamw, onebit = json.loads(report.with_suffix(".json").read_text())
-    assert adamw["steps"] == onebit["steps"] == list(range(1, 11))
-    assert adamw["seconds"] == sorted(adamw["seconds"]) and adamw["losses"][-1] < adamw["losses"][0]
-    assert adamw["losses"][0] == onebit["losses"][0]  # its warmup is the same run
-    assert onebit["losses"] != adamw["losses"]
+    for again in ([], ["--reuse"]):
+        text = run([sys.executable, script, *small, *quick, *again]).stdout
+        assert report.read_text() in text and report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        compute, adamw, onebit = json.loads(report.with_suffix(".json").read_text())
+        assert adamw["steps"] == onebit["steps"] == compute["steps"] == list(range(1, 11))
+        assert adamw["losses"][-1] < adamw["losses"][0] and onebit["losses"] != adamw["losses"]
+        assert adamw["first"] == 10 > onebit["first"] > 0 and adamw["sent"] > 7 * onebit["sent"]
+        assert len(adamw["windows"]) == 1 and len(onebit["windows"]) == 2
+        first, last = (times[0] for times in onebit["windows"])
+        assert onebit["seconds"][-1] == pytest.approx(first * onebit["first"] + last * (10 - onebit["first"]))
+    assert "loss" not in text.split("# Loss")[0]  # nothing was trained again
 
 
 @pytest.mark.parametrize(
