@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.flat import Span
+from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.zero.transport import in_host_memory, write_span
 
@@ -18,6 +19,7 @@ from hf_compressopt.zero.transport import in_host_memory, write_span
 OWN_KEYS = ("params", "param_names", "process_group", "model_parallel")
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED = 1 << 15  # elements that are compared with their master copies at a time
+_COLUMNS = 4093  # a prime: values that change places, by rows or columns of a matrix, come into another sum
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Part:
         tensor: [span.numel], the parameter of the wrapped optimizer: the memory of the real parameter, or a master
             copy of another dtype or in another place.
         direct: Whether it is the memory of the real parameter.
+        written: After a master copy was written to the parameter: the version of the copy, and the parameter's bits.
     """
 
     span: Span
@@ -38,6 +41,7 @@ class Part:
     group: int
     tensor: Tensor
     direct: bool
+    written: tuple[int, list[Tensor]] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -59,6 +63,7 @@ class Part:
         """Round a master copy to the parameter."""
         if not self.direct:
             write_span(param, self.span.start, self.span.stop, self.tensor)
+            self.written = self._bits_of(param)
 
     def read_from(self, param: Tensor) -> None:
         """Give a master copy the parameter's values."""
@@ -69,14 +74,17 @@ class Part:
         """Follow the parameter: to other memory if it was moved, and to values that other code has written.
 
         A master copy keeps its digits for elements that still are what it rounds to, and takes the parameter's value
-        for all others. Values are compared because torch counts no version for writes through ``.data``.
+        for all others. Values are compared, by sums of their bits if they were written here last, because torch counts
+        no version for writes through ``.data``.
 
         Returns:
             Whether the part is on another device now.
         """
         values = param.detach().reshape(-1)[self.span.start : self.span.stop]
         if not self.direct:
-            _take_over(self.tensor, values)
+            if self.written is None or not _same(self.written, self._bits_of(param)):
+                _take_over(self.tensor, values)
+            self.written = None  # a step that fails may leave the copy changed, and the parameter not
             return False
         moved = values.device != self.tensor.device
         if not param.is_contiguous() or values.dtype != self.tensor.dtype:  # model.to(channels_last) or .to(dtype)
@@ -85,12 +93,37 @@ class Part:
             self.tensor.data = values
         return moved
 
+    def _bits_of(self, param: Tensor) -> tuple[int, list[Tensor]] | None:
+        """Return the version of the master copy, and what tells whether its part of the parameter is written."""
+        if self.tensor.device.type != "cpu" or not is_direct(param) or param.device.type != "cpu":
+            return None  # the host would wait for another device
+        return self.tensor._version, _sums_of_bits(param.detach().view(-1)[self.span.start : self.span.stop])
+
+
+def _same(one: tuple[int, list[Tensor]], other: tuple[int, list[Tensor]] | None) -> bool:
+    return other is not None and one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
+
+
+def _sums_of_bits(values: Tensor) -> list[Tensor]:
+    """Return sums of words of 8 bytes, each over every 4093rd word, and copies of the elements that fill no such row.
+
+    Args:
+        values: [n], contiguous.
+    """
+    per_word = 8 // values.element_size()
+    first = min(-values.storage_offset() % per_word, values.numel())
+    rows = (values.numel() - first) // (per_word * _COLUMNS)
+    last = first + rows * per_word * _COLUMNS
+    bits = values.view(_BITS[values.element_size()])
+    sums = [values[first:last].view(torch.int64).view(rows, _COLUMNS).sum(0)] if rows else []
+    return [*sums, bits[:first].clone(), bits[last:].clone()]
+
 
 def _take_over(master: Tensor, values: Tensor) -> None:
     """Give a master copy the values that are not what it rounds to."""
     values = values.resolve_neg()  # torch views no lazily negated tensor as integers
     if master.device.type == "cpu" and values.device.type == "cpu":
-        bits = _BITS[values.element_size()]  # torch compares integers several times as fast
+        bits = _BITS[values.element_size()]  # torch compares integers faster than floats
         for begin in range(0, values.numel(), _COMPARED):  # fits into a cache; differences are rare
             rows = slice(begin, begin + _COMPARED)
             if not torch.equal(master[rows].to(values.dtype).view(bits), values[rows].view(bits)):

@@ -111,6 +111,42 @@ def test_replaced_weights_stay() -> None:
     run_ranks(2, replaced)
 
 
+def rearranged(rank: int, world_size: int) -> None:
+    """A parameter of several rows of the sums by which writes are noticed, beside elements that fill no row."""
+    odd = nn.Parameter(torch.linspace(-1, 1, 3).bfloat16())  # so that the parts of the next begin within a word
+    large = nn.Parameter(torch.linspace(-1, 1, 301 * 331).bfloat16().view(301, 331))
+    optimizer = ZeroOptimizer([odd, large], torch.optim.SGD, lr=1e-3, communication_data_type="fp32")
+
+    def step(factor: float) -> None:
+        for p in (odd, large):
+            p.grad = torch.full_like(p, factor)
+        optimizer.step()
+
+    step(1.0)
+    digits = optimizer.get_full_param(large)
+    assert not torch.equal(digits, large.detach().float())
+    step(0.0)
+    assert torch.equal(digits, optimizer.get_full_param(large))
+    for write in (
+        lambda t: t.__setitem__([0, 150], t[[150, 0]]),
+        lambda t: t.__setitem__((slice(None), [5, 9]), t[:, [9, 5]]),
+        lambda t: t.copy_(-t),
+        lambda t: t.copy_(t.flip(0)),
+        lambda t: t[234].__setitem__(56, 7.0),
+    ):
+        step(0.0)
+        before = large.detach().clone()
+        write(large.data)
+        written = large.detach().clone()
+        step(0.0)
+        assert torch.equal(large.detach(), written) and not torch.equal(written, before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_values_that_change_places_are_taken_over(world_size: int) -> None:
+    run_ranks(world_size, rearranged)
+
+
 def to_bfloat16(rank: int, world_size: int) -> None:
     """A model that becomes bfloat16 keeps float32 masters from then on, as if it had been made so."""
     results = []
