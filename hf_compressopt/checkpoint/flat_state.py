@@ -144,7 +144,7 @@ class FlatState:
         masks, tensors = self._brought(entries)
         for number, mask in masks.items():
             check_mask(mask, optimizer._states[number].params, number)
-        check_tensors(tensors, type(optimizer.schedule)(**header.values["schedule"]))
+        check_tensors(tensors, type(optimizer.schedule).of(header.values["schedule"]))
         alone = self.communicator.world_size == 1
         stage = Stage(header.values["stage"])
         wanted = [t for t in self._group_tensors(names, stage) if not (alone and t.is_error)]

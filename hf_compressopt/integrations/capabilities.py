@@ -52,6 +52,8 @@ class FollowsPlan(SavesShards, Protocol):
 
     def plan_at(self, step: int) -> StepPlan: ...  # noqa: D102
 
+    def compresses_within(self, max_steps: int) -> bool: ...  # noqa: D102
+
     def own_parameters(self) -> Sequence[Tensor]: ...  # noqa: D102
 
     def defer_schedule(self, given: Iterable[str]) -> None: ...  # noqa: D102

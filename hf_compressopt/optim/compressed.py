@@ -29,7 +29,7 @@ from hf_compressopt.optim.options import check_at_least, check_scale_block, reso
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
 from hf_compressopt.optim.sketched_norm import CLIPS, ESTIMATE
 from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import StepPlan
+from hf_compressopt.schedules import MIN_FREEZE_STEP, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         lr: Learning rate, >= 0.
         freeze_step: Last step of the warmup stage, >= 1, or "auto".
         freeze_threshold: How stable the variance must be for "auto", in (0, 1].
-        max_freeze_step: Bound on what "auto" finds, >= 1.
+        max_freeze_step: Bound on what "auto" finds, >= 1; the later one of it and ``min_freeze_step`` counts.
+        min_freeze_step: The first step that "auto" may find, >= 1; it also waits for the learning rate's warmup.
         warmup_bits: Bits per element of the averaged gradients of the first stage: 4 or 8 send integers with error
             feedback, 16 sends bfloat16, 32 the gradients as they are, which gives the bits of torch's AdamW.
         bias_correction: Whether Adam's bias corrections apply.
@@ -95,6 +96,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         freeze_step: int | str = 100_000,
         freeze_threshold: float = 0.96,
         max_freeze_step: int = 100_000,
+        min_freeze_step: int = MIN_FREEZE_STEP,
         warmup_bits: int = 32,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -114,9 +116,10 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     ) -> None:
         """See the class."""
         attach_to_hosts()
-        schedule = self.schedule_class(**{self.freeze_option: freeze_step, "max_freeze_step": max_freeze_step})
-        check_at_least("max_grad_norm", max_grad_norm, 0)
-        check_at_least("variance_floor", variance_floor, 0)
+        bounds = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step}
+        schedule = self.schedule_class(**{self.freeze_option: freeze_step}, **bounds)
+        for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
+            check_at_least(name, value, 0)
         check_scale_block(scale_block)
         if amsgrad:
             raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.state_dict import HISTORY
-from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, StepPlan
+from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, StepPlan, Warmup
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class Scheduled:
         schedule_class: Its class, whose fields are options of the optimizer.
         freeze_option: Name of the option that says when the first stage ends.
         freeze_threshold: Stability of the variance at which "auto" ends the first stage.
+        lr_warmup: The learning rate's warmup, as the steps so far tell.
         step_was_skipped: Whether the last step was skipped, because a gradient was not finite.
         skipped_steps: Steps skipped so far.
         rounds: Steps so far in which the schedule had gradients averaged or a message sent.
@@ -36,6 +37,7 @@ class Scheduled:
 
     schedule: Schedule
     freeze_threshold: float
+    lr_warmup: Warmup = Warmup()
     param_groups: list[dict[str, Any]]
     communicator: Communicator
     _step: int
@@ -92,9 +94,19 @@ class Scheduled:
         given = set(given)
         if self._step > 0 and not self.schedule.is_given(given):
             raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
-        self.schedule = self.schedule.fitted(max_steps, given)
+        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self._warmup_is_low_bit)
         self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
         return self.schedule.describe(max_steps, given)
+
+    @property
+    def _warmup_is_low_bit(self) -> bool:
+        """Whether the first stage sends low-bit gradients."""
+        return int(getattr(self, "warmup_bits", 32)) < 32
+
+    def compresses_within(self, max_steps: int) -> bool:
+        """Return whether a run of ``max_steps`` steps sends compressed messages, if the learning rate has no warmup."""
+        last, schedule = (max(1, max_steps - 1), max_steps), self.schedule.expected()
+        return self._warmup_is_low_bit or not all(schedule.plan(step).reduce_grads for step in last)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
         """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
@@ -118,18 +130,30 @@ class Scheduled:
 def ends_first_stage(optimizer: Scheduled, plan: StepPlan, norm: Callable[[], float]) -> bool:
     """Return whether the step that was taken by this plan is the last one of the first stage.
 
+    "auto" ends the stage where the variance is stable, at the latest at ``max_freeze_step``; but not before
+    ``min_freeze_step``, and not before the learning rate's warmup is over (:class:`Warmup`).
+
     Args:
         optimizer: The optimizer; its schedule is replaced if "auto" ends the stage.
         plan: The plan.
         norm: Returns the 1-norm of the second moments, alike on all ranks, for "auto".
     """
     schedule, threshold = optimizer.schedule, optimizer.freeze_threshold
+    if plan.stage.number:
+        return False
+    group = optimizer.param_groups[0]
+    optimizer.lr_warmup = optimizer.lr_warmup.after(plan.step, float(group["lr"]))
+    warmup_is_over = optimizer.lr_warmup.is_over(plan.step, window_of(group["betas"][1]))
     if schedule.freezes_at != AUTO:
+        if plan.ends_stage and optimizer.communicator.rank == 0:
+            _warn_of_early_freeze(optimizer, plan.step, warmup_is_over)
         return plan.ends_stage
-    detector = FreezeDetector(optimizer._tensors[HISTORY], threshold, schedule.max_freeze_step)
+    detector = FreezeDetector(optimizer._tensors[HISTORY], threshold, schedule.last_warmup_step)
     now = norm() if detector.needs_norm(plan.step) else 0.0
-    stability = detector.stability(plan.step, now, float(optimizer.param_groups[0]["lr"]))
-    if stability < threshold and not plan.ends_stage:
+    stability = detector.stability(plan.step, now, float(group["lr"]))
+    if plan.step < schedule.min_freeze_step or not warmup_is_over:
+        return False
+    if stability < threshold and plan.step < schedule.max_freeze_step:
         return False
     optimizer.schedule = schedule.frozen_at(plan.step)
     if optimizer.communicator.rank == 0:
@@ -138,9 +162,26 @@ def ends_first_stage(optimizer: Scheduled, plan: StepPlan, norm: Callable[[], fl
     return True
 
 
+def _warn_of_early_freeze(optimizer: Scheduled, step: int, warmup_is_over: bool) -> None:
+    """Warn that a freeze step that was given is earlier than "auto" would choose it."""
+    least, reasons = optimizer.schedule.min_freeze_step, []
+    if step < least:
+        reasons.append(f"earlier than step {least} (min_freeze_step)")
+    if not warmup_is_over:
+        reasons.append("within the learning rate's warmup, or too soon after it")
+    if reasons:
+        message = "%s=%d freezes a variance that has learnt little: it is %s. The loss may suffer; 'auto' waits longer"
+        write_log(logger, logging.WARNING, message, optimizer.freeze_option, step, ", and ".join(reasons))
+
+
+def window_of(beta2: float) -> int:
+    """Return the number of steps that a second moment remembers."""
+    return round(1 / (1 - beta2))
+
+
 def room_for_history(schedule: Schedule, beta2: float) -> dict[str, Tensor]:
     """Return room for the norms that "auto" compares; none if the end of the first stage is known."""
     if schedule.freezes_at != AUTO:
         return {}
-    size = FreezeDetector.size(beta2, schedule.max_freeze_step)
+    size = FreezeDetector.size(beta2, schedule.last_warmup_step)
     return {HISTORY: torch.zeros(size, dtype=torch.float64, device="cpu")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +17,9 @@ from hf_compressopt.optim.functional import is_zero
 from hf_compressopt.optim.gradient_noise import NOISE, check_noise
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
-from hf_compressopt.optim.options import check_count, check_group, loadable_group
+from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.optim.shard_stub import STATE_KEY
-from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan
+from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ class Stateful(Protocol):
     communicator: Communicator
     traffic: Traffic
     schedule: Schedule
+    lr_warmup: Warmup
     bucket_numel: int
     scale_block: int | None
     step_was_skipped: bool
@@ -63,6 +65,7 @@ def header_of(optimizer: Stateful) -> dict[str, Any]:
         "stage": optimizer.last_plan.stage.value,
         "world_size": optimizer.communicator.world_size,
         "schedule": optimizer.schedule.options(),
+        "lr_warmup": asdict(optimizer.lr_warmup),
         "bucket_numel": optimizer.bucket_numel,
         "scale_block": optimizer.scale_block,
         "skipped_steps": optimizer.skipped_steps,
@@ -84,10 +87,8 @@ def check_header(optimizer: Stateful, header: dict[str, Any]) -> None:
         check_count(name, header.get(name), low=0)
     if header.get("stage") not in {stage.value for stage in Stage}:
         raise ValueError(f"stage must be one of {[stage.value for stage in Stage]}, got {header.get('stage')!r}")
-    schedule, mine = header.get("schedule"), optimizer.schedule.options()
-    if not isinstance(schedule, dict) or schedule.keys() != mine.keys():
-        raise ValueError(f"the state has the schedule {schedule!r}, this optimizer one of {sorted(mine)}")
-    type(optimizer.schedule)(**schedule)
+    type(optimizer.schedule).of(header.get("schedule"))
+    _lr_warmup_of(optimizer, header)
     if optimizer.communicator.world_size > 1 and header["bucket_numel"] != optimizer.bucket_numel:
         cap = (header["bucket_numel"] + 0.5) * FLOAT_BYTES / BYTES_PER_MB
         raise ValueError(
@@ -98,8 +99,8 @@ def check_header(optimizer: Stateful, header: dict[str, Any]) -> None:
 
 def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
     """Take over a header that was checked."""
-    mine = optimizer.schedule.options()
-    if header["schedule"] != mine and "auto" not in mine.values() and optimizer.communicator.rank == 0:
+    mine, schedule = optimizer.schedule.options(), type(optimizer.schedule).of(header["schedule"])
+    if schedule.options() != mine and "auto" not in mine.values() and optimizer.communicator.rank == 0:
         write_log(
             logger,
             logging.WARNING,
@@ -107,12 +108,27 @@ def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
             header["schedule"],
             mine,
         )
-    optimizer.schedule = type(optimizer.schedule)(**header["schedule"])
+    optimizer.schedule, optimizer.lr_warmup = schedule, _lr_warmup_of(optimizer, header)
     optimizer._step = header["step"]
     optimizer.skipped_steps = header["skipped_steps"]
     optimizer.rounds = header["rounds"]
     optimizer.traffic.restore(header["bytes_sent"])
     optimizer.step_was_skipped = False
+
+
+def _lr_warmup_of(optimizer: Stateful, header: dict[str, Any]) -> Warmup:
+    """Return the learning rate's warmup of a header; without one, the rate rises no more unless it rises later.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    saved = header.get("lr_warmup", {"rate": float(optimizer.param_groups[0]["lr"]), "step": 0})
+    try:
+        check_at_least("lr_warmup", saved["rate"], 0)
+        check_count("lr_warmup", saved["step"], low=0)
+        return Warmup(saved["rate"], saved["step"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"lr_warmup must be a rate and a step, got {saved!r}") from error
 
 
 def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
@@ -123,7 +139,9 @@ def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
     ended = step >= optimizer.schedule.last_warmup_step
     schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
     fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
-    return {**header_of(optimizer), "schedule": schedule, "step": step, **fresh}
+    mine = header_of(optimizer)
+    del mine["lr_warmup"]  # nobody knows it
+    return {**mine, "schedule": schedule, "step": step, **fresh}
 
 
 def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:

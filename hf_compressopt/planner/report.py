@@ -87,8 +87,7 @@ def zero_one_shares(steps: int) -> Counter[tuple[Stage, int]]:
         Counts by stage and kind. The kind is 1 for a step in full precision and 0 for a 1-bit gradient in the variance
         stage; in the local-step stage it is the length of the interval.
     """
-    fitted = ZeroOneSchedule().fitted(steps, ())
-    schedule = fitted.frozen_at(fitted.max_freeze_step)
+    schedule = ZeroOneSchedule().fitted(steps, ()).expected()
     shares: Counter[tuple[Stage, int]] = Counter()
     for step in range(1, steps + 1):
         plan = schedule.plan(step)

@@ -393,7 +393,7 @@ def test_param_groups_with_a_process_group_of_their_own_want_as_many_ranks(tmp_p
 def save_found(rank: int, world_size: int, folder: str) -> None:
     from hf_compressopt import save_state
 
-    params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=6)
+    params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=6, min_freeze_step=1)
     train(rank, world_size, params, optimizer, range(12))
     save_state(optimizer, folder)
 

@@ -19,14 +19,16 @@ def make(name: str, **options: Any) -> tuple[nn.Parameter, Any]:
 
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(40))
-    settings: dict[str, Any] = {OPTION[name]: "auto", "betas": (0.9, 0.8), "lr": 1e-3, "scale_block": 8, **options}
+    settings: dict[str, Any] = {OPTION[name]: "auto", "betas": (0.9, 0.8), "lr": 1e-3, "scale_block": 8}
+    settings |= {"min_freeze_step": 1, **options}
     return p, getattr(hf_compressopt, name)([p], **settings)
 
 
 def stability_says(variances: list[float], lrs: list[float], threshold: float, bound: int) -> int:
     """The rule, from the norms of the corrected variance after every step."""
     for step in range(1, bound):
-        if step <= WINDOW or (step > 1 and lrs[step - 1] > lrs[step - 2]):
+        since = step - lrs.index(max(lrs[:step]))  # steps at the full rate
+        if step <= WINDOW or since < max(2, min(step - since, WINDOW)):
             continue
         now, before = variances[step - 1], variances[step - 1 - WINDOW]
         if min(now / before, before / now) >= threshold:
@@ -40,11 +42,11 @@ def run(rank: int, world_size: int, name: str, options: dict[str, Any], director
     p, optimizer = make(name, **options)
     results: dict[str, Any] = {"variances": [], "lrs": [], "params": []}
     for step in range(1, STEPS + 1):
-        if step == 13 and directory:  # in the middle of the search
-            save_state(optimizer, directory)
+        if step in (6, 10, 13) and directory:  # in the warmup, right after it, and in the middle of the search
+            save_state(optimizer, f"{directory}/{step}")
             values = p.detach().clone()
             p, optimizer = make(name, **options)
-            load_state(optimizer, directory)
+            load_state(optimizer, f"{directory}/{step}")
             with torch.no_grad():
                 p.copy_(values)
         lr = 1e-3 * min(1.0, step / 8)
@@ -84,14 +86,17 @@ def test_the_variance_decides_alike_on_all_ranks_and_survives_a_resume(name: str
 
 @pytest.mark.parametrize("name", OPTION)
 def test_the_bound_holds(name: str) -> None:
-    result = run_ranks(2, run, name, {"max_freeze_step": 9, "freeze_threshold": 1.0}, "")[0]
-    assert result["freeze_step"] == 9 and result["stage"] == 1.0
+    """It yields to the learning rate's warmup, which lasts until step 8, and a window of 5 steps at the full rate."""
+    for bound, found in ((15, 15), (9, 12)):
+        result = run_ranks(2, run, name, {"max_freeze_step": bound, "freeze_threshold": 1.0}, "")[0]
+        assert result["freeze_step"] == found and result["stage"] == 1.0
 
 
 def test_bad_options_are_named() -> None:
     for options, words in (
         ({"freeze_step": "soon"}, "freeze_step must be an int >= 1, or 'auto', got 'soon'"),
         ({"max_freeze_step": 0}, "max_freeze_step must be >= 1, got 0"),
+        ({"min_freeze_step": 0}, "min_freeze_step must be >= 1, got 0"),
         ({"freeze_threshold": 1.5}, r"freeze_threshold must be in \(0, 1\], got 1.5"),
     ):
         with pytest.raises(ValueError, match=words):

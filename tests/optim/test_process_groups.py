@@ -255,7 +255,8 @@ def auto_freeze(rank: int, world_size: int) -> int:
     group = expert_group(rank, world_size)
     dense, expert = make(rank, world_size)
     groups = [{"params": [dense]}, {"params": [expert], "process_group": group}]
-    optimizer = OnebitAdam(groups, freeze_step="auto", max_freeze_step=40, betas=(0.5, 0.8), freeze_threshold=0.7)
+    search: dict[str, Any] = {"freeze_step": "auto", "max_freeze_step": 40, "min_freeze_step": 1}
+    optimizer = OnebitAdam(groups, betas=(0.5, 0.8), freeze_threshold=0.7, **search)
     take_steps(optimizer, dense, expert, rank, range(45))
     assert isinstance(optimizer.freeze_step, int)
     return optimizer.freeze_step

@@ -84,7 +84,7 @@ def train_with_a_failing_log(rank: int, world_size: int, name: str) -> float:
     try:
         used, unused = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(4))
         freeze = {"ZeroOneAdam": "var_freeze_step"}.get(name, "freeze_step")
-        optimizer = optimizer_of(name, [used, unused], **{freeze: "auto", "max_freeze_step": 3})
+        optimizer = optimizer_of(name, [used, unused], **{freeze: "auto", "max_freeze_step": 3, "min_freeze_step": 1})
         for step in range(STEPS):
             used.grad = torch.full((20,), float("nan") if step == 1 else 1.0 + step)
             optimizer.step()
@@ -129,7 +129,8 @@ def test_one_rank_alone_is_told_that_nothing_is_compressed(name: str) -> None:
 def variance_norms_sent(rank: int, world_size: int, bound: int) -> list[float]:
     """Bytes of each step of a warmup whose gradients are averaged already: only the search sends anything."""
     param = nn.Parameter(torch.ones(20))
-    optimizer = optimizer_of("OnebitAdam", [param], freeze_step="auto", max_freeze_step=bound, betas=(0.5, 0.9))
+    search = {"freeze_step": "auto", "max_freeze_step": bound, "min_freeze_step": 1}
+    optimizer = optimizer_of("OnebitAdam", [param], betas=(0.5, 0.9), **search)
     sent = []
     for _ in range(bound):
         param.grad = torch.ones(20)

@@ -202,7 +202,7 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
     optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(1))])
     optimizer.scale_schedule(steps, ())
     shares: Counter[tuple[Stage, int]] = Counter()
-    for plan in map(optimizer.plan_at, range(1, steps + 1)):
+    for plan in map(optimizer.schedule.expected().plan, range(1, steps + 1)):
         if plan.stage is Stage.VARIANCE:
             shares[plan.stage, int(plan.reduce_grads)] += 1
         else:

@@ -1,0 +1,194 @@
+"""Schedules as pure functions: how they are fitted to a run, and when "auto" may end the first stage."""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hf_compressopt import OnebitAdam
+from hf_compressopt.schedules import AUTO, OnebitSchedule, Schedule, Stage, Warmup, ZeroOneSchedule
+
+LENGTHS = (1, 2, 5, 20, 60, 99, 100, 101, 299, 300, 301, 400, 499, 500, 501, 1000, 12_345)
+SCHEDULES = (OnebitSchedule, ZeroOneSchedule)
+
+
+def linear(warmup: int, steps: int) -> list[float]:
+    """The rates of transformers' linear schedule: 0 in the first step of a warmup, the peak in the one after it."""
+    return [t / warmup if t < warmup else (steps - t) / (steps - warmup) for t in range(steps)]
+
+
+RATES = {
+    "constant": [1e-3] * 60,
+    **{f"linear_{warmup}": linear(warmup, 60) for warmup in (0, 1, 2, 7, 25, 59)},
+    "restarts": [math.cos(math.pi / 2 * (t % 10) / 10) for t in range(60)],
+    "triangles": [1 - abs(t % 20 - 10) / 10 for t in range(60)],
+    "one_cycle": [1 - abs(t - 18) / (18 if t < 18 else 42) for t in range(60)],
+    "steps": [0.1 if t < 15 else 0.2 if t < 20 else 0.05 for t in range(60)],
+    "zero": [0.0] * 60,
+}
+
+
+def seen_enough(rates: list[float], window: int) -> bool:
+    """The rule from all rates so far: as many steps from the peak on as before it, or a window of them."""
+    first = rates.index(max(rates))
+    return max(rates) == 0 or first == 0 or len(rates) - first >= max(2, min(first, window))
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("window", [1, 5, 1000])
+def test_the_warmup_lasts_until_the_highest_rate_and_as_long_after_it(name: str, window: int) -> None:
+    warmup, rates = Warmup(), RATES[name]
+    for step, rate in enumerate(rates, 1):
+        warmup = warmup.after(step, rate)
+        assert warmup.is_over(step, window) == seen_enough(rates[:step], window), step
+
+
+@pytest.mark.parametrize("warmup", [1, 10, 100, 200])
+def test_a_linear_warmup_is_over_after_twice_its_steps(warmup: int) -> None:
+    found, steps = Warmup(), 1000
+    over = []
+    for step, rate in enumerate(linear(warmup, steps), 1):
+        found = found.after(step, rate)
+        over.append(found.is_over(step, 1000))
+    assert over.index(True, 1) + 1 == max(3, 2 * warmup) and all(over[2 * warmup :])
+
+
+def given_sets(schedule: type[Schedule]) -> Iterator[dict[str, Any]]:
+    yield {}
+    for options in ({"max_freeze_step": 37}, {"min_freeze_step": 5}, {"max_freeze_step": 250, "min_freeze_step": 40}):
+        yield options
+        yield {schedule.freeze_option: AUTO, **options}
+
+
+@pytest.mark.parametrize("low_bit", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_given_stays_and_the_rest_fits_the_run(schedule: type[Schedule], low_bit: bool) -> None:
+    for steps in LENGTHS:
+        explicit = schedule(**{schedule.freeze_option: 7})  # type: ignore[call-arg]
+        kept = explicit.fitted(steps, [schedule.freeze_option], low_bit=low_bit)
+        assert kept.freezes_at == 7 and kept.describe(steps, [schedule.freeze_option]).endswith("as given")
+        for given in given_sets(schedule):
+            fitted = schedule(**given).fitted(steps, list(given), low_bit=low_bit)  # type: ignore[call-arg]
+            options = fitted.options()
+            assert all(options[name] == value for name, value in given.items())
+            assert fitted.freezes_at == AUTO and schedule.of(options) == fitted
+            assert fitted.fitted(steps, list(given), low_bit=low_bit) == fitted
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_a_short_run_of_low_bits_stays_in_its_first_stage(schedule: type[Schedule], steps: int) -> None:
+    fitted = schedule().fitted(steps, (), low_bit=True)
+    plans = [fitted.expected().plan(step) for step in range(1, steps + 1)]
+    stays = all(plan.stage.number == 0.0 and not plan.ends_stage for plan in plans)
+    assert stays == (steps < 300) == ("takes all" in fitted.describe(steps, ()))
+    if not stays:
+        assert fitted.last_warmup_step == max(100, steps // 5)
+        assert f"at most {max(100, steps // 5)} of {steps} steps" in fitted.describe(steps, ())
+    assert all(plan.update_variance for plan in plans if plan.stage in (Stage.WARMUP, Stage.VARIANCE))
+
+
+@pytest.mark.parametrize("steps", LENGTHS)
+def test_a_run_in_full_precision_gives_its_first_stage_a_share(steps: int) -> None:
+    for schedule, share in ((OnebitSchedule, 5), (ZeroOneSchedule, 10)):
+        fitted = schedule().fitted(steps, ())
+        assert fitted.last_warmup_step == max(1 if steps < 300 else 100, steps // share)
+        first = [fitted.expected().plan(step) for step in range(1, min(steps, fitted.last_warmup_step) + 1)]
+        assert all(plan.update_variance and plan.reduce_grads for plan in first)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_auto_stays_in_the_first_stage_until_it_finds_a_step(schedule: type[Schedule]) -> None:
+    auto = schedule(**{schedule.freeze_option: AUTO, "max_freeze_step": 9, "min_freeze_step": 1})  # type: ignore[call-arg]
+    assert all(auto.plan(step).stage.number == 0.0 and not auto.plan(step).ends_stage for step in (1, 9, 10, 10_000))
+    found = auto.frozen_at(12)
+    assert found.plan(12).ends_stage and [found.plan(step).stage.number for step in (12, 13)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_of_headers_are_checked(schedule: type[Schedule]) -> None:
+    options = schedule().options()
+    before = {name: value for name, value in options.items() if name != "min_freeze_step"}  # of an earlier version
+    assert schedule.of(before) == schedule.of(options) == schedule()
+    for wrong in ({**options, "more": 1}, {**before, "max_freeze_step": 0}, {"max_freeze_step": 3}, "auto", None):
+        with pytest.raises(ValueError, match="schedule|max_freeze_step"):
+            schedule.of(wrong)
+
+
+# -- the search of a real optimizer -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_compressopt")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def train(rates: list[float], resume_at: tuple[int, ...] = (), **options: Any) -> tuple[Any, list[str], torch.Tensor]:
+    """The freeze step and the log of a run by these rates, and its parameters."""
+
+    def make(values: torch.Tensor) -> OnebitAdam:
+        return OnebitAdam([torch.nn.Parameter(values.clone())], **{"freeze_threshold": 1.0, **options})
+
+    random = torch.Generator().manual_seed(0)
+    with log_lines() as lines:
+        optimizer = make(torch.ones(5))
+        for step, rate in enumerate(rates, 1):
+            if step in resume_at:
+                state = optimizer.state_dict()
+                optimizer = make(optimizer.param_groups[0]["params"][0].detach())
+                optimizer.load_state_dict(state)
+            (param,) = optimizer.param_groups[0]["params"]
+            optimizer.param_groups[0]["lr"] = 1e-3 * rate
+            param.grad = torch.randn(5, generator=random)
+            optimizer.step()
+    return optimizer.freeze_step, lines, param.detach()
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 30, 60])
+@pytest.mark.parametrize(("bound", "floor"), [(5, 1), (5, 20), (40, 20), (40, 60)])
+def test_auto_waits_for_the_floor_and_the_learning_rates_warmup(warmup: int, bound: int, floor: int) -> None:
+    rates = linear(warmup, 130)
+    options = {"freeze_step": AUTO, "max_freeze_step": bound, "min_freeze_step": floor}
+    found, lines, params = train(rates, **options)
+    assert found == max(bound, floor, 2 * warmup)
+    assert sum("found" in line for line in lines) == 1
+    at = tuple(step for step in (2, warmup, warmup + 1, floor, floor + 1, found, found + 1) if step > 1)
+    for resume_at in ((step,) for step in at):
+        again, _, same = train(rates, resume_at, **options)
+        assert again == found and torch.equal(same, params), resume_at
+
+
+def test_a_freeze_step_that_is_given_is_honoured_and_an_early_one_is_said_once() -> None:
+    def warnings(lines: list[str]) -> list[str]:
+        return [line for line in lines if "learnt little" in line]
+
+    for rates, freeze_step, reasons in (
+        (linear(0, 130), 120, []),
+        (linear(0, 130), 99, ["earlier than step 100"]),
+        (linear(60, 130), 120, []),
+        (linear(60, 130), 119, ["warmup"]),
+        (linear(60, 130), 30, ["earlier than step 100", "warmup"]),
+    ):
+        for resume_at in ((), (freeze_step - 1, freeze_step, freeze_step + 1)):
+            found, lines, _ = train(rates, resume_at, freeze_step=freeze_step)
+            said = warnings(lines)
+            assert found == freeze_step and len(said) == bool(reasons)
+            assert all(reason in line for line in said for reason in reasons)
+            assert all(("warmup" in line) == ("warmup" in reasons) for line in said)
+    found, lines, _ = train(linear(0, 30), freeze_step=9, min_freeze_step=5)
+    assert found == 9 and not warnings(lines)
