@@ -157,17 +157,12 @@ class Schedule(ABC):
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
         The variance finds the end of the first stage within a share of the run. A run of fewer than ``SHORT_RUN``
-        steps stays in its first stage if that is cheap; otherwise its variance is frozen early.
-
-        Args:
-            max_steps: Steps of the run.
-            given: Names of options.
-            low_bit: Whether the first stage sends low-bit gradients.
+        steps stays in its first stage if that sends gradients in a few bits (``low_bit``), else it freezes early.
         """
         if self.is_given(given):
             return self
         short, share = max_steps < SHORT_RUN, self.low_bit_freeze_share if low_bit else self.freeze_share
-        bounds = {"max_freeze_step": max(1, int(max_steps * share))}
+        bounds = {"max_freeze_step": max(1, int(max_steps * share)), "min_freeze_step": MIN_FREEZE_STEP}
         if short and low_bit and "max_freeze_step" not in given:
             bounds = dict.fromkeys(("max_freeze_step", "min_freeze_step"), max_steps + 1)
         elif short and not low_bit:
@@ -180,7 +175,7 @@ class Schedule(ABC):
         if self.is_given(given):
             return f"of {max_steps} steps, as given"
         if self.last_warmup_step > max_steps:
-            return f"the first stage takes all {max_steps} steps: so short a run learns no variance to freeze"
+            return f"the first stage takes all {max_steps} steps, too few to freeze a variance"
         return f"{self.freeze_option} is found by the variance, at most {self.last_warmup_step} of {max_steps} steps"
 
 

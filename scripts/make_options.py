@@ -52,9 +52,13 @@ Trainer knows the length of the run, and has other defaults for it:
 | option | Trainer's default |
 |---|---|
 | `freeze_step` (0/1 Adam: `var_freeze_step`) | `auto`: the first step at which the variance is stable enough |
-| `max_freeze_step` | 20 % of the run (0/1 Adam: 10 %) |
-| `var_update_scaler` | 10 % of the run, at least 16 |
+| `max_freeze_step` | 20 % of the run (0/1 Adam with `warmup_bits=32`: 10 %) |
+| `min_freeze_step` | as below; 1 in a run of fewer than 300 steps with `warmup_bits=32` |
+| `var_update_scaler` | the length of the run, at least 16: all steps of the variance stage are variance steps |
 | `local_step_scaler` | 10 % of the run |
+
+With `warmup_bits` of less than 32, a run of fewer than 300 steps stays in its first stage, and the log says so. A
+`freeze_step` of your own is honoured in a run of any length.
 
 `scale_block` of 512 is a better choice for models narrower than 256, because a block then spans fewer rows of a matrix.
 """

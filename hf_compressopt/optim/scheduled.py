@@ -38,6 +38,7 @@ class Scheduled:
     schedule: Schedule
     freeze_threshold: float
     lr_warmup: Warmup = Warmup()
+    warmup_bits: int
     param_groups: list[dict[str, Any]]
     communicator: Communicator
     _step: int
@@ -101,7 +102,7 @@ class Scheduled:
     @property
     def _warmup_is_low_bit(self) -> bool:
         """Whether the first stage sends low-bit gradients."""
-        return int(getattr(self, "warmup_bits", 32)) < 32
+        return self.warmup_bits < 32
 
     def compresses_within(self, max_steps: int) -> bool:
         """Return whether a run of ``max_steps`` steps sends compressed messages, if the learning rate has no warmup."""

@@ -146,8 +146,14 @@ def trainer_run(
     trainer.training_step = training_step
     trainer.train()
     log.close()
-    schedule = trainer.optimizer.optimizer.schedule.options()
-    return {"steps": trainer.state.max_steps, "schedule": schedule, "lines": log.lines, "failed": failed}
+    inner = trainer.optimizer.optimizer
+    return {
+        "steps": trainer.state.max_steps,
+        "schedule": inner.schedule.options(),
+        "stage": inner.last_plan.stage.number,
+        "lines": log.lines,
+        "failed": failed,
+    }
 
 
 @pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam"])
@@ -175,6 +181,31 @@ def test_trainer_says_once_that_nothing_is_compressed(
     for words in ("compresses nothing", "runs on one rank"):
         counts = [sum(words in line for line in rank["lines"]) for rank in found]
         assert counts == [int(words == said)] + [0] * (world_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "bits", "lr_warmup", "switch"),
+    [
+        ("onebit_adam", 20, 4, 0, None),
+        ("zero_one_adam", 60, 8, 6, None),
+        ("onebit_lamb", 60, 32, 0, 12),
+        ("zero_one_adam", 60, 32, 5, 10),  # the bound is 6, and yields to the learning rate's warmup
+        pytest.param("onebit_adam", 400, 4, 60, 120, marks=pytest.mark.full),
+        pytest.param("zero_one_adam", 310, 4, 0, 100, marks=pytest.mark.full),
+    ],
+)
+def test_trainer_ends_the_first_stage_by_the_length_of_the_run(
+    name: str, steps: int, bits: int, lr_warmup: int, switch: int | None, tmp_path: Path
+) -> None:
+    arguments = {"optim": name, "optim_args": f"warmup_bits={bits}", "max_steps": steps, "warmup_steps": lr_warmup}
+    found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "save_strategy": "no"}, False, timeout=300)
+    option = "var_freeze_step" if name == "zero_one_adam" else "freeze_step"
+    said = [sum(f"the first stage takes all {steps} steps" in line for line in rank["lines"]) for rank in found]
+    switches = [sum(f"{option}=auto: found {switch} " in line for line in rank["lines"]) for rank in found]
+    assert (said, switches) == (([0, 0], [1, 0]) if switch else ([1, 0], [0, 0]))
+    assert [rank["schedule"][option] for rank in found] == [switch or "auto"] * 2
+    assert [rank["stage"] for rank in found] == [float(switch is not None)] * 2
+    assert not any("compresses nothing" in line or "learnt little" in line for rank in found for line in rank["lines"])
 
 
 def two_optimizers(rank: int, world_size: int) -> list[float]:

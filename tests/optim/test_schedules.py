@@ -70,13 +70,15 @@ def test_what_is_given_stays_and_the_rest_fits_the_run(schedule: type[Schedule],
     for steps in LENGTHS:
         explicit = schedule(**{schedule.freeze_option: 7})  # type: ignore[call-arg]
         kept = explicit.fitted(steps, [schedule.freeze_option], low_bit=low_bit)
-        assert kept.freezes_at == 7 and kept.describe(steps, [schedule.freeze_option]).endswith("as given")
+        assert kept.freezes_at == 7 and "as given" in kept.describe(steps, [schedule.freeze_option])
         for given in given_sets(schedule):
             fitted = schedule(**given).fitted(steps, list(given), low_bit=low_bit)  # type: ignore[call-arg]
             options = fitted.options()
             assert all(options[name] == value for name, value in given.items())
             assert fitted.freezes_at == AUTO and schedule.of(options) == fitted
-            assert fitted.fitted(steps, list(given), low_bit=low_bit) == fitted
+            for other in LENGTHS:  # a Trainer that learns another length of the run
+                anew = fitted.fitted(other, list(given), low_bit=low_bit).fitted(steps, list(given), low_bit=low_bit)
+                assert anew == fitted
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -167,10 +169,9 @@ def test_auto_waits_for_the_floor_and_the_learning_rates_warmup(warmup: int, bou
     found, lines, params = train(rates, **options)
     assert found == max(bound, floor, 2 * warmup)
     assert sum("found" in line for line in lines) == 1
-    at = tuple(step for step in (2, warmup, warmup + 1, floor, floor + 1, found, found + 1) if step > 1)
-    for resume_at in ((step,) for step in at):
-        again, _, same = train(rates, resume_at, **options)
-        assert again == found and torch.equal(same, params), resume_at
+    resume_at = (2, warmup, warmup + 1, warmup + 2, floor, floor + 1, found, found + 1)
+    again, _, same = train(rates, resume_at, **options)
+    assert again == found and torch.equal(same, params)
 
 
 def test_a_freeze_step_that_is_given_is_honoured_and_an_early_one_is_said_once() -> None:
@@ -182,9 +183,9 @@ def test_a_freeze_step_that_is_given_is_honoured_and_an_early_one_is_said_once()
         (linear(0, 130), 99, ["earlier than step 100"]),
         (linear(60, 130), 120, []),
         (linear(60, 130), 119, ["warmup"]),
-        (linear(60, 130), 30, ["earlier than step 100", "warmup"]),
+        (linear(60, 130), 40, ["earlier than step 100", "warmup"]),
     ):
-        for resume_at in ((), (freeze_step - 1, freeze_step, freeze_step + 1)):
+        for resume_at in ((), (freeze_step - 30, freeze_step, freeze_step + 1)):
             found, lines, _ = train(rates, resume_at, freeze_step=freeze_step)
             said = warnings(lines)
             assert found == freeze_step and len(said) == bool(reasons)
