@@ -53,6 +53,29 @@ def test_warmup_has_the_bits_of_adamw_torch_under_ddp(name: str, tmp_path: Path)
     assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
+def test_the_logged_norm_does_not_leap_at_the_switch(tmp_path: Path) -> None:
+    """With a learning rate of 0 the gradients are those of adamw_torch in every step, and so must their norms be."""
+    here = {"output_dir": str(tmp_path), "learning_rate": 0.0, "max_steps": 7}
+
+    def log_of(optim: str, options: str) -> tuple[list[float], int]:
+        """The logged norms, and in how many lines the noise scale is."""
+        history = run_variant("plain", {**here, "optim": optim, "optim_args": options}, dropout=0.0)[0]["history"]
+        rows = [row for row in history if "loss" in row]
+        return [row["grad_norm"] for row in rows], sum("compressopt/gradient_noise_scale" in row for row in rows)
+
+    true, _ = log_of("adamw_torch", "")
+    sketched, noisy = log_of("onebit_adam", "freeze_step=3")
+    assert sketched[:3] == pytest.approx(true[:3], rel=1e-6)
+    assert sketched[3:] == pytest.approx(true[3:], rel=0.04)
+    assert noisy > 0
+    local, noisy = log_of("onebit_adam", "freeze_step=3,clip=local")
+    assert all(1.1 * mine < theirs for mine, theirs in zip(sketched[3:], local[3:], strict=True)) and noisy == 0
+    zero_one, _ = log_of(
+        "zero_one_adam", "var_freeze_step=3"
+    )  # estimated by each rank for itself, after the first sync
+    assert sum(zero_one[4:]) == pytest.approx(sum(true[4:]), rel=0.2)
+
+
 def test_plain_lamb_is_the_warmup_of_onebit_lamb(tmp_path: Path) -> None:
     here = {"output_dir": str(tmp_path), "max_steps": 4}
     options = "max_coeff=0.3,bias_correction=false"

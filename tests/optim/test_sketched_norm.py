@@ -57,6 +57,25 @@ def test_the_norm_is_that_of_the_mean_gradient(world_size: int, numbers: list[in
     assert all(mine < 0.9 * theirs for mine, theirs in zip(ranks[0][:-1], local[:-1], strict=True))
 
 
+def with_others(rank: int, world_size: int) -> float:
+    """Parameters of no optimizer, or of another one, are clipped together with these."""
+    mine, others = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((40, 5), (300,)))
+    frozen = torch.nn.Parameter(torch.zeros(9), requires_grad=False)
+    optimizer = OnebitAdam([mine], lr=1e-3, freeze_step=1)
+    for step in range(2):
+        mine.grad = gradients(rank * step, 1)[0].flatten()[:200].view(40, 5)
+        others.grad = gradients(rank * step, 1)[0].flatten()[200:500]
+        norm = float(optimizer.clip_grad_norm_(0.5, [others, frozen, mine]))
+        optimizer.step()
+    return norm
+
+
+def test_parameters_of_no_param_group_count_too() -> None:
+    mean = sum(gradients(rank, 1)[0].flatten()[:500].double() for rank in range(2)) / 2
+    for norm in run_ranks(2, with_others):
+        assert norm == pytest.approx(float(mean.norm()), rel=1e-5)  # type: ignore[union-attr]  # of few: exact
+
+
 def clipped_in_step(rank: int, world_size: int, bad: bool) -> dict[str, Any]:
     """max_grad_norm in step(), beside gradients that were clipped by the true norm of the mean before."""
     made: list[torch.optim.Optimizer] = []
