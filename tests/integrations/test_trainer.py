@@ -70,10 +70,6 @@ def test_the_logged_norm_does_not_leap_at_the_switch(tmp_path: Path) -> None:
     assert noisy > 0
     local, noisy = log_of("onebit_adam", "freeze_step=3,clip=local")
     assert all(1.1 * mine < theirs for mine, theirs in zip(sketched[3:], local[3:], strict=True)) and noisy == 0
-    zero_one, _ = log_of(
-        "zero_one_adam", "var_freeze_step=3"
-    )  # estimated by each rank for itself, after the first sync
-    assert sum(zero_one[4:]) == pytest.approx(sum(true[4:]), rel=0.2)
 
 
 def test_plain_lamb_is_the_warmup_of_onebit_lamb(tmp_path: Path) -> None:
