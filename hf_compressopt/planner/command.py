@@ -70,6 +70,8 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         ("latency", time, "one hop between nodes (default: 20us)"),
     ):
         times.add_argument(f"--{name}", type=kind, help=text)
+    bits = "bits of the compressed optimizers' averaged gradients, in the first stage (default: theirs)"
+    times.add_argument("--warmup-bits", type=int, choices=[4, 8, 16, 32], help=bits)
 
 
 def _argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
@@ -84,7 +86,8 @@ def _argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     return argument
 
 
-_TIME_OPTIONS = ("update_seconds", "local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
+_TRAINING_OPTIONS = ("update_seconds", "warmup_bits")
+_CLUSTER_OPTIONS = ("local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -124,10 +127,13 @@ def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
     """
     from hf_compressopt.planner.cost import Cluster, Model, Training
 
-    given = {name: getattr(arguments, name) for name in _TIME_OPTIONS if getattr(arguments, name) is not None}
+    of_training, of_cluster = (
+        {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+        for names in (_TRAINING_OPTIONS, _CLUSTER_OPTIONS)
+    )
     needed = {"--bandwidth": arguments.bandwidth, "--compute-seconds": arguments.compute_seconds}
     missing = [name for name, value in needed.items() if value is None]
-    if len(missing) == len(needed) and not given:
+    if len(missing) == len(needed) and not of_training and not of_cluster:
         return None
     if missing:
         raise ValueError(f"predicting time needs --bandwidth and --compute-seconds; {' and '.join(missing)} missing")
@@ -139,8 +145,8 @@ def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
     training = Training(
         arguments.params,
         arguments.compute_seconds,
-        given.pop("update_seconds", None),
         itemsize=itemsize,
         bucket_cap_mb=arguments.bucket_cap_mb,
+        **of_training,
     )
-    return Model(training, Cluster(nodes, gpus, arguments.bandwidth, **given))
+    return Model(training, Cluster(nodes, gpus, arguments.bandwidth, **of_cluster))

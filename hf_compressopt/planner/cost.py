@@ -25,10 +25,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from inspect import signature
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
+from hf_compressopt.kernels.integer_messages import INTEGER_BITS
 from hf_compressopt.kernels.integers import IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
+from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.warmup_gradients import check_warmup_bits
 
 #: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
 WIRE_EFFICIENCY = 0.9
@@ -182,6 +186,7 @@ class Training:
         itemsize: Bytes of a parameter, and of its gradient: 4 or 2.
         bucket_cap_mb: MiB sent together: of gradients in DDP, of float32 values otherwise.
         scale_block: As in the compressed optimizers.
+        warmup_bits: As in the compressed optimizers, whose default is this one's: 4, 8, 16 or 32.
     """
 
     params: int
@@ -190,6 +195,7 @@ class Training:
     itemsize: int = 4
     bucket_cap_mb: float = 25.0
     scale_block: int | None = 4096
+    warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -203,6 +209,7 @@ class Training:
                 f"part, got {self.update_seconds}"
             )
         bucket_numel_of(self.bucket_cap_mb)  # it checks it
+        check_warmup_bits(self.warmup_bits, None)
 
 
 @dataclass(frozen=True)
@@ -291,11 +298,9 @@ class Model:
         messages = self._two_phases(chunk_message_nbytes(bucket, world_size, block)) * number
         serve = 2 + 8 / world_size  # average this rank's share of all signs; read and write its error
         moved = self.cluster.pass_seconds((passes.compress + serve + passes.apply) * params)
-        before = self.cluster.pass_seconds(passes.alone * params)
         wire = messages.seconds
         pipeline = max(moved + messages.host, wire) + min(moved, wire) / max(1.0, number)
-        seconds = self.forward + self.backward + before + pipeline
-        return Step(seconds, messages.sent, messages.on_link)
+        return Step(self.alone(passes).seconds + pipeline, messages.sent, messages.on_link)
 
     def low_bit(self, bits: int) -> Step:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
@@ -307,8 +312,13 @@ class Model:
         make = self.cluster.pass_seconds((grad + FLOAT_BYTES + 2 * message + 8 / world_size) * params)
         # gradient, error, both messages -> error, gradient; new server error -> server error
         finish = self.cluster.pass_seconds((2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / world_size) * params)
-        seconds = self._overlapped(bucket / params, every, one, make) + finish + self.update
-        return Step(seconds, every.sent, every.on_link)
+        overlapped = self._overlapped(bucket / params, every, one, make)
+        return Step(overlapped + finish + self.update, every.sent, every.on_link)
+
+    def averaged(self) -> Step:
+        """A step of a compressed optimizer that averages gradients, in its warmup_bits."""
+        bits = self.training.warmup_bits
+        return self.low_bit(bits) if bits in INTEGER_BITS else self.ddp(min(bits // 8, self.training.itemsize))
 
     def alone(self, passes: Passes) -> Step:
         """A step of 0/1 Adam between syncs."""
@@ -317,8 +327,7 @@ class Model:
 
     def local_steps(self, interval: int) -> Step:
         """The mean step of 0/1 Adam in local intervals of this length, of which one step has a sync."""
-        sync, alone = self.compressed(ZERO_ONE_LOCAL), self.alone(ZERO_ONE_LOCAL)
-        return average([(1, sync), (interval - 1, alone)])
+        return average([(1, self.compressed(ZERO_ONE_LOCAL)), (interval - 1, self.alone(ZERO_ONE_LOCAL))])
 
     def at(self, bandwidth: float) -> Model:
         """The same model with another bandwidth."""

@@ -18,6 +18,7 @@ from hf_compressopt.planner.cost import (
     ONEBIT_LAMB,
     ZERO_ONE_GRADIENT,
     Model,
+    Passes,
     Step,
     average,
 )
@@ -80,14 +81,18 @@ def memory_rows(
 
 
 @cache
-def zero_one_shares(steps: int) -> Counter[tuple[Stage, int]]:
+def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
     """Count the steps that 0/1 Adam takes in each stage, by Trainer's default schedule.
 
+    Args:
+        steps: Length of the run.
+        low_bit: Whether averaged gradients travel in fewer than 32 bits, which Trainer's schedule depends on.
+
     Returns:
-        Counts by stage and kind. The kind is 1 for a step in full precision and 0 for a 1-bit gradient in the variance
-        stage; in the local-step stage it is the length of the interval.
+        Counts by stage and kind. The kind is 1 for a step with averaged gradients and 0 for a 1-bit gradient in the
+        variance stage; in the local-step stage it is the length of the interval.
     """
-    schedule = ZeroOneSchedule().fitted(steps, ()).expected()
+    schedule = ZeroOneSchedule().fitted(steps, (), low_bit=low_bit).expected()
     shares: Counter[tuple[Stage, int]] = Counter()
     for step in range(1, steps + 1):
         plan = schedule.plan(step)
@@ -111,23 +116,30 @@ def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
         "ZeRO-1": {"": zero},
         "ZeRO-2": {"": zero},
         **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in _LOW_BITS},
-        "OnebitAdam": _onebit(ddp, model.compressed(ONEBIT_ADAM)),
-        "ZeroOneAdam": _zero_one(model, ddp, steps),
-        "OnebitLamb": _onebit(ddp, model.compressed(ONEBIT_LAMB)),
+        "OnebitAdam": _onebit(model, ONEBIT_ADAM, steps),
+        "ZeroOneAdam": _zero_one(model, steps),
+        "OnebitLamb": _onebit(model, ONEBIT_LAMB, steps),
     }
 
 
-def _onebit(ddp: Step, compressed: Step) -> dict[str, Step]:
-    share = OnebitSchedule.freeze_share
-    return {"warmup": ddp, "compressed": compressed, _WHOLE_RUN: average([(share, ddp), (1 - share, compressed)])}
+def _is_low_bit(model: Model) -> bool:
+    return model.training.warmup_bits < 8 * FLOAT_BYTES
 
 
-def _zero_one(model: Model, ddp: Step, steps: int) -> dict[str, Step]:
-    gradient = model.compressed(ZERO_ONE_GRADIENT)
+def _onebit(model: Model, passes: Passes, steps: int) -> dict[str, Step]:
+    schedule = OnebitSchedule().fitted(steps, (), low_bit=_is_low_bit(model))
+    first = min(schedule.last_warmup_step, steps)
+    averaged, compressed = model.averaged(), model.compressed(passes)
+    whole = average([(first, averaged), (steps - first, compressed)])
+    return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
+
+
+def _zero_one(model: Model, steps: int) -> dict[str, Step]:
+    averaged, gradient = model.averaged(), model.compressed(ZERO_ONE_GRADIENT)
     weighed: dict[str, list[tuple[float, Step]]] = defaultdict(list)
-    for (stage, kind), count in zero_one_shares(min(steps, _ENOUGH_STEPS)).items():
+    for (stage, kind), count in zero_one_shares(min(steps, _ENOUGH_STEPS), _is_low_bit(model)).items():
         learning = stage is Stage.VARIANCE
-        step = (ddp if kind else gradient) if learning else model.local_steps(kind)
+        step = (averaged if kind else gradient) if learning else model.local_steps(kind)
         for name in (stage.value, _WHOLE_RUN):
             weighed[name].append((count, step))
     return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}

@@ -5,6 +5,7 @@ import math
 import statistics
 import sys
 from collections import Counter
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
         else:
             schedule = ZeroOneSchedule(optimizer.schedule.last_warmup_step, local_step_scaler=max(1, steps // 10))
             shares[plan.stage, schedule.local_interval(plan.step)] += 1
-    assert report.zero_one_shares(steps) == shares
+    assert report.zero_one_shares(steps, optimizer.warmup_bits < 32) == shares
 
 
 def state_bytes(rank: int, world_size: int, params: int) -> list[int]:
@@ -246,7 +247,7 @@ def test_the_command_tells_time_where_it_knows_the_network(capsys: pytest.Captur
     assert facts["steps"]["DDP, 32-bit gradients"]["every step"]["seconds"] == model.ddp().seconds
     assert facts["steps"]["DDP, 16-bit gradients"]["every step"]["seconds"] == model.ddp(2).seconds
     stages = facts["steps"]["OnebitAdam"]
-    assert stages["warmup"]["seconds"] == model.ddp().seconds
+    assert stages["warmup"]["seconds"] == model.averaged().seconds
     assert stages["whole run"]["seconds"] == pytest.approx(
         0.2 * stages["warmup"]["seconds"] + 0.8 * stages["compressed"]["seconds"]
     )
@@ -261,6 +262,23 @@ def test_the_command_tells_time_where_it_knows_the_network(capsys: pytest.Captur
     assert "grad_compression=int4, every step: faster than DDP, 32-bit gradients, below" in table
     whole = table.split("predicted for a run of 10,000 steps")[1]
     assert f"{model.ddp().sent * 1e4 / 1e9:,.1f} GB" in whole and f"{model.low_bit(4).seconds / 0.36:,.2f} h" in whole
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
+def test_first_stages_average_gradients_in_warmup_bits(bits: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*WORDS, *NETWORK, "--json", "--warmup-bits", str(bits)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    model = Model(Training(124_000_000, units.seconds("350ms")), Cluster(4, 2, 1.25e9))
+    step = {4: model.low_bit(4), 8: model.low_bit(8), 16: model.ddp(2), 32: model.ddp()}[bits]
+    assert facts["assumptions"]["warmup_bits"] == bits
+    for name, stage in (("OnebitAdam", "warmup"), ("OnebitLamb", "warmup"), ("ZeroOneAdam", "variance")):
+        assert facts["steps"][name][stage] == pytest.approx(asdict(step)), name
+
+
+def test_the_default_of_warmup_bits_is_the_optimizers() -> None:
+    assert OnebitAdam([torch.nn.Parameter(torch.zeros(1))]).warmup_bits == Training(1, 1.0).warmup_bits
+    with pytest.raises(ValueError, match="warmup_bits must be one of"):
+        Training(1, 1.0, warmup_bits=2)
 
 
 def test_one_node_and_16_bit_parameters(capsys: pytest.CaptureFixture[str]) -> None:
