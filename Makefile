@@ -13,12 +13,15 @@ WHEEL_TESTS := test_cli.py collectives/test_compressed_all_reduce.py optim/test_
 HOST_TESTS := $(patsubst tests/%,%,$(wildcard tests/integrations/test_*.py)) checkpoint/test_async_save.py
 COMPAT     := oldest newest
 
+# Two tests at a time: many have one process, and ranks wait for each other. With bytecode, which the ranks share.
+PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WORKERS),2) --dist worksteal
+
 .PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
 	@echo "make test      the tests (real process groups, a real Trainer), some 9 minutes on 2 cores"
-	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs"
+	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs, launchers"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them and of torch"
 	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs cmake and a C++ compiler; nvcc for CUDA)"
@@ -51,11 +54,11 @@ demo: install
 
 test: install
 	@echo "== tests =="
-	@$(VENV)/bin/python -m pytest tests
+	@$(PYTEST) tests
 
 test-full: install
-	@echo "== long tests: fuzz, stress, whole runs =="
-	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers --ignore=tests/gpu" -m full tests
+	@echo "== long tests: fuzz, stress, whole runs, launchers =="
+	@$(PYTEST) -o addopts="-ra --strict-markers --ignore=tests/gpu" -m full tests
 
 test-gpu: install
 	@echo "== tests that need a CUDA device =="

@@ -29,6 +29,7 @@ def test_mpi_gives_the_bits_of_gloo_and_resumes(world_size: int, tmp_path: Path)
     assert "'smoke_signals'" in found["refusals"]["smoke_signals"] and "'mpi'" in found["refusals"]["smoke_signals"]
 
 
+@pytest.mark.full
 def test_trainer_trains_and_resumes_under_mpirun(tmp_path: Path) -> None:
     command = [*mpirun(2), str(SCRIPTS / "mpi_trainer.py"), str(tmp_path)]
     done = run(command, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))

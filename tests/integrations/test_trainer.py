@@ -25,7 +25,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no_find_unused_parameters": ({"ddp_find_unused_parameters": False}, {}),
     "evaluate_before_train": ({}, {"evaluate_first": True}),
     "evaluate_before_train_compiled": (
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
         {"evaluate_first": True},
     ),
     "uneven_last_window": ({"gradient_accumulation_steps": 5}, {}),  # of 24 micro-batches an epoch: the 5th step has 4

@@ -39,6 +39,7 @@ def own_namespaces(pid: int) -> list[str]:
     return re.findall(rf"^co{pid}-\S+", listed, re.MULTILINE)
 
 
+@pytest.mark.full
 def test_loopback(tmp_path: Path) -> None:
     report = tmp_path / "network.md"
     text = run([*SCRIPT, "--loopback", *SMALL, "--report", str(report)]).stdout
