@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from _common import pyplot
 from _convergence_runs import (
     ALL_RUNS,
+    GOALS,
     MB,
     RUNS,
     Run,
@@ -63,14 +64,19 @@ def loss_cell(rows: Rows, _: Rows) -> str:
     return f"{statistics.fmean(losses):.4f} ({min(losses):.3f} to {max(losses):.3f})"
 
 
-def difference_cell(rows: Rows, others: Rows) -> str:
-    """Of the means; and the smallest and the largest difference at one seed."""
+def differences(rows: Rows, others: Rows) -> tuple[float, list[float]] | None:
+    """In per cent: that of the means, and that at each seed; None if there is no number."""
     pairs = [(rows[seed]["eval_loss"], others[seed]["eval_loss"]) for seed in rows.keys() & others.keys()]
     if not pairs or any(None in pair for pair in pairs):
-        return ""
+        return None
     mine, theirs = (statistics.fmean(losses) for losses in zip(*pairs, strict=True))
-    each = [100 * (a / b - 1) for a, b in pairs]
-    return f"{100 * (mine / theirs - 1):+.2f} ({min(each):+.2f} to {max(each):+.2f})"
+    return 100 * (mine / theirs - 1), [100 * (a / b - 1) for a, b in pairs]
+
+
+def difference_cell(rows: Rows, others: Rows) -> str:
+    """Of the means; and the smallest and the largest difference at one seed."""
+    found = differences(rows, others)
+    return f"{found[0]:+.2f} ({min(found[1]):+.2f} to {max(found[1]):+.2f})" if found else ""
 
 
 def values(rows: Rows, key: str) -> str:
@@ -80,11 +86,13 @@ def values(rows: Rows, key: str) -> str:
 
 
 def bytes_cell(rows: Rows, others: Rows) -> str:
+    """Megabytes; for a compressed run also how many times fewer than those of an all-reduce in float32."""
     sent = statistics.fmean(row["bytes"] for row in rows.values())
     if not others:
         return f"{sent / MB:,.1f}"
-    full = statistics.fmean(row["bytes"] for row in others.values())
-    return f"{sent / MB:,.1f} ({full / sent:.1f}x fewer)"
+    row = next(iter(rows.values()))
+    ring = 2 * (row["world_size"] - 1) / row["world_size"] * 4 * row["parameters"] * row["steps"]
+    return f"{sent / MB:,.1f} ({ring / sent:.1f}x fewer)"
 
 
 def late_step_cell(rows: Rows, _: Rows) -> str:
@@ -124,6 +132,9 @@ COLUMNS: dict[str, dict[str, Cell]] = {
 }
 
 
+TABLES = ("goals", *COLUMNS)
+
+
 def table(group: str, results: Results, arguments: argparse.Namespace) -> str:
     """The rows of one group as Markdown."""
     columns = COLUMNS[group]
@@ -135,6 +146,24 @@ def table(group: str, results: Results, arguments: argparse.Namespace) -> str:
                 others = results.partner_of(run, world_size, seeds)
                 cells = (cell(rows, others) for cell in columns.values())
                 lines.append([run.name, str(world_size), str(len(rows)), *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def goals(results: Results, arguments: argparse.Namespace) -> str:
+    """A row for each goal, and a column for each number of ranks."""
+    lines = [["goal, for the mean over seeds", *(f"{world_size} ranks" for world_size in arguments.world_sizes)]]
+    lines.append(["---"] * len(lines[0]))
+    for name, bound in GOALS.items():
+        run = RUNS["optimizers"][name]
+        other = partner(run)
+        cells = [f"{name} at most {bound:g} % above {other.name if other else ''}"]
+        for world_size in arguments.world_sizes:
+            rows = results(run, world_size, arguments.seeds)
+            found = differences(rows, results.partner_of(run, world_size, arguments.seeds))
+            verdict = "met" if found and found[0] <= bound else "missed"
+            seeds = f"{len(found[1])} seed{'s' * (len(found[1]) > 1)}" if found else ""
+            cells.append(f"{verdict}: {found[0]:+.2f} % ({seeds})" if found else "not run")
+        lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -182,13 +211,14 @@ def write_report(path: Path, results: Results, arguments: argparse.Namespace) ->
         text = path.read_text()
     else:
         text = f"# Convergence\n\n![loss against steps and bytes]({path.stem}.png)\n\n"
-        text += "\n\n".join(f"## {group}\n\n{OPEN.format(group)}\n{CLOSE}" for group in COLUMNS) + "\n"
-    for group in COLUMNS:
+        text += "\n\n".join(f"## {group}\n\n{OPEN.format(group)}\n{CLOSE}" for group in TABLES) + "\n"
+    for group in TABLES:
+        lines = table(group, results, arguments) if group in COLUMNS else goals(results, arguments)
         place = re.compile(f"(?<={re.escape(OPEN.format(group))}\n).*?(?={re.escape(CLOSE)})", re.DOTALL)
-        if not place.search(text):
+        if place.search(text):
+            text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)
+        elif lines.count("\n") > 1:  # a table of which nothing was run needs no place
             sys.exit(f"{path} has no place for a table: it needs the lines {OPEN.format(group)} and {CLOSE}")
-        lines = table(group, results, arguments)
-        text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)
     path.write_text(text)
     plot(path.with_suffix(".png"), results, arguments)
     rows = ",\n".join(json.dumps(rounded(row), separators=(",", ":")) for row in results.rows)

@@ -140,8 +140,8 @@ def every(name: str, names: tuple[str, ...] = (*UNCOMPRESSED, "int4", *PARTNER),
     return named(*runs)
 
 
-def onebit(steps: int, name: str, freeze: float | None = None, clip: str = Run.clip, **options: Any) -> Run:
-    return Run(f"OnebitAdam, {name}, {steps} steps", "OnebitAdam", options, freeze=freeze, clip=clip, steps=steps)
+def onebit(steps: int, name: str, freeze: float | None = None, clipped: str = Run.clip, **options: Any) -> Run:
+    return Run(f"OnebitAdam, {name}, {steps} steps", "OnebitAdam", options, freeze=freeze, clip=clipped, steps=steps)
 
 
 def rates(adamw: Sequence[float], lamb: Sequence[float], suffix: str = "", **kept: Any) -> dict[str, Run]:
@@ -177,8 +177,7 @@ RUNS: dict[str, dict[str, Run]] = {
     ),
     "clip": named(
         of_steps(600),
-        *(onebit(600, f"clip={clip}", **{"clip": clip}) for clip in ("local", "sketch")),
-        onebit(600, "clipped by the norm of the mean", clip="by the norm of the mean"),
+        *(onebit(600, f"clip={clip}", clip=clip) for clip in ("local", "sketch")),
     ),
     "max_update": named(of_steps(600), *(onebit(600, f"max_update={bound}", max_update=bound) for bound in (0, 5, 10))),
     "short runs": named(
@@ -195,7 +194,13 @@ RUNS: dict[str, dict[str, Run]] = {
     "variance stage": named(
         of_steps(1000),
         *(
-            Run(f"ZeroOneAdam, var_freeze_step {share:.0%}", "ZeroOneAdam", freeze=share, steps=1000)
+            Run(
+                f"ZeroOneAdam, var_freeze_step {share:.0%}",
+                "ZeroOneAdam",
+                {"var_update_scaler": 1000},  # the variance learns from every step of the stage
+                freeze=share,
+                steps=1000,
+            )
             for share in (0.1, 0.2, 0.3, 0.5)
         ),
     ),
@@ -222,6 +227,8 @@ RUNS: dict[str, dict[str, Run]] = {
     "learning rates": rates((1e-3, 2e-3, 4e-3, 8e-3), (5e-3, 1e-2, 2e-2)),
     "learning rates, GPT-2": rates((1e-3, 2e-3, 3e-3), (3e-3, 5e-3, 1e-2, 2e-2), ", GPT-2", model=GPT2),
 }
+#: Per cent by which the mean of a run of "optimizers" may lie above its uncompressed partner's.
+GOALS = {"OnebitAdam": 0.5, "OnebitLamb": 0.5, "AdamW, int4 gradients": 0.5, "ZeroOneAdam": 1.0}
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
 
 
