@@ -11,6 +11,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def dense_values(name: str, tensor: Tensor) -> Tensor:
+    """Return the values of a dense tensor in contiguous memory: the tensor itself if its memory holds them in order.
+
+    Args:
+        name: What error messages call the tensor.
+        tensor: Any shape and dtype; strided, and not quantized. Of any other, :func:`in_memory` reads the values.
+    """
+    return tensor if is_direct(tensor) and address_of(tensor) else in_memory(name, tensor)
+
 
 def in_memory(name: str, tensor: Tensor) -> Tensor:
     """Return the values of a tensor in contiguous memory.
@@ -29,7 +41,7 @@ def in_memory(name: str, tensor: Tensor) -> Tensor:
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_conj().resolve_neg()
     if (problem := why_not_dense(tensor)) is None:
-        tensor = tensor.contiguous()
+        tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
         if address_of(tensor) or tensor.numel() == 0 or tensor.is_meta:
             return tensor
         copy = tensor.clone()  # stores lazy zeros, and waits for the pending result of a collective
@@ -51,7 +63,7 @@ def is_direct(tensor: Tensor) -> bool:
 
 def address_of(tensor: Tensor) -> int:
     """Return the address of a tensor's first element; 0 if it has no memory."""
-    if isinstance(tensor, FakeTensor):
+    if type(tensor) not in _PLAIN and isinstance(tensor, FakeTensor):  # torch's isinstance takes as long as an operator
         return 0
     try:
         return tensor.data_ptr()

@@ -22,7 +22,7 @@ from hf_compressopt.kernels.c_operands import (
     pointer_to,
 )
 from hf_compressopt.kernels.library import call
-from hf_compressopt.kernels.memory import address_of, in_memory, is_direct
+from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
 from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.updates import AdamUpdate, LambMoments, LambOptions, LocalUpdate, ParameterSync
@@ -129,7 +129,7 @@ def lamb_apply_(
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """See :meth:`Kernels.sum_of_squares`."""
-    flats = [t if is_direct(t) and address_of(t) else in_memory("a tensor", t) for t in tensors]
+    flats = [dense_values("a tensor", t) for t in tensors]
     for flat in flats:
         if flat.device != device or flat.dtype not in DTYPES:
             raise ValueError(

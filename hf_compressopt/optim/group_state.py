@@ -15,7 +15,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
 from hf_compressopt.flat import Bucket, FlatLayout, Span, chunk_range
 from hf_compressopt.kernels import Average, Segment, SignFormat
-from hf_compressopt.kernels.memory import in_memory, is_direct
+from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.optim.functional import correct_bias_, floor_variance_, is_zero, variance_norm
 
 
@@ -212,7 +212,7 @@ class GroupState:
 
         def segment(piece: Span) -> Segment:
             grad = grads[piece.index]
-            tensor = None if grad is None else in_memory("the gradient", grad)
+            tensor = None if grad is None else dense_values("the gradient", grad)
             return Segment(tensor, piece.start, piece.numel, piece.index)
 
         return [segment(piece) for piece in bucket.pieces]
@@ -224,15 +224,19 @@ class GroupState:
         A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
         it change.
         """
-        contiguous: dict[int, Tensor | None] = {}
+        found: dict[int, Tensor | None] = {}
+        copies: dict[int, Tensor] = {}
         for index in {piece.index for piece in bucket.pieces}:
             param = self.params[index].detach()
-            alone = not self.params[index].requires_grad or (moving is not None and index not in moving)
-            contiguous[index] = None if alone else in_memory("the parameter", param)
-        yield [Segment(contiguous[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
-        for index, tensor in contiguous.items():
-            if tensor is not None and not is_direct(self.params[index]):
-                self.params[index].copy_(tensor)
+            if not self.params[index].requires_grad or (moving is not None and index not in moving):
+                found[index] = None
+                continue
+            found[index] = values = dense_values("the parameter", param)
+            if values is not param:
+                copies[index] = values
+        yield [Segment(found[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
+        for index, values in copies.items():
+            self.params[index].copy_(values)
 
 
 def by_communicator(states: Iterable[GroupState]) -> list[tuple[Communicator, list[GroupState]]]:
