@@ -4,6 +4,7 @@
     python scripts/benchmark_kernels.py --threads 1 --numel 25000000 100000000
     python scripts/benchmark_kernels.py --only integers --threads 1   # messages of 4 and 8 bits, and sketches
     python scripts/benchmark_kernels.py --only step          # a compressed step on 2 gloo ranks, 1 thread each
+    python scripts/benchmark_kernels.py --only clip          # clip_grad_norm_ of local gradients, likewise
 
 All variants of a table take turns in one run; times are medians. Kernels on one thread are measured in its CPU time,
 which other work on the machine changes less than the time of day.
@@ -23,6 +24,7 @@ beside the reads. "of roofline" is the bytes per second that a kernel must read 
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -296,6 +298,57 @@ def benchmark_whole_step(numels: list[int], rounds: int) -> None:
     print_table(f"{title}, {torch.get_num_threads()} threads", rows)
 
 
+# -- clipping on several ranks ----------------------------------------------------------------------------------------
+
+
+def benchmark_clipping(rank: int, world_size: int, numel: int, rounds: int, store: str) -> None:
+    """clip_grad_norm_ of local gradients by the norm of their mean, beside the root of the mean of squared norms."""
+    with gloo_ranks(rank, world_size, store):
+        for dtype in (torch.float32, torch.bfloat16):
+            compare_clipping(rank, world_size, [numel // 100] * 100, dtype, rounds)
+
+
+def compare_clipping(rank: int, world_size: int, numels: list[int], dtype: torch.dtype, rounds: int) -> None:
+    torch.manual_seed(rank)
+    variants: Variants = {}
+    for clip in ("local", "sketch"):
+        params = [torch.nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in numels]
+        optimizer = OnebitAdam(params, lr=1e-6, freeze_step=1, clip=clip)
+        optimizer.step()  # none has a gradient
+        for param in params:
+            param.grad = torch.randn_like(param)
+        clipper = Clipper(optimizer)
+        variants |= {f"{clip}, measured": clipper.measure, f"{clip}, clipped": clipper.clip}
+    for clock, name in ((time.perf_counter, "wall"), (time.process_time, "of the CPU")):
+        result = medians(variants, rounds, before=dist.barrier, clock=clock)
+        rows = [["clip_grad_norm_", "local, ms", "sketch, ms", "sketch / local"]]
+        for what in ("measured", "clipped"):
+            local, sketch = (result[f"{clip}, {what}"] for clip in ("local", "sketch"))
+            rows.append([f"{what}, {name} time", f"{local * 1e3:.2f}", f"{sketch * 1e3:.2f}", f"{sketch / local:.2f}"])
+        if rank == 0:
+            title = (
+                f"{sum(numels)} gradients, {str(dtype).removeprefix('torch.')}, {world_size} gloo ranks over loopback"
+            )
+            print_table(f"{title}, 1 thread each, {kernels.implementation(CPU)}", rows)
+
+
+class Clipper:
+    """Clips gradients whose norm nothing has measured before."""
+
+    def __init__(self, optimizer: OnebitAdam) -> None:
+        self.optimizer, self.norm = optimizer, math.inf
+
+    def measure(self) -> None:
+        self.optimizer._consensus.end_step()
+        self.norm = float(self.optimizer.clip_grad_norm_(math.inf))
+
+    def clip(self) -> None:
+        """Clip by a thousandth: the gradients must not vanish from round to round."""
+        self.optimizer._consensus.end_step()
+        self.norm *= 0.999
+        self.optimizer.clip_grad_norm_(self.norm)
+
+
 # -- a step on several ranks ------------------------------------------------------------------------------------------
 
 
@@ -346,7 +399,7 @@ def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) ->
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--only", nargs="+", choices=["kernels", "integers", "adam", "step"], default=["kernels", "adam"]
+        "--only", nargs="+", choices=["kernels", "integers", "adam", "step", "clip"], default=["kernels", "adam"]
     )
     parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
@@ -364,12 +417,13 @@ def main() -> None:
             benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds)
             benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds)
             benchmark_whole_step([250_000] * 100, args.rounds)
-    if "step" in args.only:
-        with tempfile.TemporaryDirectory() as directory:
-            store = os.path.join(directory, "store")
-            torch.multiprocessing.spawn(
-                benchmark_step, (args.ranks, args.numel[0], args.rounds, store), nprocs=args.ranks
-            )
+    for name, benchmark in (("step", benchmark_step), ("clip", benchmark_clipping)):
+        if name in args.only:
+            with tempfile.TemporaryDirectory() as directory:
+                store = os.path.join(directory, "store")
+                torch.multiprocessing.spawn(
+                    benchmark, (args.ranks, args.numel[0], args.rounds, store), nprocs=args.ranks
+                )
 
 
 if __name__ == "__main__":

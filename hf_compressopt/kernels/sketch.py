@@ -39,7 +39,7 @@ def sketch_(segments: Sequence[Segment], offset: int, seed: int, y: Tensor, squa
         offset: The first element's place in the group.
         seed: A number for each step, the same on all ranks; taken modulo 2^64.
         y: [4096] float32, updated in place. It is not finite if an element is not.
-        squares: [] float64, updated in place. Its last bits may depend on the device.
+        squares: [] float64, updated in place, to the accuracy of float32. Its last bits may depend on the device.
 
     Raises:
         ValueError: If ``offset`` is negative, or ``y`` or ``squares`` have another size or dtype.

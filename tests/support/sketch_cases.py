@@ -32,4 +32,4 @@ def check_sketch(
     sketch_reference.sketch_(grads, offset, seed, y, squares)
     sketch_native.sketch_(own_grads, offset, seed, own_y, own_squares)
     case.check()
-    torch.testing.assert_close(own_squares.cpu(), squares, rtol=1e-13, atol=0)
+    torch.testing.assert_close(own_squares.cpu(), squares, rtol=1e-6, atol=0)

@@ -16,6 +16,27 @@ inline Vec with_signs_changed(Vec x, uint32_t bits) {
     return {_mm256_xor_ps(x.a, _mm256_castsi256_ps(a)), _mm256_xor_ps(x.b, _mm256_castsi256_ps(b))};
 }
 
+/* The signs of the four rows of a word. */
+class WordSigns {
+  public:
+    explicit WordSigns(uint64_t word)
+        : halves_{_mm256_set1_epi32(static_cast<int>(word)), _mm256_set1_epi32(static_cast<int>(word >> 32))} {}
+    template <int kRow>
+    Vec change(Vec x) const {
+        constexpr int kUp = kRow % 2 == 0 ? 31 : 15;
+        const __m256i up =
+            _mm256_setr_epi32(kUp, kUp - 1, kUp - 2, kUp - 3, kUp - 4, kUp - 5, kUp - 6, kUp - 7);
+        const __m256i high = _mm256_sub_epi32(up, _mm256_set1_epi32(8));
+        const __m256i sign = _mm256_set1_epi32(INT32_MIN);
+        __m256i a = _mm256_and_si256(_mm256_sllv_epi32(halves_[kRow / 2], up), sign);
+        __m256i b = _mm256_and_si256(_mm256_sllv_epi32(halves_[kRow / 2], high), sign);
+        return {_mm256_xor_ps(x.a, _mm256_castsi256_ps(a)), _mm256_xor_ps(x.b, _mm256_castsi256_ps(b))};
+    }
+
+  private:
+    __m256i halves_[2];
+};
+
 /* Each half is rotated, and lanes that leave it change places with those of the other. */
 struct LaneRotation {
     __m256i from;

@@ -10,6 +10,19 @@ inline Vec with_signs_changed(Vec x, uint32_t bits) {
     return {_mm512_mask_xor_ps(x.v, static_cast<__mmask16>(bits), x.v, _mm512_set1_ps(-0.0f))};
 }
 
+/* The signs of the four rows of a word. */
+class WordSigns {
+  public:
+    explicit WordSigns(uint64_t word) : word_(word) {}
+    template <int kRow>
+    Vec change(Vec x) const {
+        return with_signs_changed(x, static_cast<uint32_t>(word_ >> 16 * kRow & 0xffff));
+    }
+
+  private:
+    uint64_t word_;
+};
+
 struct LaneRotation {
     __m512i from;
     explicit LaneRotation(uint32_t by)

@@ -13,6 +13,19 @@ inline Vec with_signs_changed(const Vec &x, uint32_t bits) {
     return r;
 }
 
+/* The signs of the four rows of a word. */
+class WordSigns {
+  public:
+    explicit WordSigns(uint64_t word) : word_(word) {}
+    template <int kRow>
+    Vec change(const Vec &x) const {
+        return with_signs_changed(x, static_cast<uint32_t>(word_ >> 16 * kRow & 0xffff));
+    }
+
+  private:
+    uint64_t word_;
+};
+
 /* Lane i goes to lane (i + shift) % 16. */
 struct LaneRotation {
     uint32_t shift;
