@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.ddp_hook import HasSlots
 from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.schedules import StepPlan
+from hf_compressopt.schedules import Schedule, StepPlan
 
 
 class SavesShards(Protocol):
@@ -43,6 +43,8 @@ class FollowsPlan(SavesShards, Protocol):
 
     traffic: Traffic
     warmup_gradients: HasSlots
+    schedule: Schedule
+    warmup_bits: int
 
     @property
     def plan(self) -> StepPlan: ...  # noqa: D102
@@ -51,8 +53,6 @@ class FollowsPlan(SavesShards, Protocol):
     def local_gradients(self) -> bool: ...  # noqa: D102
 
     def plan_at(self, step: int) -> StepPlan: ...  # noqa: D102
-
-    def compresses_within(self, max_steps: int) -> bool: ...  # noqa: D102
 
     def own_parameters(self) -> Sequence[Tensor]: ...  # noqa: D102
 

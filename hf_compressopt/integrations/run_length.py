@@ -43,7 +43,9 @@ def warn_if_nothing_is_compressed(optimizer: FollowsPlan, steps: int) -> None:
         return
     if optimizer.communicator.world_size == 1:
         logger.warning("%s runs on one rank: nothing is sent, so nothing is compressed", name)
-    elif not optimizer.compresses_within(steps):
+    elif optimizer.warmup_bits < 32:
+        return  # low-bit gradients are compressed too
+    elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
             "%s compresses nothing in this run: its first stage, in full precision, takes all of the %d steps that the "
             "run has by Trainer or by its learning-rate scheduler. Give a smaller %s, or 'auto'",

@@ -95,19 +95,9 @@ class Scheduled:
         given = set(given)
         if self._step > 0 and not self.schedule.is_given(given):
             raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
-        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self._warmup_is_low_bit)
+        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32)
         self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
         return self.schedule.describe(max_steps, given)
-
-    @property
-    def _warmup_is_low_bit(self) -> bool:
-        """Whether the first stage sends low-bit gradients."""
-        return self.warmup_bits < 32
-
-    def compresses_within(self, max_steps: int) -> bool:
-        """Return whether a run of ``max_steps`` steps sends compressed messages, if the learning rate has no warmup."""
-        last, schedule = (max(1, max_steps - 1), max_steps), self.schedule.expected()
-        return self._warmup_is_low_bit or not all(schedule.plan(step).reduce_grads for step in last)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
         """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""

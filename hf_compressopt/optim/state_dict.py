@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +64,7 @@ def header_of(optimizer: Stateful) -> dict[str, Any]:
         "stage": optimizer.last_plan.stage.value,
         "world_size": optimizer.communicator.world_size,
         "schedule": optimizer.schedule.options(),
-        "lr_warmup": asdict(optimizer.lr_warmup),
+        "lr_warmup": [optimizer.lr_warmup.rate, optimizer.lr_warmup.step],
         "bucket_numel": optimizer.bucket_numel,
         "scale_block": optimizer.scale_block,
         "skipped_steps": optimizer.skipped_steps,
@@ -122,12 +121,13 @@ def _lr_warmup_of(optimizer: Stateful, header: dict[str, Any]) -> Warmup:
     Raises:
         ValueError: If it is none.
     """
-    saved = header.get("lr_warmup", {"rate": float(optimizer.param_groups[0]["lr"]), "step": 0})
+    saved = header.get("lr_warmup", [float(optimizer.param_groups[0]["lr"]), 0])
     try:
-        check_at_least("lr_warmup", saved["rate"], 0)
-        check_count("lr_warmup", saved["step"], low=0)
-        return Warmup(saved["rate"], saved["step"])
-    except (KeyError, TypeError) as error:
+        rate, step = saved
+        check_at_least("lr_warmup", rate, 0)
+        check_count("lr_warmup", step, low=0)
+        return Warmup(rate, step)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"lr_warmup must be a rate and a step, got {saved!r}") from error
 
 
