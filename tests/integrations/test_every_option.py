@@ -1,0 +1,203 @@
+"""Every option of the compressed optimizers in a plain loop, Accelerate and Trainer, resumed in either stage."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.test_stress import Regression, examples
+from tests.support.harness import run_ranks
+from tests.support.trainer_runs import use_accelerate
+
+STEPS, SAVES = 8, (2, 6)  # of the saves one is in each stage
+CLIP = 0.05  # below the norm of the gradients
+ONEBIT, ZERO_ONE, LAMB = "onebit_adam", "zero_one_adam", "onebit_lamb"
+ALL = {"scale_block": 8, "warmup_bits": 32, "clip": "sketch"}
+BASE: dict[str, dict[str, Any]] = {
+    ONEBIT: {"freeze_step": 3, **ALL},
+    ZERO_ONE: {"var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 2, **ALL},
+    LAMB: {"freeze_step": 3, **ALL},
+}
+AUTO = {"freeze_step": "auto", "max_freeze_step": 4, "min_freeze_step": 1}
+#: Option, optimizer, what is given beside or instead of BASE, and whether it changes the parameters.
+TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
+    ("freeze_step", ONEBIT, {"freeze_step": 4}, True),
+    ("freeze_step", LAMB, {"freeze_step": 4}, True),
+    ("var_freeze_step", ZERO_ONE, {"var_freeze_step": 4}, True),
+    ("max_freeze_step", ONEBIT, AUTO, True),
+    ("max_freeze_step", ZERO_ONE, {"var_freeze_step": "auto", "max_freeze_step": 4, "min_freeze_step": 1}, True),
+    ("min_freeze_step", ONEBIT, {"freeze_step": "auto", "max_freeze_step": 2, "min_freeze_step": 4}, True),
+    ("freeze_threshold", ONEBIT, {**AUTO, "freeze_threshold": 0.5}, True),
+    *(("warmup_bits", name, {"warmup_bits": bits}, True) for name in BASE for bits in (4, 8, 16)),
+    ("clip", ONEBIT, {"clip": "local"}, True),
+    ("clip", ZERO_ONE, {"clip": "local"}, True),
+    ("clip", LAMB, {"clip": "local"}, True),
+    ("max_update", ONEBIT, {"max_update": 0.05}, True),
+    ("max_update", ZERO_ONE, {"max_update": 0.05}, True),
+    ("bias_correction", ONEBIT, {"bias_correction": False}, True),
+    ("eps_inside_sqrt", ONEBIT, {"eps_inside_sqrt": True}, True),
+    ("scale_block", ONEBIT, {"scale_block": None}, True),
+    ("variance_floor", ONEBIT, {"variance_floor": 0.9}, True),
+    ("bucket_cap_mb", ONEBIT, {"bucket_cap_mb": 0.0002}, True),
+    ("communicator", ONEBIT, {"communicator": "gloo"}, False),
+    ("comm_backend_name", ONEBIT, {"comm_backend_name": "gloo"}, False),
+    ("fused_warmup", ONEBIT, {"fused_warmup": True}, True),  # by rounding
+    ("var_update_scaler", ZERO_ONE, {"var_update_scaler": 1}, True),
+    ("local_step_scaler", ZERO_ONE, {"local_step_scaler": 1}, True),
+    ("local_step_clipper", ZERO_ONE, {"local_step_clipper": 1}, True),
+    ("max_coeff", LAMB, {"max_coeff": 0.05}, True),
+    ("min_coeff", LAMB, {"min_coeff": 5.0}, True),
+    ("coeff_beta", LAMB, {"coeff_beta": 0.5}, True),
+    ("factor_max", LAMB, {"factor_max": 1.0, "factor_min": 1.0}, True),
+    ("factor_min", LAMB, {"factor_min": 1.5}, True),
+    ("factor_threshold", LAMB, {"factor_threshold": 0.0001}, True),
+]
+#: Options with one legal value here: amsgrad must be False, cuda_aware needs a GPU.
+ONE_VALUE = {"amsgrad", "cuda_aware"}
+ROWS = [*((name, name, {}, False) for name in BASE), *TABLE]
+FEW = len(BASE) + 2
+
+
+def batch(rank: int, step: int) -> dict[str, Tensor]:
+    rows = examples(False)[(step * 7 + rank * 31) % 80 :][:4]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def network() -> Regression:
+    torch.manual_seed(0)
+    return Regression()
+
+
+def flat(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
+
+
+def plain(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
+    from hf_compressopt import average_gradients, load_state, save_state
+    from hf_compressopt.integrations.algorithms import ALGORITHMS
+
+    model = network()
+    optimizer = ALGORITHMS[name](model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=CLIP, **given)
+    if resume:
+        model.load_state_dict(torch.load(f"{folder}/{resume}/model-{rank}.pt"))
+        load_state(optimizer, f"{folder}/{resume}")
+    for step in range(resume + 1, STEPS + 1):
+        optimizer.zero_grad()
+        model(**batch(rank, step))["loss"].backward()
+        average_gradients(optimizer)
+        optimizer.step()
+        if step in SAVES and not resume:
+            save_state(optimizer, f"{folder}/{step}")
+            torch.save(model.state_dict(), f"{folder}/{step}/model-{rank}.pt")
+    return flat(model)
+
+
+def accelerated(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
+    """By the plug-in if it has all the options, else with the optimizer itself."""
+    use_accelerate(rank, world_size)
+    from accelerate import DistributedDataParallelKwargs
+
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
+    from hf_compressopt.integrations.algorithms import ALGORITHMS
+
+    model, options = network(), {"lr": 1e-2, "weight_decay": 0.1}
+    plugin, optimizer = None, None
+    if given.keys() <= {field.name for field in fields(CompressOptPlugin)}:
+        plugin = CompressOptPlugin(optimizer=name, total_steps=STEPS, **given)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+    else:
+        optimizer = ALGORITHMS[name](model.parameters(), **options, **given)
+    one_order = DistributedDataParallelKwargs(find_unused_parameters=True)  # of the buckets, also after a resume
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, kwargs_handlers=[one_order])
+    ddp, prepared = accelerator.prepare(model, optimizer)
+    assert type(prepared.optimizer) is ALGORITHMS[name]
+    if resume:
+        accelerator.load_state(f"{folder}/{resume}")
+    for step in range(resume + 1, STEPS + 1):
+        accelerator.backward(ddp(**batch(rank, step))["loss"])
+        accelerator.clip_grad_norm_(ddp.parameters(), CLIP)
+        prepared.step()
+        prepared.zero_grad()
+        if step in SAVES and not resume:
+            accelerator.save_state(f"{folder}/{step}")
+    return flat(model)
+
+
+def trained(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
+    use_accelerate(rank, world_size)
+    from transformers import Trainer, TrainingArguments
+
+    import hf_compressopt.auto  # noqa: F401
+
+    args = TrainingArguments(
+        output_dir=folder,
+        optim=name,
+        optim_args=",".join(f"{option}={value}" for option, value in given.items()),
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=CLIP,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        ddp_find_unused_parameters=True,  # one order of the buckets, also after a resume
+    )
+    trainer = Trainer(model=network(), args=args, train_dataset=examples(False))
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{resume}" if resume else None)
+    return flat(trainer.model)
+
+
+HOSTS: dict[str, Callable[..., Tensor]] = {"plain loop": plain, "Accelerate": accelerated, "Trainer": trained}
+
+
+def run_rows(rank: int, world_size: int, host: str, directory: str, count: int) -> list[tuple[Tensor, list[bool]]]:
+    """The parameters of each row's run, and whether the runs that were resumed in each stage end with them."""
+    results = []
+    for number, (_, name, own, _) in enumerate(ROWS[:count]):
+        row = world_size, name, {**BASE[name], **own}, f"{directory}/{number}"
+        whole = HOSTS[host](rank, *row, 0)
+        results.append((whole, [torch.equal(HOSTS[host](rank, *row, step), whole) for step in SAVES]))
+    return results
+
+
+def check_rows(host: str, world_size: int, directory: Path, count: int = len(ROWS)) -> None:
+    ranks = run_ranks(world_size, run_rows, host, str(directory), count, timeout=840)
+    bases = {name: ranks[0][number][0] for number, (_, name, _, _) in enumerate(ROWS[: len(BASE)])}
+    wrong = []
+    for number, (option, name, own, changes) in enumerate(ROWS[:count]):
+        params, resumed = ranks[0][number]
+        if not all(torch.equal(rank[number][0], params) for rank in ranks) or not params.isfinite().all():
+            wrong.append((option, name, own, "the ranks differ, or are not finite"))
+        if not all(all(rank[number][1]) for rank in ranks):
+            wrong.append((option, name, own, f"resumed after {SAVES}: {resumed}"))
+        if torch.equal(params, bases[name]) == changes:
+            wrong.append((option, name, own, "no effect" if changes else "an effect"))
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_every_option_that_text_can_set_has_a_row() -> None:
+    from hf_compressopt.integrations.algorithms import ALGORITHMS
+    from hf_compressopt.integrations.optim_args import text_options
+
+    legal = {option for cls in ALGORITHMS.values() for option in text_options(cls)}
+    assert legal - ONE_VALUE == {option for option, *_ in TABLE}
+
+
+@pytest.mark.invariant(21)
+def test_a_few_options_work_in_a_plain_loop(tmp_path: Path) -> None:
+    check_rows("plain loop", 2, tmp_path, FEW)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize(("host", "world_size"), [(host, count) for host in HOSTS for count in (2, 3)])
+def test_every_option_works_in_every_host(host: str, world_size: int, tmp_path: Path) -> None:
+    check_rows(host, world_size, tmp_path)
