@@ -120,7 +120,8 @@ def test_time_to_loss(tmp_path: Path) -> None:
         compute, adamw, onebit = json.loads(report.with_suffix(".json").read_text())
         assert adamw["steps"] == onebit["steps"] == compute["steps"] == list(range(1, 11))
         assert adamw["losses"][-1] < adamw["losses"][0] and onebit["losses"] != adamw["losses"]
-        assert adamw["first"] == 10 > onebit["first"] > 0 and adamw["sent"] > 7 * onebit["sent"]
+        assert adamw["first"] == onebit["first"] == 10  # so short a run stays in its first stage
+        assert adamw["sent"] > 7 * onebit["sent"]
         assert len(adamw["windows"]) == 1 and len(onebit["windows"]) == 2
         first, last = (times[0] for times in onebit["windows"])
         assert onebit["seconds"][-1] == pytest.approx(first * onebit["first"] + last * (10 - onebit["first"]))
