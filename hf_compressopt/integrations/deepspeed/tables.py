@@ -72,7 +72,6 @@ _CONDITIONS: dict[str, Callable[[Case], Any]] = {
     "decoupled": lambda case: case.value and case.optim != "fused_adam",
     "not fused": lambda case: case.optim != "fused_adam",
     "legal": _legal,
-    "bounded": lambda case: _legal(case) and case.optim != "onebit_lamb",
     "illegal": lambda case: not _legal(case),
     "heeded": lambda case: case.key not in ("bias_correction", "eps_inside_sqrt") or not case.compressed,
     "over mpi": _over_mpi,
