@@ -87,7 +87,7 @@ class CompressOptPlugin:
     async_save: bool = field(default_factory=_from_env("ASYNC_SAVE", False, bool))
     grad_compression: str = field(default_factory=_from_env("GRAD_COMPRESSION", "none", str))
     total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
-    warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 32, int))
+    warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 4, int))
 
     def __post_init__(self) -> None:
         """Check the names and the schedule; the optimizer checks the other options."""

@@ -32,13 +32,13 @@ from hf_compressopt.schedules import StepPlan
 
 
 class OnebitAdam(CompressedOptimizer):
-    """Adam whose momentum crosses the network as signs, after a warmup stage in full precision.
+    """Adam whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
     Args:
         params: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
         lr: Learning rate.
-        fused_warmup: Take the steps in full precision in one pass of a native kernel: faster, and torch's AdamW except
-            for rounding; with False its bits. (The compressed stage is native anyway.)
+        fused_warmup: Take the steps of the warmup stage in one pass of a native kernel: faster, and torch's AdamW
+            except for rounding; with False its bits. (The compressed stage is native anyway.)
         max_update: Learning rates that an element of a parameter moves at most in a step of the compressed stage,
             beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
         **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`. Papers put ``freeze_step`` at

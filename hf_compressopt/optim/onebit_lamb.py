@@ -33,7 +33,7 @@ from hf_compressopt.schedules import StepPlan
 
 
 class OnebitLamb(CompressedOptimizer):
-    """LAMB whose momentum crosses the network as signs, after a warmup stage in full precision.
+    """LAMB whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
     Norms, coefficients and factors stay on the device: a step synchronises with the host no more often for many
     tensors than for one.

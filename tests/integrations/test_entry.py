@@ -66,7 +66,12 @@ ACCELERATE_SCRIPT = str(Path(SCRIPT).with_name("plain_accelerate_script.py"))
 @pytest.mark.parametrize(
     ("variables", "expected", "log"),
     [
-        ({"COMPRESSOPT_OPTIM": "onebit_adam"}, "OnebitAdam, alike True, stage 1.0", "attached OnebitAdam"),
+        ({"COMPRESSOPT_OPTIM": "onebit_adam"}, "OnebitAdam, alike True, stage 0.0", "attached OnebitAdam"),
+        (
+            {"COMPRESSOPT_OPTIM": "onebit_adam", "COMPRESSOPT_WARMUP_BITS": "32"},
+            "OnebitAdam, alike True, stage 1.0",
+            "attached OnebitAdam",
+        ),
         ({"COMPRESSOPT_GRAD_COMPRESSION": "int4"}, "AdamW, alike True, stage None", "travel as int4"),
         ({}, "AdamW, alike True, stage None", ""),
     ],

@@ -80,7 +80,7 @@ class OwnStep(torch.optim.AdamW):
 @pytest.mark.parametrize("scheduler", ["auto", "manual", "onecycle", "total_steps"])
 def test_the_plugin_fits_the_schedule_to_the_run(scheduler: str, world_size: int) -> None:
     options, kind = ({"total_steps": 50}, "none") if scheduler == "total_steps" else ({}, scheduler)
-    for found in run_ranks(world_size, plug_in, options, 50, kind, "AdamW"):
+    for found in run_ranks(world_size, plug_in, {**options, "warmup_bits": 32}, 50, kind, "AdamW"):
         assert found["fitted"] == ["auto", 10]  # 20 % of the run
 
 
@@ -105,8 +105,9 @@ def test_the_plugins_fields_take_auto_and_lengths(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
 def test_a_freeze_step_beyond_the_run_is_said_once(name: str) -> None:
-    beyond = run_ranks(2, plug_in, {"freeze_step": 50, "optimizer": name}, 50, "auto", "AdamW")
-    within = run_ranks(2, plug_in, {"freeze_step": 49, "optimizer": name}, 50, "auto", "AdamW")
+    options = {"optimizer": name, "warmup_bits": 32}
+    beyond = run_ranks(2, plug_in, {"freeze_step": 50, **options}, 50, "auto", "AdamW")
+    within = run_ranks(2, plug_in, {"freeze_step": 49, **options}, 50, "auto", "AdamW")
     lines = [[line for line in found["lines"] if "compresses nothing" in line] for found in (*beyond, *within)]
     expected = 0 if name == "zero_one_adam" else 1  # whose variance stage has 1-bit gradients
     assert [len(found) for found in lines] == [expected, 0, 0, 0]
@@ -176,7 +177,8 @@ def test_auto_find_batch_size_fits_the_schedule_to_the_run_that_is_taken(name: s
 def test_trainer_says_once_that_nothing_is_compressed(
     world_size: int, freeze_step: int, said: str, tmp_path: Path
 ) -> None:
-    arguments = {"optim": "onebit_adam", "optim_args": f"freeze_step={freeze_step}", "max_steps": 8}
+    options = f"freeze_step={freeze_step},warmup_bits=32"
+    arguments = {"optim": "onebit_adam", "optim_args": options, "max_steps": 8}
     found = run_ranks(world_size, trainer_run, str(tmp_path), arguments, False, timeout=120)
     for words in ("compresses nothing", "runs on one rank"):
         counts = [sum(words in line for line in rank["lines"]) for rank in found]

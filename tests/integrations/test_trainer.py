@@ -45,7 +45,7 @@ def run_variant(name: str, arguments: dict[str, Any], world_size: int = 2, **mor
 def test_warmup_has_the_bits_of_adamw_torch_under_ddp(name: str, tmp_path: Path) -> None:
     here = {"output_dir": str(tmp_path), "max_steps": 6}
     plain = run_variant(name, {**here, "optim": "adamw_torch"}, evaluate_first=False)
-    onebit = run_variant(name, {**here, "optim": "onebit_adam", "optim_args": "freeze_step=100"})
+    onebit = run_variant(name, {**here, "optim": "onebit_adam", "optim_args": "freeze_step=100,warmup_bits=32"})
     assert plain[0]["optimizer"] == "AdamW" and onebit[0]["optimizer"] == "OnebitAdam"
     assert equal_params(plain[0]["params"], onebit[0]["params"])
     assert all(onebit[0]["alike"]) and onebit[0]["model_class"] == "DistributedDataParallel"
@@ -64,7 +64,7 @@ def test_the_logged_norm_does_not_leap_at_the_switch(tmp_path: Path) -> None:
         return [row["grad_norm"] for row in rows], sum("compressopt/gradient_noise_scale" in row for row in rows)
 
     true, _ = log_of("adamw_torch", "")
-    sketched, noisy = log_of("onebit_adam", "freeze_step=3")
+    sketched, noisy = log_of("onebit_adam", "freeze_step=3,warmup_bits=32")
     assert sketched[:3] == pytest.approx(true[:3], rel=1e-6)
     assert sketched[3:] == pytest.approx(true[3:], rel=0.04)
     assert noisy > 0
@@ -76,27 +76,32 @@ def test_plain_lamb_is_the_warmup_of_onebit_lamb(tmp_path: Path) -> None:
     here = {"output_dir": str(tmp_path), "max_steps": 4}
     options = "max_coeff=0.3,bias_correction=false"
     plain = run_variant("clipping", {**here, "optim": "lamb", "optim_args": options})
-    onebit = run_variant("clipping", {**here, "optim": "onebit_lamb", "optim_args": f"{options},freeze_step=100"})
+    onebit = run_variant(
+        "clipping", {**here, "optim": "onebit_lamb", "optim_args": f"{options},freeze_step=100,warmup_bits=32"}
+    )
     assert plain[0]["optimizer"] == "Lamb" and onebit[0]["optimizer"] == "OnebitLamb"
     assert equal_params(plain[0]["params"], onebit[0]["params"])
 
 
 def test_a_trainer_trains_twice(tmp_path: Path) -> None:
-    for arguments in (ONEBIT, {"optim": "onebit_adam"}):
+    for arguments in (ONEBIT, {"optim": "onebit_adam", "optim_args": "warmup_bits=32"}):
         result = run_variant("plain", {**arguments, "output_dir": str(tmp_path)}, twice=True)[0]
         assert result["alike"] == [True] * 16 and result["metrics"]["step"] == 16
         assert result["metrics"]["stage"] == 1.0 and result["freeze_step"] == (FREEZE if arguments is ONEBIT else 1)
 
 
 def test_a_scheduler_made_in_a_way_of_its_own_changes_no_stage(tmp_path: Path) -> None:
-    result = run_variant("plain", {"optim": "onebit_adam", "output_dir": str(tmp_path)}, own_scheduler=True)[0]
+    arguments = {"optim": "onebit_adam", "optim_args": "warmup_bits=32", "output_dir": str(tmp_path)}
+    result = run_variant("plain", arguments, own_scheduler=True)[0]
     assert result["freeze_step"] == 1 and result["metrics"]["stage"] == 1.0
 
 
 def test_warmup_has_the_bits_of_adamw_torch_with_three_ranks(tmp_path: Path) -> None:
     here = {"output_dir": str(tmp_path), "max_steps": 5}
     plain = run_variant("plain", {**here, "optim": "adamw_torch"}, world_size=3)
-    onebit = run_variant("plain", {**here, "optim": "onebit_adam", "optim_args": "freeze_step=5"}, world_size=3)
+    onebit = run_variant(
+        "plain", {**here, "optim": "onebit_adam", "optim_args": "freeze_step=5,warmup_bits=32"}, world_size=3
+    )
     assert equal_params(plain[0]["params"], onebit[0]["params"])
 
 
@@ -120,7 +125,7 @@ def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(name: str, tmp_
         assert len(resumed[0]["rows"]) == 8 - step
 
 
-def test_traffic_falls_to_a_thirty_second_and_the_logs_say_so(tmp_path: Path) -> None:
+def test_traffic_falls_to_an_eighth_and_to_a_thirty_second_and_the_logs_say_so(tmp_path: Path) -> None:
     arguments = {
         **ONEBIT,
         "optim_args": f"freeze_step={FREEZE},clip=local",  # a sketch is larger than this model's messages
@@ -133,7 +138,8 @@ def test_traffic_falls_to_a_thirty_second_and_the_logs_say_so(tmp_path: Path) ->
     rows = [row for row in result["history"] if "loss" in row]
     numel = sum(p.numel() for p in result["params"].values())
     warmup, compressed = rows[1]["compressopt/bytes_sent_step"], rows[-1]["compressopt/bytes_sent_step"]
-    assert warmup == pytest.approx(4 * numel, rel=0.01)
+    assert warmup == pytest.approx(numel * (4 + 16 / 128) / 8, rel=0.01)
+    assert rows[1]["compressopt/compression_ratio"] == pytest.approx(7.75, rel=0.01)
     assert compressed == pytest.approx(numel / 8 + 4 * numel / 4096, rel=0.05)
     assert rows[-1]["compressopt/compression_ratio"] > 30
     sent = [row["compressopt/bytes_sent"] for row in rows]
@@ -148,12 +154,13 @@ def test_traffic_falls_to_a_thirty_second_and_the_logs_say_so(tmp_path: Path) ->
 
 
 def test_given_no_freeze_step_trainer_takes_a_fifth_of_the_run(tmp_path: Path) -> None:
-    here = {"output_dir": str(tmp_path), "optim": "onebit_adam", "max_steps": 15, "logging_steps": 5}
+    bits = {"optim": "onebit_adam", "optim_args": "warmup_bits=32"}
+    here = {"output_dir": str(tmp_path), "max_steps": 15, "logging_steps": 5, **bits}
     assert run_variant("plain", here)[0]["freeze_step"] == 3
     epochs = {**here, "max_steps": -1, "num_train_epochs": 1}  # 96 examples / (2 ranks x 2) = 24 steps
     assert run_variant("plain", epochs)[0]["freeze_step"] == 4
-    by_class = run_variant("plain", {**here, "optim": "adamw_torch"}, optimizer="cls_and_kwargs")
-    assert by_class[0]["optimizer"] == "OnebitAdam" and by_class[0]["freeze_step"] == 3
+    by_class = run_variant("plain", {**here, "optim": "adamw_torch", "optim_args": None}, optimizer="cls_and_kwargs")
+    assert by_class[0]["optimizer"] == "OnebitAdam" and by_class[0]["freeze_step"] == "auto"  # 4 bits: it stays there
 
 
 def test_an_optimizer_made_by_hand_keeps_its_own_schedule(tmp_path: Path) -> None:

@@ -24,17 +24,23 @@ OPTIMIZERS: dict[str, str] = {
 }
 #: How far the losses may be from those on as many ranks as before: these depend on the ranks' own gradients. With an
 #: optimizer that starts anew they are up to 0.047, 0.22 and 0.008 apart.
-TOLERANCE = {"onebit_adam": 0.025, "zero_one_adam": 0.2, "onebit_lamb": 0.002}
+TOLERANCE = {"onebit_adam": 0.025, "zero_one_adam": 0.2, "onebit_lamb": 0.005}
 COMPRESSED = ("onebit_adam", "zero_one_adam", "onebit_lamb")
 ELASTIC = [name for name in OPTIMIZERS if name != "adamw_torch"]
 # saved by, resumed with, its options
 CROSSING = [
     *(("adamw_torch", name, "warmup") for name in COMPRESSED),  # a first stage that goes on
-    *(("adamw_torch", name, "") for name in COMPRESSED),  # one that has ended by then, as Trainer bounds it
+    *(
+        ("adamw_torch", name, "warmup_bits=32") for name in COMPRESSED
+    ),  # one that has ended by then, as Trainer bounds it
     *(("adamw_torch", name, OPTIMIZERS[name]) for name in ("zero1_adamw", "zero2_adamw", "fused_adam")),
     *((name, "adamw_torch", "") for name in ("onebit_adam", "zero_one_adam", "onebit_lamb", "zero2_adamw")),
 ]
-WARMUP = {"onebit_adam": "freeze_step=99", "zero_one_adam": "var_freeze_step=99", "onebit_lamb": "freeze_step=99"}
+WARMUP = {
+    "onebit_adam": "freeze_step=99,warmup_bits=32",
+    "zero_one_adam": "var_freeze_step=99,warmup_bits=32",
+    "onebit_lamb": "freeze_step=99,warmup_bits=32",
+}
 
 
 WATCHED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -152,7 +158,7 @@ def test_a_run_goes_on_with_another_optimizer(
     if name in COMPRESSED:
         assert result["metrics"]["step"] == STEPS
         assert result["metrics"]["stage"] == (0.0 if options == "warmup" else 1.0)
-    if name in COMPRESSED and not options:
+    if name in COMPRESSED and options == "warmup_bits=32":
         stages = [row["compressopt/stage"] for row in result["history"] if "compressopt/stage" in row]
         assert stages == [0.0] + [1.0] * (STEPS - SAVED - 1), "warmup ends with the first step"
 
@@ -176,7 +182,8 @@ def accelerate_loop(rank: int, world_size: int, name: str, folder: str, first: i
     torch.manual_seed(0)
     model = torch.nn.Linear(7, 3)
     cls = getattr(hf_compressopt, name, torch.optim.AdamW)
-    model, optimizer = accelerator.prepare(model, cls(model.parameters(), lr=0.01, weight_decay=0.01))
+    more = {"warmup_bits": 32} if name == "OnebitAdam" else {}
+    model, optimizer = accelerator.prepare(model, cls(model.parameters(), lr=0.01, weight_decay=0.01, **more))
     if first:
         accelerator.load_state(folder)
     for step in range(first, last):

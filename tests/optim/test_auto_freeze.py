@@ -111,7 +111,7 @@ def test_a_schedule_is_fitted_anew_until_the_first_step(name: str) -> None:
     import hf_compressopt
 
     param, cls = nn.Parameter(torch.ones(5)), getattr(hf_compressopt, name)
-    twice, once = cls([param]), cls([nn.Parameter(torch.ones(5))])
+    twice, once = (cls([p], warmup_bits=32) for p in (param, nn.Parameter(torch.ones(5))))
     for optimizer, lengths in ((twice, (400, 2000, 160)), (once, (160,))):
         optimizer.defer_schedule([])
         for steps in lengths:

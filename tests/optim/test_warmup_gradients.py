@@ -1,6 +1,7 @@
 """The first stage with gradients of 4, 8 and 16 bits, on real ranks without DDP, against simulations and AdamW."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 
 import hf_compressopt
 from hf_compressopt import average_gradients
+from hf_compressopt.flat import chunk_range
 from tests.oracles.cases import (
     MASK,
     ODD,
@@ -328,3 +330,67 @@ def test_errors_do_not_carry_the_loss_scale(how: str) -> None:
         assert mine["step"] == plain["step"] == 8
         assert mine["params"].tobytes() == plain["params"].tobytes()
         assert mine["errors"].tobytes() == plain["errors"].tobytes()
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def take_steps(rank: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    for step in steps:
+        give(params, rank, step)
+        average_gradients(optimizer)
+        optimizer.step()
+
+
+def errors_of(optimizer: Any) -> list[np.ndarray]:
+    """This rank's worker error, and the server errors of all ranks at their places."""
+    (state,) = optimizer._states
+    whole, ranks = torch.zeros(state.layout.numel), optimizer.communicator
+    for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
+        start = bucket.start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0]
+        whole[start : start + feedback.server_error.numel()] = feedback.server_error
+    with ranks.traffic.paused():
+        ranks.all_reduce(whole).wait()
+    return [state.worker_error.numpy().copy(), whole.numpy()]
+
+
+def save_in_the_first_stage(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    params, optimizer = make(4)
+    take_steps(rank, params, optimizer, range(3))
+    hf_compressopt.save_state(optimizer, folder)
+    found = {"values": [p.detach().numpy().copy() for p in params], "errors": errors_of(optimizer)}
+    take_steps(rank, params, optimizer, range(3, 8))
+    return {**found, "end": flat(params), "bytes": optimizer.metrics()["bytes_sent"]}
+
+
+def load_in_the_first_stage(rank: int, world_size: int, folder: str, values: list[np.ndarray]) -> dict[str, Any]:
+    params, optimizer = make(4)
+    with torch.no_grad():
+        for p, value in zip(params, values, strict=True):
+            p.copy_(torch.from_numpy(value))
+    hf_compressopt.load_state(optimizer, folder)
+    found = errors_of(optimizer)
+    take_steps(rank, params, optimizer, range(3, 5))
+    switched = errors_of(optimizer)
+    take_steps(rank, params, optimizer, range(5, 8))
+    return {"errors": found, "switched": switched, "end": flat(params), "bytes": optimizer.metrics()["bytes_sent"]}
+
+
+@pytest.mark.invariant(21, 22)
+def test_a_run_that_is_resumed_in_the_first_stage(tmp_path: Path) -> None:
+    whole = run_ranks(2, save_in_the_first_stage, str(tmp_path))
+    for world_size in (2, 3, 1):
+        ranks = run_ranks(world_size, load_in_the_first_stage, str(tmp_path), whole[0]["values"])
+        mean = np.mean([result["errors"][0].astype(np.float64) for result in whole], axis=0)
+        for rank, result in enumerate(ranks):
+            assert np.array_equal(result["errors"][1], whole[0]["errors"][1])
+            assert result["end"].tobytes() == ranks[0]["end"].tobytes()
+            if world_size == 2:  # the bits of the run that nobody stopped
+                assert result["errors"][0].tobytes() == whole[rank]["errors"][0].tobytes()
+                assert result["end"].tobytes() == whole[rank]["end"].tobytes()
+                assert result["bytes"] == whole[rank]["bytes"]
+            else:
+                np.testing.assert_allclose(result["errors"][0], mean, rtol=0, atol=1e-6)
+            if world_size == 1:  # it exchanges nothing, and sends the errors with its first momentum
+                for before, after in zip(result["errors"], result["switched"], strict=True):
+                    np.testing.assert_allclose(after, before * np.float32(0.1), rtol=1e-6)

@@ -507,7 +507,7 @@ def test_default_schedules_send_at_most_half_of_onebit_adams_bytes(steps):
         plans = [schedule.plan(step) for step in range(1, steps + 1)]
         return sum(4 * plan.reduce_grads + (1 / 8 + 4 / optimizer.scale_block) * plan.synchronize for plan in plans)
 
-    zero_one, onebit = (cls([torch.nn.Parameter(torch.zeros(3))]) for cls in (ZeroOneAdam, OnebitAdam))
+    zero_one, onebit = (cls([torch.nn.Parameter(torch.zeros(3))], warmup_bits=32) for cls in (ZeroOneAdam, OnebitAdam))
     assert bytes_per_element(zero_one) <= 0.5 * bytes_per_element(onebit)
     assert "var_update_scaler=16" not in zero_one.scale_schedule(steps, given=())
     assert "var_update_scaler=16" in ZeroOneAdam(zero_one.param_groups[0]["params"]).scale_schedule(

@@ -200,7 +200,7 @@ def test_below_the_crossover_it_is_faster_over_every_link_and_just_above_it_slow
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 1000])
 def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None:
-    optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(1))])
+    optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(1))], warmup_bits=32)
     optimizer.scale_schedule(steps, ())
     shares: Counter[tuple[Stage, int]] = Counter()
     for plan in map(optimizer.schedule.expected().plan, range(1, steps + 1)):
