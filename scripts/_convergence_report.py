@@ -34,15 +34,15 @@ Rows = dict[int, dict[str, Any]]  # by seed
 
 
 class Results:
-    """The rows that belong to a report: those with its numbers of steps and its seeds."""
+    """The rows that are known, and of them those that belong to a report: with its numbers of steps and its seeds."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+        self.known = [row for row in rows if row["name"] in ALL_RUNS]
+        seeds = {*arguments.seeds, *arguments.tuning_seeds}
         self.rows = [
             row
-            for row in rows
-            if row["name"] in ALL_RUNS
-            and row["steps"] == steps_of(ALL_RUNS[row["name"]], arguments)
-            and row["seed"] in {*arguments.seeds, *arguments.tuning_seeds}
+            for row in self.known
+            if row["steps"] == steps_of(ALL_RUNS[row["name"]], arguments) and row["seed"] in seeds
         ]
 
     def __call__(self, run: Run | None, world_size: int, seeds: Sequence[int]) -> Rows:
@@ -221,7 +221,7 @@ def write_report(path: Path, results: Results, arguments: argparse.Namespace) ->
             sys.exit(f"{path} has no place for a table: it needs the lines {OPEN.format(group)} and {CLOSE}")
     path.write_text(text)
     plot(path.with_suffix(".png"), results, arguments)
-    rows = ",\n".join(json.dumps(rounded(row), separators=(",", ":")) for row in results.rows)
+    rows = ",\n".join(json.dumps(rounded(row), separators=(",", ":")) for row in results.known)
     path.with_suffix(".json").write_text(f"[\n{rows}\n]\n")
 
 

@@ -1,9 +1,11 @@
-"""Train one small GPT-2 with every optimizer and many of their options, and compare loss, bytes and rounds.
+"""Train small language models with every optimizer and many of their options, and compare loss, bytes and rounds.
 
-Real process groups (gloo, one CPU process per rank), a plain torch loop, the same global batch whatever the number of
-ranks. Every finished run is one line of OUTPUT/rows.jsonl, and a run that has its line is not repeated: an
-interrupted script goes on where it was. The report is Markdown; beside it lie a picture and the rows as JSON. In a
-report that is there already only the text between `<!-- table NAME -->` and `<!-- end of table -->` changes.
+A plain torch loop with the production optimizers and messages, the same global batch whatever the number of ranks.
+Ranks are threads of this process, or gloo processes. Every finished run is one line of OUTPUT/rows.jsonl. A run that
+has its line, or a row in the JSON beside the report, is not repeated: an interrupted script goes on where it was, and a
+published report can be extended. To run something again, remove its row. The report is Markdown; beside it lie a
+picture and the rows as JSON. In a report that is there already only the text between `<!-- table NAME -->` and
+`<!-- end of table -->` changes.
 """
 
 from __future__ import annotations
@@ -66,8 +68,17 @@ def prepare_start(todo: Sequence[Job]) -> None:
         pretrain(prepare_texts([PRETRAINING])[PRETRAINING.text, PRETRAINING.model], files[0])
 
 
-def read_rows(rows_file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in rows_file.read_text().splitlines()] if rows_file.exists() else []
+def read_rows(rows_file: Path, report: Path) -> list[dict[str, Any]]:
+    """The rows of finished runs; those beside the report first, unless there is a newer one."""
+    published = report.with_suffix(".json")
+    rows = json.loads(published.read_text()) if published.exists() else []
+    rows += map(json.loads, rows_file.read_text().splitlines()) if rows_file.exists() else []
+    return list({key_of(row): row for row in rows}.values())
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, int, int, int]:
+    """As Job.key."""
+    return row["name"], row["world_size"], row["seed"], row["steps"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -122,7 +133,7 @@ def main() -> None:
     arguments.output.mkdir(parents=True, exist_ok=True)
     rows_file = arguments.output / "rows.jsonl"
     arguments.report = arguments.report or arguments.output / "convergence.md"
-    done = {(row["name"], row["world_size"], row["seed"], row["steps"]) for row in read_rows(rows_file)}
+    done = {key_of(row) for row in read_rows(rows_file, arguments.report)}
     todo = [] if arguments.report_only else [job for job in jobs(arguments) if job.key not in done]
     try:
         if todo:
@@ -130,7 +141,7 @@ def main() -> None:
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on from {rows_file}", flush=True)
         sys.exit(130)
-    results = Results(read_rows(rows_file), arguments)
+    results = Results(read_rows(rows_file, arguments.report), arguments)
     if not results.rows:
         sys.exit(f"{rows_file} holds no run with these numbers of steps and these seeds")
     write_report(arguments.report, results, arguments)

@@ -39,7 +39,8 @@ def test_a_run_becomes_a_row_of_the_report_and_is_not_repeated(tmp_path):
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
     assert 3 < row["eval_loss"] < 9 and row["rounds"] == 10
     assert f"| OnebitAdam | 2 | 1 | {row['eval_loss']:.4f} (" in (tmp_path / "convergence.md").read_text()
-    assert "[1/" not in run_script("--output", tmp_path, only=["OnebitAdam"])
+    again = run_script("--output", tmp_path / "other", "--report", tmp_path / "convergence.md", only=["OnebitAdam"])
+    assert "[1/" not in again and f"| {row['eval_loss']:.4f} (" in (tmp_path / "convergence.md").read_text()
 
 
 @pytest.mark.full
