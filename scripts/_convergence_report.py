@@ -7,7 +7,6 @@ import json
 import math
 import re
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,8 +216,8 @@ def write_report(path: Path, results: Results, arguments: argparse.Namespace) ->
         place = re.compile(f"(?<={re.escape(OPEN.format(group))}\n).*?(?={re.escape(CLOSE)})", re.DOTALL)
         if place.search(text):
             text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)
-        elif lines.count("\n") > 1:  # a table of which nothing was run needs no place
-            sys.exit(f"{path} has no place for a table: it needs the lines {OPEN.format(group)} and {CLOSE}")
+        elif lines.count("\n") > 1:
+            text += f"\n## {group}\n\n{OPEN.format(group)}\n{lines}\n{CLOSE}\n"
     path.write_text(text)
     plot(path.with_suffix(".png"), results, arguments)
     rows = ",\n".join(json.dumps(rounded(row), separators=(",", ":")) for row in results.known)
