@@ -77,9 +77,10 @@ def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
         *((2, "100 Mbit/s", method) for method in ("ddp", "onebit_adam")),
     ]
     fresh = [row for row in rows if row["numel"] > 1]
-    # 2 (W-1)/W values of 4 bytes; of so small a model's messages of signs half are headers
+    # 2 (W-1)/W values of 4 bytes; of so small a model's messages of signs half are headers, beside a sketch of 16 KiB
     assert all(row["sent"] == pytest.approx(4 * row["numel"], rel=0.1) for row in fresh if row["method"] == "ddp")
-    assert all(row["sent"] < row["numel"] / 2 for row in fresh if row["method"] == "onebit_adam")
+    compressed = [(row["sent"], row["numel"] / 2 + 2**15) for row in fresh if row["method"] == "onebit_adam"]
+    assert all(sent < most for sent, most in compressed), compressed
     assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "OnebitAdam against DDP fp32" in report.read_text() and own_namespaces(process.pid) == []
 
