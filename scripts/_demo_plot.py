@@ -34,7 +34,7 @@ def plot(path: Path, runs: dict[str, Result], traffic: Traffic, ranks: int) -> N
     by_step.legend()
     full, sent_by_ours = traffic.totals
     figure.suptitle(
-        f"GPT-2 of {runs[BASELINE].parameters / 1e6:.1f}M parameters from scratch on {ranks} ranks: in the whole run "
+        f"GPT-2 of {runs[BASELINE].parameters / 1e6:.1f}M parameters from scratch on {ranks} ranks\nin the whole run "
         f"each rank sends {full / MB:,.0f} MB with {BASELINE}, {sent_by_ours / MB:,.0f} MB with {COMPRESSED}, "
         f"{full / sent_by_ours:.1f} times fewer"
     )
