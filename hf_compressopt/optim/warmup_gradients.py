@@ -69,6 +69,7 @@ class WarmupGradients:
         self._states, self._communicator, self._follow = states, communicator, follow
         self._loss_scale = self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
+        self._ever_travelled = False
         self._told = False
 
     def slots(
@@ -84,6 +85,7 @@ class WarmupGradients:
             present: The parameters whose gradients come in the round; None for all.
         """
         self._follow()
+        self._ever_travelled = True
         self._travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
         here = None if present is None else set(present)
         slots: list[Slot] = []
@@ -111,7 +113,7 @@ class WarmupGradients:
         Integers round small gradients to 0, and a sign would move an element without a variance without bound. So the
         variance floor applies before the step, and a parameter without variance keeps still.
         """
-        integers = self.bits in INTEGER_BITS and plan.stage is Stage.VARIANCE and self._communicator.world_size > 1
+        integers = self.bits in INTEGER_BITS and self._ever_travelled and plan.stage is Stage.VARIANCE
         guarded = [state for state in states if integers and state.own_rank is None]
         for state in guarded:
             for index in range(len(state.params)):
