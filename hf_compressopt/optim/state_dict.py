@@ -18,12 +18,15 @@ from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.optim.shard_stub import STATE_KEY
+from hf_compressopt.optim.warmup_gradients import WarmupGradients
 from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
 
 logger = logging.getLogger(__name__)
 
 #: Name of the tensor that holds the norms that "auto" compares.
 HISTORY = "freeze_history"
+#: Key of a header that says that averaged gradients have travelled as ``warmup_bits`` say.
+TRAVELLED = "warmup_gradients"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -36,6 +39,7 @@ class Stateful(Protocol):
     traffic: Traffic
     schedule: Schedule
     lr_warmup: Warmup
+    warmup_gradients: WarmupGradients
     bucket_numel: int
     scale_block: int | None
     step_was_skipped: bool
@@ -58,6 +62,7 @@ class Stateful(Protocol):
 
 def header_of(optimizer: Stateful) -> dict[str, Any]:
     """Return the numbers and strings that belong to the state, for JSON."""
+    travelled = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
     return {
         "optimizer": type(optimizer).__name__,
         "step": optimizer._step,
@@ -70,6 +75,7 @@ def header_of(optimizer: Stateful) -> dict[str, Any]:
         "skipped_steps": optimizer.skipped_steps,
         "rounds": optimizer.rounds,
         "bytes_sent": optimizer.traffic.total_bytes,
+        **travelled,
     }
 
 
@@ -112,6 +118,7 @@ def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
     optimizer.skipped_steps = header["skipped_steps"]
     optimizer.rounds = header["rounds"]
     optimizer.traffic.restore(header["bytes_sent"])
+    optimizer.warmup_gradients.ever_in_use = bool(header.get(TRAVELLED))
     optimizer.step_was_skipped = False
 
 

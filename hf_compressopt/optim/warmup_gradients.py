@@ -52,6 +52,7 @@ class WarmupGradients:
             gradients as they are.
         checked: What the ranks have compared for :func:`~hf_compressopt.average_gradients`.
         in_use: Whether the gradients of the last step travelled so.
+        ever_in_use: Whether the gradients of any step of the run did; a part of the state.
     """
 
     def __init__(
@@ -65,11 +66,10 @@ class WarmupGradients:
             communicator: All ranks.
             follow: Moves the state to where the parameters are.
         """
-        self.bits, self.checked, self.in_use = bits, "", False
+        self.bits, self.checked, self.in_use, self.ever_in_use = bits, "", False, False
         self._states, self._communicator, self._follow = states, communicator, follow
         self._loss_scale = self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
-        self._ever_travelled = False
         self._told = False
 
     def slots(
@@ -85,7 +85,7 @@ class WarmupGradients:
             present: The parameters whose gradients come in the round; None for all.
         """
         self._follow()
-        self._ever_travelled = True
+        self.ever_in_use = True
         self._travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
         here = None if present is None else set(present)
         slots: list[Slot] = []
@@ -113,7 +113,7 @@ class WarmupGradients:
         Integers round small gradients to 0, and a sign would move an element without a variance without bound. So the
         variance floor applies before the step, and a parameter without variance keeps still.
         """
-        integers = self.bits in INTEGER_BITS and self._ever_travelled and plan.stage is Stage.VARIANCE
+        integers = self.bits in INTEGER_BITS and self.ever_in_use and plan.stage is Stage.VARIANCE
         guarded = [state for state in states if integers and state.own_rank is None]
         for state in guarded:
             for index in range(len(state.params)):

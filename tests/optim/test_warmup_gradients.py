@@ -1,5 +1,6 @@
 """The first stage with gradients of 4, 8 and 16 bits, on real ranks without DDP, against simulations and AdamW."""
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -394,3 +395,39 @@ def test_a_run_that_is_resumed_in_the_first_stage(tmp_path: Path) -> None:
             if world_size == 1:  # it exchanges nothing, and sends the errors with its first momentum
                 for before, after in zip(result["errors"], result["switched"], strict=True):
                     np.testing.assert_allclose(after, before * np.float32(0.1), rtol=1e-6)
+
+
+def resume_before_one_bit_gradients(rank: int, world_size: int, folder: str) -> list[bytes]:
+    """Return the parameters of a run of 0/1 Adam, and of the same run resumed before a step with 1-bit gradients."""
+    options = {"var_freeze_step": 20, "var_update_scaler": 1}
+
+    def made() -> tuple[list[torch.nn.Parameter], Any]:
+        generator = torch.Generator().manual_seed(3)
+        params = [torch.nn.Parameter(torch.randn(40, 7, generator=generator))]
+        return params, hf_compressopt.ZeroOneAdam(params, lr=1e-3, warmup_bits=4, **options)
+
+    def take(params: list[torch.nn.Parameter], optimizer: Any, steps: Iterable[int]) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            tiny = torch.logspace(0, -9, 280).view(40, 7)  # integers of 4 bits round most of these to 0
+            params[0].grad = torch.randn(40, 7, generator=generator) * tiny
+            average_gradients(optimizer)
+            optimizer.step()
+
+    params, optimizer = made()
+    take(params, optimizer, range(4))
+    assert not optimizer.plan.reduce_grads, "the next step must take signs"
+    hf_compressopt.save_state(optimizer, folder)
+    resumed, another = made()
+    with torch.no_grad():
+        resumed[0].copy_(params[0])
+    take(params, optimizer, range(4, 9))
+    hf_compressopt.load_state(another, folder)
+    take(resumed, another, range(4, 9))
+    return [flat(params).tobytes(), flat(resumed).tobytes()]
+
+
+@pytest.mark.invariant(21)
+def test_a_run_that_is_resumed_before_one_bit_gradients(tmp_path: Path) -> None:
+    for whole, resumed in run_ranks(2, resume_before_one_bit_gradients, str(tmp_path)):
+        assert whole == resumed
