@@ -322,7 +322,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         for state in self._states:
             if state.compressed:
                 state.freeze_variance(*self._bias_counts(state), self.variance_floor)
-                state.scale_errors(torch.full((len(state.params),), 1 - state.options["betas"][0]))
+                state.scale_errors([1 - state.options["betas"][0]] * len(state.params))
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch
             norm = ESTIMATE if self._consensus.clip == "sketch" else norm

@@ -123,16 +123,18 @@ class GroupState:
         if self.communicator.world_size == 1 and self.worker_error.numel():
             self.take_errors(self.worker_error.new_empty(0), self.server_error.new_empty(0))
 
-    def scale_errors(self, factors: Tensor) -> None:
-        """Multiply the errors of each parameter by a factor, [len(params)] float32."""
+    def scale_errors(self, factors: Sequence[float]) -> None:
+        """Multiply the errors of each parameter by its factor."""
         for bucket, feedback in zip(self.layout.buckets, self.feedback, strict=True):
             if feedback.worker_error.numel():
-                index = torch.tensor([piece.index for piece in bucket.pieces], device=self.device)
-                sizes = torch.tensor([piece.numel for piece in bucket.pieces], device=self.device)
-                whole = factors.to(self.device)[index].repeat_interleave(sizes)  # [numel of the bucket]
-                start, stop = chunk_range(bucket.numel, self.communicator.world_size, self.communicator.rank)
-                feedback.worker_error.mul_(whole)
-                feedback.server_error.mul_(whole[start:stop])
+                first, stop = chunk_range(bucket.numel, self.communicator.world_size, self.communicator.rank)
+                for piece in bucket.pieces:
+                    start = piece.offset - bucket.start
+                    end = start + piece.numel
+                    feedback.worker_error[start:end].mul_(factors[piece.index])
+                    feedback.server_error[max(start - first, 0) : max(min(end, stop) - first, 0)].mul_(
+                        factors[piece.index]
+                    )
 
     @property
     def device(self) -> torch.device:

@@ -135,7 +135,7 @@ class OnebitLamb(CompressedOptimizer):
             state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
         for state in self._states:
             if state.compressed:
-                state.scale_errors(state.extra["scaling_coeff"])  # as the momentum that is sent
+                state.scale_errors(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
