@@ -52,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weight_decay", type=float, default=0.01)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--optimizer", default="onebit_adam", help="a name of CompressOptPlugin; none keeps AdamW")
-    parser.add_argument("--freeze_step", type=int, help="last step in full precision; default: 20 %% of the steps")
+    parser.add_argument("--freeze_step", type=int, help="last step with averaged gradients (20 %% of the steps)")
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--logging_steps", type=int, default=20)
     parser.add_argument("--save_steps", type=int, default=0, help="steps between checkpoints; 0: never save")

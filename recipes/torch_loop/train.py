@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="peak, after 10 %% of the steps; then cosine")
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
-    parser.add_argument("--freeze_step", type=int, help="last step in full precision; default: 20 %% of the steps")
+    parser.add_argument("--freeze_step", type=int, help="last step with averaged gradients (20 %% of the steps)")
     parser.add_argument("--communicator", default="auto", help="mpi, or a backend of torch.distributed")
     parser.add_argument("--logging_steps", type=int, default=20)
     parser.add_argument("--save_steps", type=int, default=0, help="steps between checkpoints; 0: never save")
