@@ -20,6 +20,8 @@ from pathlib import Path
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = REPO_ROOT / "hf_compressopt"
+#: Files of the package beside its modules.
+_DATA = ("py.typed", "options.txt")
 HEADER = PACKAGE / "kernels" / "csrc" / "compressopt.h"
 LIBRARIES = "hf_compressopt/kernels/lib"
 
@@ -87,7 +89,7 @@ def problems_of_library(path: Path) -> list[str]:
 
 
 def expected_files(libraries: list[str]) -> set[str]:
-    sources = (path for path in PACKAGE.rglob("*") if path.suffix == ".py" or path.name == "py.typed")
+    sources = (path for path in PACKAGE.rglob("*") if path.suffix == ".py" or path.name in _DATA)
     return {*(str(path.relative_to(REPO_ROOT)) for path in sources), *(f"{LIBRARIES}/{name}" for name in libraries)}
 
 

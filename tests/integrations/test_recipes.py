@@ -185,7 +185,7 @@ def test_accelerate_loop_accumulates_and_resumes(tmp_path: Path) -> None:
     said = run_python([*words("accelerate_loop", whole, settings), "--tiny"], ranks=2).stdout
     lines = [line for line in said.splitlines() if line.startswith("step ")]
     sent = [float(line.rsplit(" ", 1)[1]) for line in lines]
-    assert len(sent) == 20 and sent[2] / sent[3] > 25  # every step sends a sketch of the gradient's norm too
+    assert len(sent) == 20 and sent[2] / sent[3] > 3  # 4 bits, then signs and a sketch of the gradient
     for step in (9, 18):  # within an epoch, and near the end of one
         again = {**settings, "resume_from_checkpoint": whole / f"step-{step}"}
         run_in_ranks(2, [*words("accelerate_loop", resumed, again), "--tiny"])
