@@ -17,6 +17,8 @@ from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
 from hf_compressopt.optim.options import MAX_UPDATE
 
 _Value = TypeVar("_Value")
+#: Fields that all compressed optimizers take as they are.
+_OPTIONS = ("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "communicator")
 
 AUTO = "auto"
 
@@ -139,16 +141,8 @@ class CompressOptPlugin:
         given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
         if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
-        made = cls(
-            optimizer.param_groups,
-            **given,
-            warmup_bits=self.warmup_bits,
-            scale_block=self.scale_block,
-            variance_floor=self.variance_floor,
-            clip=self.clip,
-            bucket_cap_mb=self.bucket_cap_mb,
-            communicator=self.communicator,
-        )
+        given |= {name: getattr(self, name) for name in _OPTIONS}
+        made = cls(optimizer.param_groups, **given)
         if self.freeze_step == AUTO:
             made.defer_schedule([])
         return made

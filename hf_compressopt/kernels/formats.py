@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hf_compressopt.kernels.choice import on
-from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
+from hf_compressopt.kernels.messages import InChunks, message_nbytes
 from hf_compressopt.kernels.operands import Average, Combination
 
 
@@ -58,7 +58,7 @@ class MessageFormat(Protocol):
 
 
 @dataclass(frozen=True)
-class SignFormat:
+class SignFormat(InChunks):
     """A sign per element, and a float32 scale per block: the RMS of its values (1-bit Adam, arXiv 2102.02888).
 
     The message of a chunk of n elements, n > 0:
@@ -82,10 +82,6 @@ class SignFormat:
     def nbytes(self, numel: int) -> int:
         """See :meth:`MessageFormat.nbytes`."""
         return message_nbytes(numel, self.scale_block)
-
-    def chunk_nbytes(self, numel: int, world_size: int) -> list[int]:
-        """See :meth:`MessageFormat.chunk_nbytes`."""
-        return chunk_message_nbytes(numel, world_size, self.scale_block)
 
     def compress_(self, z: Combination, error: Tensor, messages: Tensor, world_size: int) -> None:
         """See :meth:`MessageFormat.compress_`."""

@@ -14,16 +14,16 @@ from hf_compressopt.kernels.integer_messages import (
     INTEGER_BITS,
     Commit,
     IntegerAverage,
-    chunk_integer_message_nbytes,
     integer_message_nbytes,
     scales_of,
 )
 from hf_compressopt.kernels.integer_protocol import IntegerKernels
+from hf_compressopt.kernels.messages import InChunks
 from hf_compressopt.kernels.operands import Combination
 
 
 @dataclass(frozen=True)
-class IntegerFormat:
+class IntegerFormat(InChunks):
     """A b-bit integer per element, and a bfloat16 scale per block of 128 elements.
 
     Sources: LoCo (arXiv 2407.04480: 4 bits with error feedback), SDP4Bit (arXiv 2410.15526: groups of 128). Unlike a
@@ -72,10 +72,6 @@ class IntegerFormat:
         """Return the bytes of the message of a chunk of ``numel`` elements."""
         return integer_message_nbytes(numel, self.bits)
 
-    def chunk_nbytes(self, numel: int, world_size: int) -> list[int]:
-        """Return the bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
-        return chunk_integer_message_nbytes(numel, world_size, self.bits)
-
     def compress_(self, z: Combination, error: Tensor, messages: Tensor, world_size: int) -> None:
         """See :meth:`IntegerKernels.compress_`."""
         integer_kernels(error).compress_(z, error, messages, world_size, self.bits)
@@ -87,14 +83,7 @@ class IntegerFormat:
         integer_kernels(error).average_compress_(messages, error, new_error, out, world_size, self.bits)
 
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> IntegerAverage:
-        """Return the messages of the averaged chunks of a bucket as an operand.
-
-        Args:
-            numel: Elements of the bucket.
-            messages: [world_size * stride] uint8, the message of chunk j begins at ``j * stride``.
-            world_size: Number of chunks.
-            stride: Bytes from one message to the next.
-        """
+        """See :meth:`~hf_compressopt.kernels.formats.MessageFormat.average`."""
         return IntegerAverage(numel, messages, world_size, self.bits, stride)
 
     def decompress_(self, y: IntegerAverage, out: Tensor) -> None:

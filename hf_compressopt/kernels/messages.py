@@ -27,3 +27,16 @@ def chunk_message_nbytes(numel: int, world_size: int, scale_block: int | None) -
     """Return the bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
     ranges = (chunk_range(numel, world_size, rank) for rank in range(world_size))
     return [message_nbytes(stop - start, scale_block) for start, stop in ranges]
+
+
+class InChunks:
+    """The part that all message formats share: a bucket's message is those of its chunks, one after another."""
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the message of a chunk of ``numel`` elements."""
+        raise NotImplementedError("abstract")
+
+    def chunk_nbytes(self, numel: int, world_size: int) -> list[int]:
+        """Return the bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
+        ranges = (chunk_range(numel, world_size, rank) for rank in range(world_size))
+        return [self.nbytes(stop - start) for start, stop in ranges]

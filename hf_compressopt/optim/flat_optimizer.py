@@ -20,6 +20,7 @@ from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_last_group, check_names, in_lists
 from hf_compressopt.optim.shard_stub import STATE_KEY, load_with_hooks, make_stub, switched
 from hf_compressopt.optim.state_dict import load_full, own_state
+from hf_compressopt.optim.warmup_gradients import WarmupGradients
 from hf_compressopt.schedules import Schedule, Stage, StepPlan, Warmup
 
 
@@ -35,6 +36,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     schedule: Schedule
     lr_warmup: Warmup
+    warmup_gradients: WarmupGradients
     step_was_skipped: bool = False
     skipped_steps: int = 0
     rounds: int = 0

@@ -227,8 +227,7 @@ def memory_table(rows: dict[str, dict[str, int]]) -> str:
 def time_table(model: Model, steps: int) -> str:
     """Render predicted steps, and the bandwidths below which compression pays, as a table."""
     compute = model.training.compute_seconds
-    titles = ("sent by a rank", "out of a node", "step", "of compute")
-    lines = [f"{'':26}{'stage':>12}" + "".join(f"{title:>16}" for title in titles)]
+    lines = [f"{'':26}{'stage':>12}" + _columns("sent by a rank", "out of a node", "step", "of compute")]
     for name, stages in time_rows(model, steps).items():
         for stage, step in stages.items():
             cells = (
@@ -237,7 +236,7 @@ def time_table(model: Model, steps: int) -> str:
                 f"{step.seconds * 1e3:,.1f} ms",
                 f"{step.seconds / compute:.2f} x",
             )
-            lines.append(f"{name:26}{stage:>12}" + "".join(f"{cell:>16}" for cell in cells))
+            lines.append(f"{name:26}{stage:>12}" + _columns(*cells))
             name = ""
     lines.append("")
     for name, found in crossovers(model, steps).items():
@@ -251,16 +250,16 @@ def run_table(model: Model, steps: int) -> str:
     """Render the bytes and the time of a whole run, beside those of DDP with gradients as they are."""
     runs = whole_runs(model, steps)
     first = next(iter(runs.values()))
-    lines = [f"{'':26}" + "".join(f"{title:>16}" for title in ("sent by a rank", "fewer bytes", "time", "as fast"))]
+    lines = [f"{'':26}" + _columns("sent by a rank", "fewer bytes", "time", "as fast")]
     for name, run in runs.items():
-        cells = (
-            f"{run.sent / 1e9:,.1f} GB",
-            f"{first.sent / run.sent:.1f} x",
-            f"{run.seconds / 3600:,.2f} h",
-            f"{first.seconds / run.seconds:.2f} x",
-        )
-        lines.append(f"{name:26}" + "".join(f"{cell:>16}" for cell in cells))
+        sent, hours = f"{run.sent / 1e9:,.1f} GB", f"{run.seconds / 3600:,.2f} h"
+        fewer, faster = first.sent / run.sent, first.seconds / run.seconds
+        lines.append(f"{name:26}" + _columns(sent, f"{fewer:.1f} x", hours, f"{faster:.2f} x"))
     return "\n".join(lines)
+
+
+def _columns(*cells: str) -> str:
+    return "".join(f"{cell:>16}" for cell in cells)
 
 
 def _verdict(rate: float) -> str:
