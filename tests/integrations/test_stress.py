@@ -1,5 +1,6 @@
 """Random combinations of Trainer's options: ranks end alike, and a resumed run equals the uninterrupted one."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,6 @@ def test_random_combinations_of_options(seed: int, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("STRESS_DRAWS", "50"))))
 def test_random_combinations_of_options_for_500_steps(seed: int, tmp_path: Path) -> None:
     check_draw(seed, tmp_path, 500)
