@@ -18,7 +18,7 @@ from hf_compressopt.optim.options import MAX_UPDATE
 
 _Value = TypeVar("_Value")
 #: Fields that all compressed optimizers take as they are.
-_OPTIONS = ("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "communicator")
+OPTIONS = ("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "communicator")
 
 AUTO = "auto"
 
@@ -141,7 +141,7 @@ class CompressOptPlugin:
         given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
         if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
-        given |= {name: getattr(self, name) for name in _OPTIONS}
+        given |= {name: getattr(self, name) for name in OPTIONS}
         made = cls(optimizer.param_groups, **given)
         if self.freeze_step == AUTO:
             made.defer_schedule([])

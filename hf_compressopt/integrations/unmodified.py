@@ -15,20 +15,10 @@ from accelerate import Accelerator
 from hf_compressopt.integrations.accelerate import attach
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.patching import is_wrapped, wrap
-from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
+from hf_compressopt.integrations.plugin import AUTO, OPTIONS, CompressOptPlugin
 
 _CHOICES = ("COMPRESSOPT_OPTIM", "COMPRESSOPT_OPTIMIZER", "COMPRESSOPT_GRAD_COMPRESSION", "COMPRESSOPT_ZERO_STAGE")
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
-_OPTIONS = (
-    "freeze_step",
-    "warmup_bits",
-    "scale_block",
-    "variance_floor",
-    "max_update",
-    "clip",
-    "bucket_cap_mb",
-    "communicator",
-)
 
 
 def adopt_accelerators() -> None:
@@ -60,7 +50,7 @@ def trainer_optimizer(name: str) -> str:
 def trainer_options(name: str) -> dict[str, Any]:
     """The options of an optimizer that are set in the environment, by the names of its constructor."""
     plugin, given = CompressOptPlugin(), {}
-    for option in _OPTIONS:
+    for option in ("freeze_step", "max_update", *OPTIONS):
         if f"COMPRESSOPT_{option.upper()}" in os.environ:
             given[option] = getattr(plugin, option)
     if "freeze_step" in given:

@@ -317,7 +317,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     def _end_warmup(self, plan: StepPlan) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, once.
 
-        What the gradients' messages have missed goes on as errors of the momentum, which is b1 m + (1 - b1) g.
+        The errors of the gradients' messages become errors of the momentum, b1 m + (1 - b1) g: times 1 - b1.
         """
         for state in self._states:
             if state.compressed:

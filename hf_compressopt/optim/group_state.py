@@ -129,12 +129,10 @@ class GroupState:
             if feedback.worker_error.numel():
                 first, stop = chunk_range(bucket.numel, self.communicator.world_size, self.communicator.rank)
                 for piece in bucket.pieces:
-                    start = piece.offset - bucket.start
+                    start, factor = piece.offset - bucket.start, factors[piece.index]
                     end = start + piece.numel
-                    feedback.worker_error[start:end].mul_(factors[piece.index])
-                    feedback.server_error[max(start - first, 0) : max(min(end, stop) - first, 0)].mul_(
-                        factors[piece.index]
-                    )
+                    feedback.worker_error[start:end].mul_(factor)
+                    feedback.server_error[max(start - first, 0) : max(min(end, stop) - first, 0)].mul_(factor)
 
     @property
     def device(self) -> torch.device:

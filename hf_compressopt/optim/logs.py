@@ -22,7 +22,7 @@ def write_log(logger: logging.Logger, level: int, message: str, *args: object) -
 
 
 def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int, sent: str, norm: str) -> None:
-    """Log the end of the first stage, and warn of parameters that keep still after it.
+    """Log the end of the first stage, and warn of parameters that do not move after it.
 
     Args:
         plan: Plan of the last step of the stage.

@@ -147,7 +147,7 @@ def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
     schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
     fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
     mine = header_of(optimizer)
-    del mine["lr_warmup"]  # nobody knows it
+    del mine["lr_warmup"]  # what was imported does not tell it
     return {**mine, "schedule": schedule, "step": step, **fresh}
 
 

@@ -51,8 +51,8 @@ class WarmupGradients:
         bits: Bits per element of a message: 4 or 8 for integers with error feedback, 16 for bfloat16, 32 for the
             gradients as they are.
         checked: What the ranks have compared for :func:`~hf_compressopt.average_gradients`.
-        in_use: Whether the gradients of the last step travelled so.
-        ever_in_use: Whether the gradients of any step of the run did; a part of the state.
+        in_use: Whether the gradients of the last step were averaged in this form, and in less than 32 bits.
+        ever_in_use: Whether the gradients of any step of the run were averaged in this form; a part of the state.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class WarmupGradients:
         """Inside, a step takes signs as its gradients, and may be between steps whose gradients were integers.
 
         Integers round small gradients to 0, and a sign would move an element without a variance without bound. So the
-        variance floor applies before the step, and a parameter without variance keeps still.
+        variance floor applies before the step, and a parameter without variance does not move.
         """
         integers = self.bits in INTEGER_BITS and self.ever_in_use and plan.stage is Stage.VARIANCE
         guarded = [state for state in states if integers and state.own_rank is None]

@@ -4,7 +4,7 @@ Variance stage, t <= var_freeze_step; in a variance step g is averaged in warmup
     g = compressed_all_reduce(g_r), times the mask if there is one                          (1)
     m = b1 m + (1 - b1) g;  in a variance step v = b2 v + (1 - b2) g^2                      (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), in other steps bounded                   (3)
-With warmup_bits of 4 or 8 the variance floor applies before each (1) too, and a tensor without variance keeps still.
+With warmup_bits of 4 or 8 the variance floor applies before each (1) too, and a tensor without variance does not move.
 At the end of step var_freeze_step: bias corrections and variance floor as in 1-bit Adam, errors set to zero.
 Local-step stage: each rank alone, in every step,
     m_r = b1 m_r + (1 - b1) g_r;  p_r <- p_r (1 - lr wd) - lr bounded(m_r / (sqrt(v) + eps))  (4)
@@ -313,7 +313,7 @@ def _corrections(state: GroupState, counted: bool) -> Tensor:
     if state.options["bias_correction"]:
         first = 1 - beta1 ** (state.steps.to(updates) + (not counted))
         second = 1 - beta2 ** updates.clamp(min=1)
-    first = torch.where(updates > 0, first, torch.inf)  # without a variance it keeps still
+    first = torch.where(updates > 0, first, torch.inf)  # without a variance it does not move
     return torch.stack([first, second], dim=1).float()
 
 

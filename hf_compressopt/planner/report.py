@@ -157,7 +157,7 @@ def last_stage(stages: dict[str, Step]) -> str:
 
 
 def crossovers(model: Model, steps: int) -> dict[str, dict[str, dict[str, float]]]:
-    """The bandwidths below which the compressed optimizers are faster than DDP.
+    """Find the bandwidths below which the compressed optimizers are faster than DDP.
 
     Returns:
         Bytes per second of a node's link, by optimizer, stage (the last one, and the whole run; "" if there are no

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ def test_a_prefix_that_no_load_accepts_is_refused(prefix: str, tmp_path: Path) -
 
 def test_every_prefix_that_is_saved_is_loaded(tmp_path: Path) -> None:
     for prefix in ("a", "_", "0", "compressopt_2", "a.b-c"):
-        save_state(adamw(), tmp_path, prefix=prefix)
-        load_state(adamw(), tmp_path, prefix=prefix)
+        saved, loaded = adamw(), adamw()
+        state = saved.state[saved.param_groups[0]["params"][0]]
+        state["exp_avg"].fill_(len(prefix))
+        save_state(saved, tmp_path, prefix=prefix)
+        load_state(loaded, tmp_path, prefix=prefix)
+        assert loaded.state_dict()["state"][0]["exp_avg"].tolist() == [len(prefix)] * 3
 
 
 def save_with_names(rank: int, world_size: int, directory: str, names: list[Any]) -> None:
@@ -122,9 +127,9 @@ def save_apart(rank: int, world_size: int, directory: str) -> list[str]:
     if rank == 0:
         with held_back() as gate:
             thread = threading.Thread(target=lambda: told.extend(outcome(optimizer, directory)))
-            thread.start()  # its lock is held, and its file begun
-            while not list(Path(directory).glob("*.lock")) and thread.is_alive():
-                pass
+            thread.start()
+            while not list(Path(directory).glob("compressopt*.tmp")) and thread.is_alive():
+                time.sleep(0.01)  # the shard is begun once the lock is held
             dist.barrier()
             dist.barrier()
             gate.set()

@@ -85,3 +85,56 @@ def test_several_ranks_without_torch_distributed_are_refused(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but torch.distributed is not initialized"):
         make()
+
+
+class Recording:
+    """A process group that also writes down the order of its calls."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.calls = group, []
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        self.calls.append("recv")
+        return self.group.recv(tensors, peer, tag)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        self.calls.append("send")
+        return self.group.send(tensors, peer, tag)
+
+
+def exchange(rank: int, world_size: int) -> list[str]:
+    """Rank i sends 3 j elements to rank j, so none to rank 0, twice with other values under way."""
+    from hf_compressopt.collectives.torch_dist import TorchCommunicator
+
+    communicator = TorchCommunicator()
+    communicator.process_group = recording = Recording(dist.group.WORLD)  # type: ignore[arg-type, assignment]
+    splits, handles = [3 * peer for peer in range(world_size)], []
+    for message in range(2):
+        sent = torch.arange(sum(splits)) + 1000 * rank + 100 * message
+        received, gathered = torch.empty(3 * rank * world_size, dtype=sent.dtype), torch.empty(5 * world_size)
+        own = [3 * rank] * world_size
+        part = torch.full((5,), 10.0 * rank + message)
+        handles.append((communicator.all_to_all(received, sent, output_splits=own, input_splits=splits), received))
+        handles.append((communicator.all_gather(gathered, part), gathered))
+    for message in range(2):
+        (to_all, received), (gather, gathered) = handles[2 * message : 2 * message + 2]
+        to_all.wait()
+        gather.wait()
+        first = sum(splits[:rank])
+        expected = [
+            range(first + 1000 * peer + 100 * message, first + 1000 * peer + 100 * message + 3 * rank)
+            for peer in range(world_size)
+        ]
+        assert received.tolist() == [value for values in expected for value in values]
+        assert gathered.view(world_size, 5)[:, 0].tolist() == [10.0 * peer + message for peer in range(world_size)]
+    communicator.all_gather(torch.empty(0), torch.empty(0)).wait()
+    return recording.calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gloo_receives_before_it_sends(world_size: int) -> None:
+    """So that messages travel in both directions at once: with gloo's own all-to-all they often take turns."""
+    for rank, calls in enumerate(run_ranks(world_size, exchange)):
+        others = world_size - 1
+        to_all = ["recv"] * others * bool(rank) + ["send"] * (others - (rank > 0))
+        assert calls == (to_all + ["recv"] * others + ["send"] * others) * 2

@@ -1,6 +1,6 @@
 """Low-bit gradients on real gloo ranks: equal to a simulation in bits, through DDP's hook and in plain loops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hf_compressopt import GradientCompression, compress_hook, load_state, save_
 from hf_compressopt.flat import chunk_range
 from tests.oracles.simulation_integers import Simulation
 from tests.support.harness import RankError, run_ranks
+from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
 
 SHAPES = [(7, 33), (129,), (0,), (1,), (64, 5), (3, 1, 2)]
 BUCKET = 300  # elements, so that buckets cut tensors
@@ -229,34 +230,17 @@ def test_errors_do_not_carry_the_loss_scale() -> None:
 
 
 def record(rank: int, world_size: int) -> list[str]:
-    from hf_compressopt.collectives.communicator import Handle
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
+    def attach(ddp: DistributedDataParallel, communicator: Recording) -> Callable[[], None]:
+        state = GradientCompression(ddp.parameters(), bucket_cap_mb=CAP, communicator=communicator)
+        ddp.register_comm_hook(state, compress_hook)
+        return lambda: None
 
-    events: list[str] = []
-
-    class Recording(TorchCommunicator):
-        def all_to_all(self, output: Any, inputs: Any, **splits: Sequence[int]) -> Handle:
-            events.append("message")
-            return super().all_to_all(output, inputs, **splits)
-
-    net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
-    ddp = DistributedDataParallel(net, bucket_cap_mb=cap(256 * 256))
-    state = GradientCompression(net.parameters(), bucket_cap_mb=cap(256 * 256), communicator=Recording())
-    ddp.register_comm_hook(state, compress_hook)
-    for p in net.parameters():
-        p.register_hook(lambda grad: events.append("gradient"))
-    for _ in range(2):  # the second time with DDP's rebuilt buckets
-        events.clear()
-        ddp(torch.randn(4, 256)).sum().backward()
-    return events
+    return events_of_backward(attach)
 
 
 def test_the_first_message_leaves_before_the_last_gradient_is_there() -> None:
     for events in run_ranks(2, record):
-        assert events.count("message") > 4 and events.count("gradient") == 16
-        last = len(events) - 1 - events[::-1].index("gradient")
-        assert events.index("message") < last
-        assert events[:last].count("message") >= 4
+        check_overlap(events)
 
 
 # -- state and refusals -----------------------------------------------------------------------------------------------

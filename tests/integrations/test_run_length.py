@@ -1,6 +1,5 @@
 """The length of the run reaches the schedule, and a run that compresses nothing says so once."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +8,8 @@ import torch
 from torch import nn
 
 from tests.support.harness import run_ranks
+from tests.support.logs import log_lines
 from tests.support.trainer_runs import Run, make_trainer, use_accelerate
-
-
-class Lines(logging.Handler):
-    """Keeps the package's log lines."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-        package = logging.getLogger("hf_compressopt")
-        package.setLevel(logging.INFO)
-        package.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def close(self) -> None:
-        logging.getLogger("hf_compressopt").removeHandler(self)
-        super().close()
-
-    def said(self, words: str) -> int:
-        return sum(words in line for line in self.lines)
 
 
 def network() -> nn.Module:
@@ -46,7 +25,6 @@ def plug_in(
 
     from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
 
-    log = Lines()
     accelerator = CompressOptAccelerator(
         cpu=True, compressopt_plugin=CompressOptPlugin(**options), step_scheduler_with_optimizer=scheduler != "manual"
     )
@@ -63,10 +41,10 @@ def plug_in(
     elif scheduler != "none":  # Accelerate takes num_processes steps of a scheduler in each
         count = steps if scheduler == "manual" else steps * world_size
         prepared.append(get_linear_schedule_with_warmup(optimizer, 0, count))
-    inner = accelerator.prepare(*prepared)[1].optimizer
-    log.close()
+    with log_lines() as lines:
+        inner = accelerator.prepare(*prepared)[1].optimizer
     fitted = [getattr(inner, name, None) for name in ("freeze_step", "max_freeze_step")]
-    return {"class": type(inner).__name__, "fitted": fitted, "lines": log.lines}
+    return {"class": type(inner).__name__, "fitted": fitted, "lines": lines}
 
 
 class OwnStep(torch.optim.AdamW):
@@ -134,9 +112,7 @@ def test_subclasses_without_a_step_of_their_own_are_converted() -> None:
 def trainer_run(
     rank: int, world_size: int, directory: str, arguments: dict[str, Any], out_of_memory: bool
 ) -> dict[str, Any]:
-    log = Lines()
-    trainer = make_trainer(rank, world_size, Run({**arguments, "output_dir": directory}))
-    step, failed = trainer.training_step, []
+    failed = []
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
         if out_of_memory and trainer._train_batch_size > 2:
@@ -144,15 +120,17 @@ def trainer_run(
             raise RuntimeError("CUDA out of memory.")
         return step(*args, **kwargs)
 
-    trainer.training_step = training_step
-    trainer.train()
-    log.close()
+    with log_lines() as lines:
+        trainer = make_trainer(rank, world_size, Run({**arguments, "output_dir": directory}))
+        step = trainer.training_step
+        trainer.training_step = training_step
+        trainer.train()
     inner = trainer.optimizer.optimizer
     return {
         "steps": trainer.state.max_steps,
         "schedule": inner.schedule.options(),
         "stage": inner.last_plan.stage.number,
-        "lines": log.lines,
+        "lines": lines,
         "failed": failed,
     }
 

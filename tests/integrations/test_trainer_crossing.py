@@ -16,7 +16,8 @@ OPTIMIZERS: dict[str, str] = {
     "onebit_adam": "freeze_step=3,bucket_cap_mb=0.02,scale_block=256",
     # saved inside a local interval, both times
     "zero_one_adam": "var_freeze_step=3,var_update_scaler=1,local_step_scaler=1,local_step_clipper=4,scale_block=256",
-    "onebit_lamb": "freeze_step=3,bucket_cap_mb=0.02,scale_block=256",
+    # in full precision before the switch, so that losses are close enough to see an optimizer that starts anew
+    "onebit_lamb": "freeze_step=3,bucket_cap_mb=0.02,scale_block=256,warmup_bits=32",
     "zero1_adamw": "",
     "zero2_adamw": "reduce_bucket_size=3000",
     "fused_adam": "",
@@ -24,15 +25,13 @@ OPTIMIZERS: dict[str, str] = {
 }
 #: How far the losses may be from those on as many ranks as before: these depend on the ranks' own gradients. With an
 #: optimizer that starts anew they are up to 0.047, 0.22 and 0.008 apart.
-TOLERANCE = {"onebit_adam": 0.025, "zero_one_adam": 0.2, "onebit_lamb": 0.005}
+TOLERANCE = {"onebit_adam": 0.025, "zero_one_adam": 0.2, "onebit_lamb": 0.002}
 COMPRESSED = ("onebit_adam", "zero_one_adam", "onebit_lamb")
 ELASTIC = [name for name in OPTIMIZERS if name != "adamw_torch"]
 # saved by, resumed with, its options
 CROSSING = [
     *(("adamw_torch", name, "warmup") for name in COMPRESSED),  # a first stage that goes on
-    *(
-        ("adamw_torch", name, "warmup_bits=32") for name in COMPRESSED
-    ),  # one that has ended by then, as Trainer bounds it
+    *(("adamw_torch", name, "warmup_bits=32") for name in COMPRESSED),  # one that Trainer has ended by then
     *(("adamw_torch", name, OPTIMIZERS[name]) for name in ("zero1_adamw", "zero2_adamw", "fused_adam")),
     *((name, "adamw_torch", "") for name in ("onebit_adam", "zero_one_adam", "onebit_lamb", "zero2_adamw")),
 ]

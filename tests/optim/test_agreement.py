@@ -1,6 +1,5 @@
 """Agreement of the ranks in a compressed step, beside its messages: one small all-reduce, errors for all."""
 
-import logging
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import hf_compressopt
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.logs import log_lines
 from tests.support.memory import MIB, peak_beyond
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -38,13 +38,6 @@ class Counting(TorchCommunicator):
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Any:
         self.calls += 1
         return super().all_reduce(tensor, op=op)
-
-
-def listen(lines: list[str]) -> logging.Handler:
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_compressopt").addHandler(handler)
-    return handler
 
 
 # -- one small all-reduce ---------------------------------------------------------------------------------------------
@@ -135,16 +128,12 @@ def test_a_gradient_that_is_spoilt_after_clipping_hangs_nobody() -> None:
 
 
 def alike_gradients(rank: int, world_size: int, name: str, alike: bool) -> list[str]:
-    lines: list[str] = []
-    handler = listen(lines)
-    try:
+    with log_lines() as lines:
         param = nn.Parameter(torch.ones(40))
         optimizer = optimizer_of(name, [param])
         for step in range(6):
             draw(param, optimizer, 0 if alike else rank, step)
             optimizer.step()
-    finally:
-        logging.getLogger("hf_compressopt").removeHandler(handler)
     return [line for line in lines if "averaged already" in line]
 
 
@@ -186,13 +175,11 @@ def test_ranks_with_different_hyperparameters_fail_together(name: str, at: int) 
 
 def differ_at_the_switch(rank: int, world_size: int, name: str, relative: float) -> tuple[Tensor, list[str]]:
     """Rank 1's warmup is another one by this much; an expert that only rank 1 holds is nobody else's matter."""
-    lines: list[str] = []
-    handler = listen(lines)
     own = [dist.new_group([r]) for r in range(world_size)][rank]
     param = nn.Parameter(torch.randn(7, 9, generator=torch.Generator().manual_seed(1)).t())
     expert = nn.Parameter(torch.ones(3 + rank))
     optimizer = optimizer_of(name, [{"params": [param]}, {"params": [expert], "process_group": own}])
-    try:
+    with log_lines() as lines:
         for step in range(6):
             draw(param, optimizer, rank, step)
             draw(expert, optimizer, rank, step)
@@ -200,8 +187,6 @@ def differ_at_the_switch(rank: int, world_size: int, name: str, relative: float)
                 with torch.no_grad():
                     param.mul_(1 + relative)
             optimizer.step()
-    finally:
-        logging.getLogger("hf_compressopt").removeHandler(handler)
     if name == "ZeroOneAdam":
         optimizer.settle_parameters()
     return param.detach(), [line for line in lines if "differ by rounding" in line]
@@ -243,11 +228,9 @@ def test_the_first_steps_and_the_switch_take_no_copy_of_a_large_tensor(name: str
 
 def different_coefficients(rank: int, world_size: int) -> tuple[list[Tensor], int]:
     """Ranks whose sums are rounded otherwise have other LAMB coefficients at the switch: all take rank 0's."""
-    lines: list[str] = []
-    handler = listen(lines)
     params = [nn.Parameter(torch.randn(9, generator=torch.Generator().manual_seed(i))) for i in range(3)]
     optimizer = optimizer_of("OnebitLamb", params)
-    try:
+    with log_lines() as lines:
         for step in range(6):
             for param in params:
                 draw(param, optimizer, rank, step)
@@ -255,8 +238,6 @@ def different_coefficients(rank: int, world_size: int) -> tuple[list[Tensor], in
                 for param in params:
                     optimizer.state[param]["scaling_coeff"] *= 1 + 2e-7
             optimizer.step()
-    finally:
-        logging.getLogger("hf_compressopt").removeHandler(handler)
     return [param.detach() for param in params], sum("differ by rounding" in line for line in lines)
 
 

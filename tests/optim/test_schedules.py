@@ -1,9 +1,7 @@
 """Schedules as pure functions: how they are fitted to a run, and when "auto" may end the first stage."""
 
-import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 
 from hf_compressopt import OnebitAdam
 from hf_compressopt.schedules import AUTO, OnebitSchedule, Schedule, Stage, Warmup, ZeroOneSchedule
+from tests.support.logs import log_lines
 
 LENGTHS = (1, 2, 5, 20, 60, 99, 100, 101, 299, 300, 301, 400, 499, 500, 501, 1000, 12_345)
 SCHEDULES = (OnebitSchedule, ZeroOneSchedule)
@@ -122,22 +121,6 @@ def test_schedules_of_headers_are_checked(schedule: type[Schedule]) -> None:
 
 
 # -- the search of a real optimizer -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def log_lines() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hf_compressopt")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def train(rates: list[float], resume_at: tuple[int, ...] = (), **options: Any) -> tuple[Any, list[str], torch.Tensor]:

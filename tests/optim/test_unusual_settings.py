@@ -11,6 +11,7 @@ from torch import nn
 
 import hf_compressopt
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.logs import log_lines, log_to
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"freeze_step": 2},
@@ -76,12 +77,7 @@ class FailingHandler(logging.Handler):
 
 
 def train_with_a_failing_log(rank: int, world_size: int, name: str) -> float:
-    logger = logging.getLogger("hf_compressopt")
-    handler = FailingHandler()
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
+    with log_to(FailingHandler()):
         used, unused = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(4))
         freeze = {"ZeroOneAdam": "var_freeze_step"}.get(name, "freeze_step")
         optimizer = optimizer_of(name, [used, unused], **{freeze: "auto", "max_freeze_step": 3, "min_freeze_step": 1})
@@ -89,9 +85,6 @@ def train_with_a_failing_log(rank: int, world_size: int, name: str) -> float:
             used.grad = torch.full((20,), float("nan") if step == 1 else 1.0 + step)
             optimizer.step()
         return float(optimizer.metrics()["step"])
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -100,21 +93,11 @@ def test_a_log_that_fails_does_not_stop_a_step(name: str) -> None:
 
 
 def hear_switch(rank: int, world_size: int, name: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hf_compressopt")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
+    with log_lines() as lines:
         param = nn.Parameter(torch.ones(20))
         optimizer = optimizer_of(name, [param])
         for step in range(4):
             optimizer.step(grads=[torch.full((20,), 1.0 + step)])
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return [line for line in lines if "ends, the variance is frozen" in line]
 
 

@@ -31,6 +31,7 @@ from tests.oracles.comparing import final_state
 from tests.oracles.simulation_integers import Simulation
 from tests.oracles.simulation_low_bits import LowBitOnebitAdam, LowBitOnebitLamb, LowBitZeroOneAdam
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.logs import log_lines
 
 SIMULATIONS = {"OnebitAdam": LowBitOnebitAdam, "OnebitLamb": LowBitOnebitLamb, "ZeroOneAdam": LowBitZeroOneAdam}
 ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2}
@@ -278,21 +279,15 @@ def test_other_bits_are_refused(bits: Any) -> None:
 
 def by_itself(rank: int, world_size: int) -> list[str]:
     """A loop that averages by itself; the lines that the package has logged."""
-    import logging
-
     import torch.distributed as dist
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_compressopt").addHandler(handler)
-    params, optimizer = make(4)
-    for step in range(3):
-        give(params, rank, step)
-        for p in params:
-            dist.all_reduce(p.grad.div_(world_size))
-        optimizer.step()
-    logging.getLogger("hf_compressopt").removeHandler(handler)
+    with log_lines() as lines:
+        params, optimizer = make(4)
+        for step in range(3):
+            give(params, rank, step)
+            for p in params:
+                dist.all_reduce(p.grad.div_(world_size))
+            optimizer.step()
     return [line for line in lines if "warmup_bits=4 is not in use" in line]
 
 

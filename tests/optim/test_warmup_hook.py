@@ -1,6 +1,5 @@
 """Low-bit gradients of the first stage through DDP's hook: the bits of a plain loop, in all that DDP can do."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import hf_compressopt
 from hf_compressopt import attach_ddp, average_gradients
 from tests.oracles.cases import bucket_cap
 from tests.support.harness import run_ranks
+from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
 
 STEPS, FREEZE = 6, 4
 
@@ -240,37 +240,19 @@ def test_a_process_group_of_its_own() -> None:
 
 
 def record(rank: int, world_size: int) -> list[str]:
-    from hf_compressopt.collectives.communicator import Handle
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
+    def attach(ddp: DistributedDataParallel, communicator: Recording) -> Any:
+        optimizer = hf_compressopt.OnebitAdam(
+            ddp.parameters(), warmup_bits=4, bucket_cap_mb=CAP, communicator=communicator
+        )
+        attach_ddp(ddp, optimizer)
+        return optimizer.step
 
-    events: list[str] = []
-
-    class Recording(TorchCommunicator):
-        def all_to_all(self, output: Any, inputs: Any, **splits: Sequence[int]) -> Handle:
-            events.append("message")
-            return super().all_to_all(output, inputs, **splits)
-
-    net = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
-    ddp = DistributedDataParallel(net, bucket_cap_mb=bucket_cap(256 * 256))
-    cap = bucket_cap(256 * 256)
-    optimizer = hf_compressopt.OnebitAdam(
-        net.parameters(), warmup_bits=4, bucket_cap_mb=cap, communicator=Recording(device=torch.device("cpu"))
-    )
-    attach_ddp(ddp, optimizer)
-    for p in net.parameters():
-        p.register_hook(lambda grad: events.append("gradient"))
-    for _ in range(2):  # the second time with DDP's rebuilt buckets
-        events.clear()
-        ddp(torch.randn(4, 256)).sum().backward()
-        optimizer.step()
-    return events
+    return events_of_backward(attach)
 
 
 def test_the_first_message_leaves_before_the_last_gradient_is_there() -> None:
     for events in run_ranks(2, record):
-        assert events.count("message") > 4 and events.count("gradient") == 16
-        last = len(events) - 1 - events[::-1].index("gradient")
-        assert events[:last].count("message") >= 4
+        check_overlap(events)
 
 
 # -- errors of DDP's own ----------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ from tests.oracles.steps import (
     problems_of_a_skip,
 )
 from tests.support.harness import run_ranks
+from tests.support.logs import log_lines
 
 FREEZE, STEPS = 8, 24
 SCHEDULE = {"var_freeze_step": FREEZE, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
@@ -313,14 +313,8 @@ def test_rank_goes_on_with_its_momentum_where_its_gradient_is_not_finite(world_s
 
 
 def solve_and_listen(rank, world_size, problem):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hf_compressopt").addHandler(handler)
-    try:
+    with log_lines() as messages:
         return solve(rank, problem), messages
-    finally:
-        logging.getLogger("hf_compressopt").removeHandler(handler)
 
 
 @pytest.mark.invariant(13)

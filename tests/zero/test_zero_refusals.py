@@ -78,7 +78,8 @@ def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(
 
 
 def test_the_base_of_bitsandbytes_is_not_refused_for_its_name() -> None:
-    ZeroOptimizer([nn.Parameter(torch.ones(3))], WithBits)
+    optimizer = ZeroOptimizer([nn.Parameter(torch.ones(3))], WithBits, lr=0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
 
 
 def test_the_plugin_sees_the_bits_of_a_made_optimizer() -> None:

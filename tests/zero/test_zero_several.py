@@ -1,6 +1,5 @@
 """Several ZeroOptimizers in one process: of the same parameters, and of one backward."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_compressopt import ZeroOptimizer
 from tests.support.harness import run_ranks
+from tests.support.logs import log_lines
 from tests.support.zero_runs import bits, different
 
 
@@ -28,28 +28,18 @@ def train(rank: int, model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]
     return bits(model)
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def made_again(rank: int, world_size: int) -> None:
     """Make the optimizer again, as in a notebook whose last exception keeps the old one alive; on rank 1 it is dead."""
     options: dict[str, Any] = {"lr": 1e-2, "reduce_bucket_size": 300}
     expected = train(rank, (model := net(1)), ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options))
-    model, records = net(1), Records()
-    logging.getLogger("hf_compressopt").addHandler(records)
-    kept = [ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options)]
-    if rank == 1:
-        kept.clear()
-    found = train(rank, model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options))
-    logging.getLogger("hf_compressopt").removeHandler(records)
+    model = net(1)
+    with log_lines() as lines:
+        kept = [ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options)]
+        if rank == 1:
+            kept.clear()
+        found = train(rank, model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options))
     assert not list(different(expected, found))
-    assert any("get no more gradients" in line for line in records.lines) == (rank == 0)
+    assert any("get no more gradients" in line for line in lines) == (rank == 0)
     for old in kept:
         with pytest.raises(RuntimeError, match="use the newer one"):
             old.step()

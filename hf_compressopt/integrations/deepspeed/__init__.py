@@ -81,7 +81,7 @@ def _missing_size(options: dict[str, Any], ranks: int | None) -> tuple[str, int 
     """Return which of the two factors of train_batch_size is missing, and its value, if it follows from the others.
 
     Raises:
-        ValueError: If the sizes are no whole numbers, or do not fit.
+        ValueError: If a size is not a whole number, or the sizes contradict each other.
     """
 
     def whole(name: str) -> int:

@@ -1,8 +1,9 @@
-/* Element types as they lie in memory. */
+/* Element types as they lie in memory, and the bits of a float. */
 #ifndef COMPRESSOPT_CPU_ELEMENTS_H
 #define COMPRESSOPT_CPU_ELEMENTS_H
 
 #include <stdint.h>
+#include <string.h>
 
 namespace compressopt {
 
@@ -14,6 +15,21 @@ struct float16 {
 };
 
 constexpr uint16_t kBfloat16NaN = 0x7fc0;
+
+namespace { /* each instruction set has its own */
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+}  // namespace
 
 }  // namespace compressopt
 

@@ -24,22 +24,10 @@ inline int64_t integer_message_nbytes(int64_t numel, int bits) {
     return ceil_div(used, 16) * 16;
 }
 
-inline uint32_t to_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-inline float from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 inline float load_bfloat16(const uint8_t *p) {
     uint16_t bits;
     memcpy(&bits, p, 2);
-    return from_bits(static_cast<uint32_t>(bits) << 16);
+    return float_of(static_cast<uint32_t>(bits) << 16);
 }
 
 /* The first of nbytes bytes from elsewhere, and zeros behind them. Returns where they are. */
@@ -56,8 +44,8 @@ struct BlockScale {
     float scale, inverse;
     template <int kBits>
     static BlockScale of(uint32_t most) {
-        float largest = from_bits(most), exact = largest / static_cast<float>((1 << (kBits - 1)) - 1);
-        float scale = from_bits((to_bits(exact) + 0xffff) & 0xffff0000);
+        float largest = float_of(most), exact = largest / static_cast<float>((1 << (kBits - 1)) - 1);
+        float scale = float_of((bits_of(exact) + 0xffff) & 0xffff0000);
         /* No integer is beyond the limits L: scale is at least largest / L less half a unit in the last place, and with
          * the roundings of inverse and of the product |u * inverse| <= L (1 + 2^-22), which rounds to L at most. */
         float inverse = 1.0f / scale;
@@ -65,7 +53,7 @@ struct BlockScale {
         return {huge ? __builtin_nanf("") : empty ? 0.0f : scale, huge || empty ? 0.0f : inverse};
     }
     bool finite() const { return scale == scale; }
-    uint16_t bits() const { return finite() ? static_cast<uint16_t>(to_bits(scale) >> 16) : kBfloat16NaN; }
+    uint16_t bits() const { return finite() ? static_cast<uint16_t>(bits_of(scale) >> 16) : kBfloat16NaN; }
 };
 
 /* ---- messages ---------------------------------------------------------------------------------------------------- */

@@ -50,17 +50,6 @@ inline Vec square_root(const Vec &x) {
     return r;
 }
 
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-inline float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
 inline float widen(float x) { return x; }
 inline float widen(bfloat16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16); }
 inline float widen(float16 x) {

@@ -1,0 +1,52 @@
+"""When messages leave, beside the gradients of a backward."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_compressopt.collectives.communicator import Handle
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from tests.oracles.cases import bucket_cap
+
+LAYERS, WIDTH = 8, 256
+CAP = bucket_cap(WIDTH * WIDTH)
+
+
+class Recording(TorchCommunicator):
+    """The real thing, which also writes down its first phases."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(device=torch.device("cpu"))
+        self.events = events
+
+    def all_to_all(self, output: Tensor, inputs: Tensor, **splits: Sequence[int]) -> Handle:
+        self.events.append("message")
+        return super().all_to_all(output, inputs, **splits)
+
+
+def events_of_backward(attach: Callable[[DistributedDataParallel, Recording], Callable[[], Any]]) -> list[str]:
+    """ "gradient" and "message" in the order of the second step, in which DDP has built its buckets anew.
+
+    attach: Connects the model with what compresses, over this communicator; returns what ends a step.
+    """
+    events: list[str] = []
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=CAP)
+    end_step = attach(ddp, Recording(events))
+    for p in net.parameters():
+        p.register_hook(lambda grad: events.append("gradient"))
+    for _ in range(2):
+        events.clear()
+        ddp(torch.randn(4, WIDTH)).sum().backward()
+        end_step()
+    return events
+
+
+def check_overlap(events: list[str]) -> None:
+    """The first messages leave before the last gradient is there."""
+    assert events.count("message") > LAYERS // 2 and events.count("gradient") == 2 * LAYERS
+    last = len(events) - 1 - events[::-1].index("gradient")
+    assert events[:last].count("message") >= LAYERS // 2
