@@ -8,8 +8,9 @@ The model, the text and Trainer are those of recipes/causal_lm (`--tiny`), with 
 so that the first stage is part of the time. What a run learns does not depend on the link: each method trains once, on
 an unshaped one, where its bytes are counted too. Then the step of each of its stages is timed on each link, the methods
 in turn, several times over, so that a slow spell of the machine meets all; the seconds of a run are the sum over its
-steps. "compute only" is a run that exchanges nothing, and takes as many steps. Every rank has a network namespace and a
-shaped link of its own (_slow_network.py).
+steps. "compute only" is a run that exchanges nothing, and takes as many steps; with a barrier at the end of each step
+it also shows what it costs that ranks wait for each other. Every rank has a network namespace and a shaped link of its
+own (_slow_network.py).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from _slow_network import (
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm"
 COMPUTE, BASELINE = "compute", "adamw"
+ALONE = (COMPUTE, "in_step")  # they exchange no gradients, so what they learn is not compared
 ORDERED = ("steps", "batch_size", "tokens", "seed", "evaluated")
 NEAR = 1.01  # of the loss that the baseline ends with
 
@@ -58,6 +60,7 @@ class Method:
         lr: Peak learning rate.
         options: Trainer's ``--optim_args``.
         hook: DDP communication hook: "fp16", "none", which exchanges nothing, or "" for the method's own.
+        barrier: Whether ranks wait for each other at the end of a step.
         stages: Options, beside the others, that keep a run in its first stage or in its last one.
     """
 
@@ -66,6 +69,7 @@ class Method:
     lr: float = 1e-3
     options: str = ""
     hook: str = ""
+    barrier: bool = False
     stages: tuple[str, ...] = ("",)
 
 
@@ -73,6 +77,7 @@ SETTLING = 8  # steps before a window, in which DDP settles its buckets and a co
 SWITCHED = (f"freeze_step={10**6}", "freeze_step=3")
 METHODS = {
     COMPUTE: Method("compute only", "adamw_torch", hook="none"),
+    "in_step": Method("compute only, and a barrier", "adamw_torch", hook="none", barrier=True),
     BASELINE: Method("AdamW, DDP fp32", "adamw_torch"),
     "fp16": Method("AdamW, 16-bit gradients", "adamw_torch", hook="fp16"),
     "int4": Method("AdamW, int4 gradients", "adamw_torch", options="grad_compression=int4"),
@@ -176,6 +181,8 @@ def learn(order: dict[str, Any]) -> dict[str, Any]:
             self.first += plan is None or plan.reduce_grads
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if method.barrier:
+                dist.barrier()
             if stage is not None and state.global_step in (SETTLING, steps):
                 dist.barrier()
                 self.times.append(time.perf_counter())
@@ -238,7 +245,7 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
         network.shape(None)
     runs = known_runs(arguments)
     for name in arguments.methods:
-        if name != COMPUTE and name not in runs:
+        if name not in ALONE and name not in runs:
             runs[name] = run = Row("", name, [], windows=[], **ranks.order(**options, method=name)[0])
             if network is None:
                 run.sent //= len(ranks.processes)  # one interface for all ranks
@@ -247,7 +254,7 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
                 write_rows(arguments.report, list(runs.values()))
     runs = {name: runs[name] for name in METHODS if name in runs and name in arguments.methods}
     everywhere = runs[BASELINE].steps
-    compute = Row("", COMPUTE, [], everywhere, [0.0] * len(everywhere), everywhere[-1], 0, [])
+    compute = Row("", "", [], everywhere, [0.0] * len(everywhere), everywhere[-1], 0, [])
     rows = []
     for link in ["unshaped"] if network is None else arguments.links:
         if network is not None:
@@ -256,7 +263,7 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
         for name, of_stages in windows.items():
             run, step = runs.get(name, compute), [statistics.median(times) for times in of_stages]
             seconds = [step[0] * min(at, run.first) + step[-1] * max(0, at - run.first) for at in run.steps]
-            rows.append(replace(run, link=link, seconds=seconds, windows=of_stages))
+            rows.append(replace(run, link=link, method=name, seconds=seconds, windows=of_stages))
     return rows or list(runs.values())
 
 
@@ -265,7 +272,7 @@ def known_runs(arguments: argparse.Namespace) -> dict[str, Row]:
     if not arguments.reuse:
         return {}
     known = [Row(**row) for row in json.loads(arguments.report.with_suffix(".json").read_text())]
-    return {row.method: replace(row, link="", seconds=[], windows=[]) for row in known if row.method != COMPUTE}
+    return {row.method: replace(row, link="", seconds=[], windows=[]) for row in known if row.method not in ALONE}
 
 
 def windows_on(
@@ -332,7 +339,7 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     target = NEAR * baseline.losses[-1]
     heading = ["", "final loss", "MB sent", "times fewer than AdamW"]
     cells = [heading]
-    for row in (row for row in rows if row.link == rows[0].link and row.method != COMPUTE):
+    for row in (row for row in rows if row.link == rows[0].link and row.method not in ALONE):
         title, fewer = METHODS[row.method].title, f"{baseline.sent / row.sent:.2f}"
         cells.append([title, f"{row.losses[-1]:.3f}", f"{row.sent / 1e6:.1f}", fewer])
     lines += [*markdown(cells, "right"), ""]
@@ -350,8 +357,8 @@ def times_on(link: str, rows: Sequence[Row], target: float) -> list[str]:
     assert baseline is not None
     for row in rows:
         step = " / ".join(f"{statistics.median(times) * 1e3:.0f}" for times in row.windows)
-        place = None if row.method == COMPUTE else place_of(row.losses, target)
-        found = ["", "", ""] if row.method == COMPUTE else ["never", "", ""]
+        place = None if row.method in ALONE else place_of(row.losses, target)
+        found = ["", "", ""] if row.method in ALONE else ["never", "", ""]
         if place is not None:
             seconds = at(row.seconds, place)
             of_compute = f"{seconds / at(of[COMPUTE].seconds, place):.2f}" if COMPUTE in of else ""
@@ -365,7 +372,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     figure, panels = pyplot().subplots(1, len(links), figsize=(7 * len(links), 5), layout="constrained", squeeze=False)
     for link, panel in zip(links, panels[0], strict=True):
         for row in rows:
-            if row.link == link and row.method != COMPUTE:
+            if row.link == link and row.method not in ALONE:
                 panel.plot(row.seconds, row.losses, marker=".", label=METHODS[row.method].title)
         panel.set(title=link, xlabel="seconds of training", ylabel="evaluation loss (nats per token)", xscale="log")
         panel.grid(True, which="both", alpha=0.2)

@@ -192,7 +192,7 @@ def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwarg
 
 
 def _load_best_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Load the best model on all ranks, and have the optimizer go on from it."""
+    """Load the best model on all ranks, and have the optimizer continue from it."""
     result = original(self, *args, **kwargs)
     inner = innermost(self.optimizer)
     if follows_plan(inner):

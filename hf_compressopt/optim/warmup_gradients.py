@@ -5,7 +5,7 @@ A message of integers keeps what it misses in the errors of the compressed stage
     u = g_r + worker_error;  messages <- Q(u);  worker_error <- u - Q(u)                        (1)
     a = mean_r Q(u_r) + server_error;  g <- Q(a);  server_error <- a - Q(a)                     (2)
 
-At the end of the stage they go on as errors of the momentum, times 1 - b1. Sources: LoCo (arXiv 2407.04480).
+At the end of the stage, times 1 - b1, they become errors of the momentum. Sources: LoCo (arXiv 2407.04480).
 """
 
 from __future__ import annotations
