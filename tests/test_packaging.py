@@ -95,6 +95,7 @@ def test_the_libraries_ask_for_little_and_export_the_interface(library: str) -> 
 
 
 @needs_compiler
+@pytest.mark.full
 def test_with_a_compiler_the_wheel_has_the_library_without_cuda_where_that_does_not_compile(
     small_source: Path, hatchling: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_with_a_compiler_the_wheel_has_the_library_without_cuda_where_that_does_
     ]
 
 
+@pytest.mark.full
 def test_without_a_compiler_pip_installs_pure_python_that_works(sdist: Path, tmp_path: Path) -> None:
     nothing = tmp_path / "bin"
     nothing.mkdir()

@@ -200,6 +200,7 @@ def kill_savers(connection: Any, directory: str) -> None:
         raise
 
 
+@pytest.mark.full
 def test_a_killed_save_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
     print(f"seed {SEED}")
     ours, theirs = multiprocessing.Pipe()

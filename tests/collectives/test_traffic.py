@@ -20,6 +20,7 @@ def own_network() -> list[str]:
     return []
 
 
+@pytest.mark.full
 @pytest.mark.invariant(33)
 def test_bytes_at_the_interface_are_those_of_the_formula() -> None:
     # where a namespace of its own is not allowed, other traffic on the loopback device can only add to the count

@@ -59,6 +59,9 @@ def test_an_option_that_trainers_own_optimizer_ignores_is_refused_under_zero(opt
 
     hf_compressopt.register()
     given = {"output_dir": "unused", "optim": optim, "use_cpu": True, "report_to": "none"}
+    alone = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(**given, optim_args=known.rstrip(",") or None))[1]
+    if known and "momentum" not in alone:
+        pytest.skip("the Trainer of this transformers gives SGD no options")
     args = TrainingArguments(**given, optim_args=f"{known}zero_stage=2,bukcet_cap_mb=50")
     with pytest.raises(ValueError, match=f"{optim} has no option 'bukcet_cap_mb'; legal are .*bucket_cap_mb"):
         Trainer.get_optimizer_cls_and_kwargs(args)

@@ -32,6 +32,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "partly_frozen": ({}, {"frozen": True}),
     "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),  # Accelerate itself clips before it unscales here
 }
+#: With those that compile, which take half a minute each, for the long tests.
+EACH = [pytest.param(name, marks=pytest.mark.full if "torch_compile" in VARIANTS[name][0] else ()) for name in VARIANTS]
 
 
 def run_variant(name: str, arguments: dict[str, Any], world_size: int = 2, **more: Any) -> list[dict[str, Any]]:
@@ -41,7 +43,7 @@ def run_variant(name: str, arguments: dict[str, Any], world_size: int = 2, **mor
 
 
 @pytest.mark.invariant(32)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EACH)
 def test_warmup_has_the_bits_of_adamw_torch_under_ddp(name: str, tmp_path: Path) -> None:
     here = {"output_dir": str(tmp_path), "max_steps": 6}
     plain = run_variant(name, {**here, "optim": "adamw_torch"}, evaluate_first=False)
@@ -107,7 +109,7 @@ def test_warmup_has_the_bits_of_adamw_torch_with_three_ranks(tmp_path: Path) -> 
 
 @pytest.mark.invariant(8)
 @pytest.mark.invariant(21)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", EACH)
 def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(name: str, tmp_path: Path) -> None:
     whole = run_variant(name, {**ONEBIT, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1})
     for result in whole:

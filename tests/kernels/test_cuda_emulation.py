@@ -18,6 +18,7 @@ from hf_compressopt.kernels.updates import LambMoments, LambOptions
 from tests.support import kernel_cases as cases
 from tests.support.integer_suite import IntegerSuite
 from tests.support.kernel_suite import KernelSuite
+from tests.support.made_once import made_once
 from tests.support.sketch_suite import SketchSuite
 
 CPU = torch.device("cpu")
@@ -38,17 +39,19 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a library of that name that runs the CUDA kernels."""
-    build = tmp_path_factory.mktemp("emulation")
+    return made_once(tmp_path_factory, "emulation", build)
+
+
+def build(folder: Path) -> None:
     sources = [*SOURCES.glob("*.cu"), EMULATION / "emulator.cpp"]
-    objects = [build / f"{source.name}.o" for source in sources]
+    objects = [folder / f"{source.name}.o" for source in sources]
 
     def compile_one(source: Path, out: Path) -> None:
         run("g++", *FLAGS, *CHECKS, f"-I{EMULATION}", "-c", str(source), "-o", str(out))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, sources, objects))
-    run("g++", "-shared", *CHECKS, *map(str, objects), "-o", str(build / "libcompressopt_cpu.so"))
-    return build
+    run("g++", "-shared", *CHECKS, *map(str, objects), "-o", str(folder / "libcompressopt_cpu.so"))
 
 
 @pytest.fixture

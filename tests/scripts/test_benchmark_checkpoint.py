@@ -35,6 +35,7 @@ def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
     assert interrupted.wait(60) != 0 and list(folder.iterdir()) == []
 
 
+@pytest.mark.full
 def test_every_variant_saves_and_loads(tmp_path: Path) -> None:
     folder, out = tmp_path / "disk", tmp_path / "found.json"
     folder.mkdir()

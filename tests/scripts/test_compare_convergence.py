@@ -34,6 +34,7 @@ def run_script(*arguments: object, only: Sequence[str] = ("optimizers",)) -> str
     return result.stdout
 
 
+@pytest.mark.full
 def test_a_run_becomes_a_row_of_the_report_and_is_not_repeated(tmp_path):
     assert "[1/1] OnebitAdam, 2 ranks" in run_script("--output", tmp_path, only=["OnebitAdam"])
     (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())

@@ -41,7 +41,7 @@ VARIANTS = {
 
 
 @pytest.mark.invariant(9)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_no_option_changes_a_bit(world_size: int) -> None:
     for found in run_ranks(world_size, compare, list(VARIANTS.values())):
         assert dict(zip(VARIANTS, found, strict=True)) == {name: [] for name in VARIANTS}
