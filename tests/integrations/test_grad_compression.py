@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.trainer_runs import Run, equal_params, same_on_all_ranks, train, use_accelerate
+from tests.support.trainer_runs import Run, equal_params, loads_optimizer_pt, same_on_all_ranks, train, use_accelerate
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -76,6 +76,7 @@ def test_an_overflow_is_skipped_by_all_and_changes_no_error(tmp_path: Path) -> N
 
 
 @pytest.mark.invariant(21)
+@loads_optimizer_pt
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> None:
     arguments = {"optim": "adamw_torch", "optim_args": "grad_compression=int4", "save_strategy": "steps"}
     whole = run({**arguments, "save_steps": 3, "gradient_accumulation_steps": 2}, tmp_path)

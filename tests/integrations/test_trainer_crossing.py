@@ -9,7 +9,12 @@ from safetensors.torch import load_file
 
 from hf_compressopt import cli
 from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.trainer_runs import Run, equal_params, train, use_accelerate
+from tests.support.trainer_runs import OLD_HOST, Run, equal_params, train, use_accelerate
+
+pytestmark = pytest.mark.skipif(
+    OLD_HOST,
+    reason="the losses that this transformers logs depend on the number of ranks, and it loads no optimizer.pt",
+)
 
 STEPS, SAVED, AGAIN = 16, 6, 14
 OPTIMIZERS: dict[str, str] = {

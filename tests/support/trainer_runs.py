@@ -2,12 +2,19 @@
 
 import os
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 VOCAB, LENGTH, EXAMPLES = 61, 12, 96
+#: A host of before, such as transformers 4.50 with accelerate 1.3. On several CPU ranks it cannot load optimizer.pt,
+#: for which it asks torch for the place "cpu:0"; and with accumulation it resumes at another example if the last window
+#: of an epoch is short.
+OLD_HOST = int(version("transformers").split(".")[0]) < 5
+loads_optimizer_pt = pytest.mark.skipif(OLD_HOST, reason="this transformers loads no optimizer.pt on several CPU ranks")
 
 
 @dataclass
