@@ -451,6 +451,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.full
 def test_memory_stays_bounded(tmp_path: Path) -> None:
     """A state of 320 MB, whose moments are all scaled, within 64 MB."""
     named = [("a", nn.Parameter(torch.ones(25_000_000))), ("b", nn.Parameter(torch.ones(15, 10**6)))]

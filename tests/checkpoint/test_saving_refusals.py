@@ -212,6 +212,7 @@ if len(sys.argv) > 2:
 """
 
 
+@pytest.mark.full
 def test_a_failed_save_that_nobody_asked_about_gives_an_exit_code(tmp_path: Path) -> None:
     command = [sys.executable, "-c", END, str(tmp_path / "out")]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)

@@ -16,7 +16,8 @@ def mpirun(world_size: int) -> list[str]:
     return [program, "--allow-run-as-root", "--oversubscribe", "-n", str(world_size), sys.executable]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_mpi_gives_the_bits_of_gloo_and_resumes(world_size: int, tmp_path: Path) -> None:
     done = run([*mpirun(world_size), str(SCRIPTS / "mpi_family.py"), str(tmp_path / "store"), str(tmp_path)])
     found = json.loads(done.stdout.split("FOUND ", 1)[1].splitlines()[0])

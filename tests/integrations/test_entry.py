@@ -26,7 +26,8 @@ def arguments(directory: Path) -> list[str]:
     return ["--use_cpu", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_an_unmodified_trainer_script_runs_with_two_processes(launcher: str, tmp_path: Path) -> None:
     starts = {
         "torchrun": torchrun(2),

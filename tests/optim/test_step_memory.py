@@ -48,6 +48,7 @@ def peaks_of_steps(rank: int, world_size: int, names: list[str]) -> dict[str, fl
     return found
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from Linux's /proc")
 def test_peak_of_a_step_is_buckets() -> None:
     for found in run_ranks(2, peaks_of_steps, list(STEPS), timeout=120):

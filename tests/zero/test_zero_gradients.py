@@ -70,7 +70,7 @@ def checkpointed(rank: int, world_size: int) -> None:
                         assert not list(different(found, expected)), (shared, passes, mode, size)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_both_kinds_of_checkpointing(world_size: int) -> None:
     run_ranks(world_size, checkpointed)
 
