@@ -66,7 +66,10 @@ class Communicator(Agreement):
     def all_to_all(
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order."""
+        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order.
+
+        The largest part that a rank sends or receives must be alike on all ranks.
+        """
 
     @abstractmethod
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:

@@ -23,6 +23,9 @@ from hf_compressopt.collectives.traffic import Traffic
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+#: Bytes of the largest part that goes from rank to rank by itself. Sending a larger one would occupy the calling thread
+#: for milliseconds, while gloo's own collectives copy in threads of theirs.
+LARGEST_APART = 4 << 20
 #: Of messages between two ranks; other programs hardly take them.
 _TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -108,7 +111,7 @@ class TorchCommunicator(Communicator):
         """See the base class. Bytes: every part but this rank's own."""
         nbytes = (inputs.numel() - input_splits[self.rank]) * inputs.element_size()
         self.traffic.sent("all_to_all", nbytes)
-        if self._is_gloo(inputs):
+        if self._sends_apart(inputs, max(*output_splits, *input_splits)):
             parts = torch.split(output, list(output_splits)), torch.split(inputs, list(input_splits))
             return self._exchange(*parts, "all_to_all")
         work = dist.all_to_all_single(
@@ -119,14 +122,16 @@ class TorchCommunicator(Communicator):
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """See the base class. Bytes: the part, to every other rank."""
         self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
-        if self._is_gloo(part):
+        if self._sends_apart(part, part.numel()):
             places = torch.split(output, [part.numel()] * self.world_size)
             return self._exchange(places, [part] * self.world_size, "all_gather")
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
 
-    def _is_gloo(self, tensor: Tensor) -> bool:
-        return self.name == "gloo" and tensor.device.type == "cpu"
+    def _sends_apart(self, tensor: Tensor, largest: int) -> bool:
+        """Return whether :meth:`_exchange` sends parts of at most ``largest`` elements, a number alike on all ranks."""
+        small = largest * tensor.element_size() <= LARGEST_APART
+        return self.name == "gloo" and tensor.device.type == "cpu" and small
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> Handle:
         """Start sending ``inputs[j]`` to rank j, and receiving its part for this rank into ``outputs[j]``.

@@ -138,3 +138,25 @@ def test_gloo_receives_before_it_sends(world_size: int) -> None:
         others = world_size - 1
         to_all = ["recv"] * others * bool(rank) + ["send"] * (others - (rank > 0))
         assert calls == (to_all + ["recv"] * others + ["send"] * others) * 2
+
+
+def exchange_large_parts(rank: int, world_size: int) -> list[str]:
+    from hf_compressopt.collectives.torch_dist import LARGEST_APART, TorchCommunicator
+
+    communicator = TorchCommunicator()
+    numel = LARGEST_APART // 4 + 1
+    sent, splits = torch.full((world_size * numel,), float(rank)), [numel] * world_size
+    received, gathered = torch.empty_like(sent), torch.empty_like(sent)
+    communicator.process_group = recording = Recording(dist.group.WORLD)  # type: ignore[arg-type, assignment]
+    with pytest.raises((TypeError, AttributeError, ValueError)):  # torch's own collectives take no recording
+        communicator.all_gather(gathered, sent[:numel])
+    communicator.process_group = None
+    communicator.all_to_all(received, sent, output_splits=splits, input_splits=splits).wait()
+    communicator.all_gather(gathered, sent[:numel]).wait()
+    for result in (received, gathered):
+        assert result.view(world_size, numel)[:, ::1000].unique(dim=1).flatten().tolist() == [*range(world_size)]
+    return recording.calls
+
+
+def test_large_parts_go_by_gloos_own_collectives() -> None:
+    assert run_ranks(2, exchange_large_parts) == [[], []]
