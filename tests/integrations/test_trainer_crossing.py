@@ -12,8 +12,7 @@ from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.trainer_runs import OLD_HOST, Run, equal_params, train, use_accelerate
 
 pytestmark = pytest.mark.skipif(
-    OLD_HOST,
-    reason="the losses that this transformers logs depend on the number of ranks, and it loads no optimizer.pt",
+    OLD_HOST, reason="this transformers resumes with the batch size per rank of the checkpoint"
 )
 
 STEPS, SAVED, AGAIN = 16, 6, 14
