@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 VOCAB, LENGTH, EXAMPLES = 61, 12, 96
-#: A host of before, such as transformers 4.50 with accelerate 1.3. On several CPU ranks it cannot load optimizer.pt,
+#: An older host, such as transformers 4.50 with accelerate 1.3. On several CPU ranks it cannot load optimizer.pt,
 #: for which it asks torch for the place "cpu:0"; and with accumulation it resumes at another example if the last window
 #: of an epoch is short.
 OLD_HOST = int(version("transformers").split(".")[0]) < 5
