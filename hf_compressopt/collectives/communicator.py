@@ -66,14 +66,14 @@ class Communicator(Agreement):
     def all_to_all(
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order.
-
-        The largest part that a rank sends or receives must be alike on all ranks.
-        """
+        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order."""
 
     @abstractmethod
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order."""
+        """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order.
+
+        ``part`` may be this rank's own place in ``output``: then it need not be copied there.
+        """
 
     @abstractmethod
     def duplicate(self) -> Communicator:

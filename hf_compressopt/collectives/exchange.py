@@ -131,9 +131,10 @@ def _two_phases(
     handle = communicator.all_to_all(received, to_servers, output_splits=[own] * world_size, input_splits=nbytes)
     yield
     handle.wait()
-    to_all = received.new_zeros(nbytes[0])
+    from_servers = received.new_empty(world_size * nbytes[0])
+    to_all = from_servers[communicator.rank * nbytes[0] :][: nbytes[0]]
     serve(received, to_all[:own])
-    from_servers = to_all.new_empty(world_size * nbytes[0])
+    to_all[own:].zero_()
     handle = communicator.all_gather(from_servers, to_all)
     del to_servers, received  # a bucket on its way holds one phase's messages
     yield

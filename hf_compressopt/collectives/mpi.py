@@ -112,8 +112,11 @@ class MpiCommunicator(Communicator):
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """See the base class. Bytes: the part, to every other rank."""
         self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
+        place = output[self.rank * part.numel() : (self.rank + 1) * part.numel()]
+        in_place = part.numel() > 0 and part.data_ptr() == place.data_ptr()
         sent, received = self._staged(part), self._staged(output)
-        request = self._comm.Iallgather([self._bytes(sent), self._mpi.BYTE], [self._bytes(received), self._mpi.BYTE])
+        own = self._mpi.IN_PLACE if in_place else [self._bytes(sent), self._mpi.BYTE]
+        request = self._comm.Iallgather(own, [self._bytes(received), self._mpi.BYTE])
         return self._handle(request, "all_gather", lambda: self._unstage(received, output), sent)
 
     def _staged(self, tensor: Tensor) -> Tensor:

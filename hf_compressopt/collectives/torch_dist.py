@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import cache
 from secrets import token_hex
@@ -23,9 +24,6 @@ from hf_compressopt.collectives.traffic import Traffic
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-#: Bytes of the largest part that goes from rank to rank by itself. Sending a larger one would occupy the calling thread
-#: for milliseconds, while gloo's own collectives copy in threads of theirs.
-LARGEST_APART = 4 << 20
 #: Of messages between two ranks; other programs hardly take them.
 _TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -111,7 +109,7 @@ class TorchCommunicator(Communicator):
         """See the base class. Bytes: every part but this rank's own."""
         nbytes = (inputs.numel() - input_splits[self.rank]) * inputs.element_size()
         self.traffic.sent("all_to_all", nbytes)
-        if self._sends_apart(inputs, max(*output_splits, *input_splits)):
+        if self._sends_apart(inputs):
             parts = torch.split(output, list(output_splits)), torch.split(inputs, list(input_splits))
             return self._exchange(*parts, "all_to_all")
         work = dist.all_to_all_single(
@@ -122,16 +120,15 @@ class TorchCommunicator(Communicator):
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """See the base class. Bytes: the part, to every other rank."""
         self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
-        if self._sends_apart(part, part.numel()):
+        if self._sends_apart(part):
             places = torch.split(output, [part.numel()] * self.world_size)
             return self._exchange(places, [part] * self.world_size, "all_gather")
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
 
-    def _sends_apart(self, tensor: Tensor, largest: int) -> bool:
-        """Return whether :meth:`_exchange` sends parts of at most ``largest`` elements, a number alike on all ranks."""
-        small = largest * tensor.element_size() <= LARGEST_APART
-        return self.name == "gloo" and tensor.device.type == "cpu" and small
+    def _sends_apart(self, tensor: Tensor) -> bool:
+        """Return whether :meth:`_exchange` carries tensors like this one."""
+        return self.name == "gloo" and tensor.device.type == "cpu"
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> Handle:
         """Start sending ``inputs[j]`` to rank j, and receiving its part for this rank into ``outputs[j]``.
@@ -139,15 +136,25 @@ class TorchCommunicator(Communicator):
         All receives start before the first send. Gloo announces a receive to a peer on the connection that carries data
         to that peer. Behind the data, as in gloo's own all-to-all, the announcement comes late: the peer's data waits
         until ours is through, and the exchange takes up to twice the time of a message.
+
+        A send occupies its thread until the system has taken the data, milliseconds for some megabytes. So a thread of
+        its own starts them, in the order of the calls.
         """
         group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
         peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        works = [group.recv([outputs[peer]], peer, _TAGS[kind]) for peer in reversed(peers) if outputs[peer].numel()]
-        works += [group.send([inputs[peer]], peer, _TAGS[kind]) for peer in peers if inputs[peer].numel()]
-        outputs[self.rank].copy_(inputs[self.rank])
+
+        def start() -> list[dist.Work]:
+            tag = _TAGS[kind]
+            works = [group.recv([outputs[peer]], peer, tag) for peer in reversed(peers) if outputs[peer].numel()]
+            works += [group.send([inputs[peer]], peer, tag) for peer in peers if inputs[peer].numel()]
+            if outputs[self.rank].data_ptr() != inputs[self.rank].data_ptr():
+                outputs[self.rank].copy_(inputs[self.rank])
+            return works
+
+        started = _sender(os.getpid()).submit(start)
 
         def wait() -> None:
-            for work in works:
+            for work in started.result():
                 work.wait()
 
         return Handle(wait, kind, self.traffic)
@@ -161,6 +168,12 @@ class TorchCommunicator(Communicator):
 
     def _done(self, kind: str) -> Handle:
         return Handle(lambda: None, kind, self.traffic)
+
+
+@cache
+def _sender(process: int) -> ThreadPoolExecutor:
+    """Return the thread of a process that starts its sends."""
+    return ThreadPoolExecutor(1, f"compressopt-sender-{process}")
 
 
 @cache

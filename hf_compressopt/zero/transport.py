@@ -142,13 +142,13 @@ def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Commun
     example = params[next(iter(cut.places))]
     nbytes = cut.numel * example.element_size()
     window.room_for(nbytes)
-    part = torch.empty(cut.part_numel, dtype=example.dtype, device=example.device)  # padding is sent as it is
+    gathered = torch.empty(cut.numel, dtype=example.dtype, device=example.device)  # padding is sent as it is
+    part = gathered[rank * cut.part_numel : (rank + 1) * cut.part_numel]
     for span in cut.parts[rank]:
         part[span.offset : span.offset + span.numel] = params[span.index].detach().reshape(-1)[span.start : span.stop]
-    gathered = part.new_empty(cut.numel)
     handle = communicator.all_gather(gathered, part)
 
-    def arrived(_keep: Tensor = part) -> None:
+    def arrived() -> None:
         handle.wait()
         for owner, spans in enumerate(cut.parts):
             for span in spans if owner != rank else ():

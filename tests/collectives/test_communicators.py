@@ -1,5 +1,6 @@
 """Transports by name: what the process group has, what registered itself, and clear words for what is not there."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -88,17 +89,19 @@ def test_several_ranks_without_torch_distributed_are_refused(monkeypatch: pytest
 
 
 class Recording:
-    """A process group that also writes down the order of its calls."""
+    """A process group that also writes down the order of its calls, and the threads that make them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.calls = group, []
+        self.group, self.calls, self.threads = group, [], set()
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         self.calls.append("recv")
+        self.threads.add(threading.current_thread().name)
         return self.group.recv(tensors, peer, tag)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         self.calls.append("send")
+        self.threads.add(threading.current_thread().name)
         return self.group.send(tensors, peer, tag)
 
 
@@ -140,23 +143,24 @@ def test_gloo_receives_before_it_sends(world_size: int) -> None:
         assert calls == (to_all + ["recv"] * others + ["send"] * others) * 2
 
 
-def exchange_large_parts(rank: int, world_size: int) -> list[str]:
-    from hf_compressopt.collectives.torch_dist import LARGEST_APART, TorchCommunicator
+def exchange_large_parts(rank: int, world_size: int) -> set[str]:
+    from hf_compressopt.collectives.torch_dist import TorchCommunicator
 
     communicator = TorchCommunicator()
-    numel = LARGEST_APART // 4 + 1
-    sent, splits = torch.full((world_size * numel,), float(rank)), [numel] * world_size
-    received, gathered = torch.empty_like(sent), torch.empty_like(sent)
+    numel = 4 << 20
+    gathered = torch.empty(world_size * numel)
+    own = gathered[rank * numel : (rank + 1) * numel].fill_(rank)
     communicator.process_group = recording = Recording(dist.group.WORLD)  # type: ignore[arg-type, assignment]
-    with pytest.raises((TypeError, AttributeError, ValueError)):  # torch's own collectives take no recording
-        communicator.all_gather(gathered, sent[:numel])
-    communicator.process_group = None
+    communicator.all_gather(gathered, own).wait()
+    sent, received = torch.full_like(gathered, rank), torch.empty_like(gathered)
+    splits = [numel] * world_size
     communicator.all_to_all(received, sent, output_splits=splits, input_splits=splits).wait()
-    communicator.all_gather(gathered, sent[:numel]).wait()
     for result in (received, gathered):
         assert result.view(world_size, numel)[:, ::1000].unique(dim=1).flatten().tolist() == [*range(world_size)]
-    return recording.calls
+    return recording.threads
 
 
-def test_large_parts_go_by_gloos_own_collectives() -> None:
-    assert run_ranks(2, exchange_large_parts) == [[], []]
+def test_a_send_does_not_occupy_the_calling_thread() -> None:
+    """Also: the own part of a gather may lie in its place already."""
+    for threads in run_ranks(2, exchange_large_parts):
+        assert len(threads) == 1 and threading.main_thread().name not in threads
