@@ -28,6 +28,8 @@ class GradScaler(torch.amp.GradScaler):
         inner = innermost(optimizer)
         if isinstance(inner, ZeroOptimizer):
             return {found_inf.device: torch.full_like(found_inf, float(inner.unscale_(float(inv_scale))))}
+        if isinstance(inner, CompressedOptimizer):
+            inner.early_messages.note_loss_scale(1.0 / float(inv_scale))
         if isinstance(inner, CompressedOptimizer) and inner.plan.reduce_grads and inner.warmup_bits < 16:
             inner.warmup_gradients.note_loss_scale(1.0 / float(inv_scale))
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)

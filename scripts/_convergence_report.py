@@ -114,6 +114,7 @@ SWITCH: dict[str, Cell] = {"last step of the first stage": lambda rows, _: value
 STEP: dict[str, Cell] = {"largest step of any element, in lr": largest_step_cell}
 COLUMNS: dict[str, dict[str, Cell]] = {
     "optimizers": {**DIFFERENCE, **MEGABYTES, "rounds": lambda rows, _: values(rows, "rounds"), **SWITCH},
+    "state": DIFFERENCE,
     "GPT-2": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "texts": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "fine-tuning": {**DIFFERENCE, **MEGABYTES, **SWITCH},

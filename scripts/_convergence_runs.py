@@ -108,8 +108,12 @@ def named(*runs: Run) -> dict[str, Run]:
 
 PRETRAINING = Run("pretraining", "AdamW", text="library")
 ADAMW, ADAMW_UNTIED = (Run(f"AdamW, {word}", "AdamW", tied=word == "tied", model=GPT2) for word in ("tied", "untied"))
-#: The options of the tables that were made before the first stage had low-bit gradients.
-EARLIER: dict[str, Any] = {"clip": "local", "warmup_bits": 32}
+#: The options of the tables that were made before the first stage had low-bit gradients, and states 8 bits.
+EARLIER: dict[str, Any] = {"clip": "local", "warmup_bits": 32, "state": "float32"}
+
+
+#: The two forms of the state. All tables but "state" were run with float32.
+FLOAT32, COMPACT = {"state": "float32"}, {"state": "compact"}
 
 
 def earlier(name: str, *, tied: bool = True, freeze: float = 0.2, error_feedback: bool = True, **options: Any) -> Run:
@@ -136,12 +140,13 @@ def every(name: str, names: tuple[str, ...] = (*UNCOMPRESSED, "int4", *PARTNER),
         if optimizer == "int4":
             runs.append(Run(f"AdamW, int4 gradients{name}", "AdamW", gradients="int4", **kept))
         else:
-            runs.append(Run(f"{optimizer}{name}", optimizer, **kept))
+            runs.append(Run(f"{optimizer}{name}", optimizer, FLOAT32 if optimizer == "OnebitAdam" else {}, **kept))
     return named(*runs)
 
 
 def onebit(steps: int, name: str, freeze: float | None = None, clipped: str = Run.clip, **options: Any) -> Run:
-    return Run(f"OnebitAdam, {name}, {steps} steps", "OnebitAdam", options, freeze=freeze, clip=clipped, steps=steps)
+    given = FLOAT32 | options
+    return Run(f"OnebitAdam, {name}, {steps} steps", "OnebitAdam", given, freeze=freeze, clip=clipped, steps=steps)
 
 
 def rates(adamw: Sequence[float], lamb: Sequence[float], suffix: str = "", **kept: Any) -> dict[str, Run]:
@@ -157,6 +162,13 @@ FINE_TUNING = (100, 200, 300)
 # A run that stands in several groups is run once.
 RUNS: dict[str, dict[str, Run]] = {
     "optimizers": every("", long=True),
+    "state": named(
+        *(
+            run
+            for name in PARTNER
+            for run in (Run(name, name, FLOAT32, long=True), Run(f"{name}, state=compact", name, COMPACT, long=True))
+        )
+    ),
     "GPT-2": every(", GPT-2", model=GPT2, long=True),
     "texts": {
         **every(", library, untied", ADAM_FAMILY, text="library", tied=False, long=True),

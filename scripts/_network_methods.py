@@ -52,6 +52,12 @@ METHODS = {
     ),
     "zero2": Method("ZeRO-2", "zero2_adamw", bytes_per_parameter=ring(4)),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
+    "onebit_adam_late": Method(
+        "OnebitAdam, clip=late",
+        "onebit_adam",
+        f"freeze_step={SWITCH},clip=late",
+        bytes_per_parameter=ring(SIGN_BYTES),
+    ),
     "first_stage": Method(
         "OnebitAdam, first stage",
         "onebit_adam",

@@ -23,10 +23,13 @@ from hf_compressopt.kernels import (
     AdamUpdate,
     Average,
     Combination,
+    CompactErrors,
     Descent,
+    Errors,
     LambMoments,
     LambOptions,
     LocalUpdate,
+    LogVariance,
     ParameterSync,
     Segment,
     library,
@@ -35,6 +38,7 @@ from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
 
 SCALE_BLOCK = 4096
 WORLD_SIZE = 8
+IN_8_BITS = 1 + 2 / 128  # bytes of an error
 Case = tuple[str, Callable[[], object], float]  # name, what runs, bytes that it moves
 
 
@@ -92,18 +96,40 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
     descent, lamb = Descent(1e-6, 0.999999, 1e-8, False), LambOptions(0.9, 0.999, 1e-8, 0.01, False)
     factors, rates = torch.ones(1, device=device), torch.full((1,), 1e-6, device=device)
     sums = torch.zeros(1, 3, dtype=torch.float64, device=device)
+    compact, of_chunk = CompactErrors.zeros(numel, WORLD_SIZE, device), CompactErrors.zeros(chunk, 1, device)
+    codes = torch.randint(0, 160, (numel,), dtype=torch.uint8, device=device)
+    variance = LogVariance(codes, torch.zeros(1, dtype=torch.int32, device=device))
+    last = Combination(numel, device, None, 0.9, grads, 0.1, last=y)
 
-    def compress(z: Combination, out: Tensor, scale_block: int | None) -> Callable[[], object]:
+    def compress(z: Combination, out: Tensor, scale_block: int | None, error: Errors = error) -> Callable[[], object]:
         return lambda: kernels.SignFormat(scale_block).compress_(z, error, out, WORLD_SIZE)
+
+    def average(error: Errors) -> Callable[[], object]:
+        return lambda: kernels.SignFormat(SCALE_BLOCK).average_compress_(received, error, served, WORLD_SIZE)
 
     return [
         ("compress x", compress(Combination.of(x), messages, SCALE_BLOCK), 12 * numel + signs),
         ("compress x, one scale", compress(Combination.of(x), one_scale, None), 12 * numel + signs),
         ("compress momentum and gradient", compress(momentum, messages, SCALE_BLOCK), (12 + size) * numel + signs),
         (
+            "compress last average and gradient, errors in 8 bits",
+            compress(last, messages, SCALE_BLOCK, compact),
+            (2 * IN_8_BITS + size) * numel + 2 * signs,
+        ),
+        (
+            "compress last average and gradient, errors in 8 bits, one scale",
+            compress(last, one_scale, None, compact),
+            (2 * IN_8_BITS + size) * numel + 2 * signs,
+        ),
+        (
             f"average {WORLD_SIZE} messages, compress",
-            lambda: kernels.SignFormat(SCALE_BLOCK).average_compress_(received, error[:chunk], served, WORLD_SIZE),
+            average(error[:chunk]),
             8 * chunk + (WORLD_SIZE + 1) * chunk / 8,
+        ),
+        (
+            f"average {WORLD_SIZE} messages, compress, errors in 8 bits",
+            average(of_chunk),
+            2 * IN_8_BITS * chunk + (WORLD_SIZE + 1) * chunk / 8,
         ),
         ("decompress", lambda: kernels.on(device).decompress_(y, x), 4 * numel + signs),
         ("combine", lambda: kernels.on(device).combine_(momentum, x), (8 + size) * numel),
@@ -111,6 +137,11 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
             "decompress, Adam",
             lambda: kernels.on(device).apply_adam_(AdamUpdate(y, m, v, params, descent)),
             (8 + 2 * size) * numel + signs,
+        ),
+        (
+            "decompress, Adam without momentum, variance in 8 bits",
+            lambda: kernels.on(device).apply_adam_(AdamUpdate(y, None, variance, params, descent)),
+            (1 + 2 * size) * numel + signs,
         ),
         (
             "local step",

@@ -51,12 +51,15 @@ from hf_compressopt.kernels import (
     message_nbytes,
     num_blocks,
 )
-from hf_compressopt.kernels.integer_messages import Commit
+from hf_compressopt.kernels.commit import Commit
+from hf_compressopt.kernels.errors import CompactErrors, Errors
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
+from hf_compressopt.kernels.variance import LogVariance, encode_variance_
 
 CPU = torch.device("cpu")
 BLOCK = 4096
 AVERAGED = (2, 4, 8)  # messages
+IN_8_BITS = 1 + 2 / 128  # bytes of an error
 DESCENT = Descent(1e-3, 1 - 1e-5, 1e-8, False)
 
 
@@ -140,6 +143,34 @@ class Buffers:
             "decompress + apply": Kernel(lambda: kernels.on(CPU).apply_adam_(update), 16 + sent, "a += b"),
         }
 
+    def compact_kernels(self) -> dict[str, Kernel]:
+        """The sign kernels with errors and variances in 8 bits, and the last average as messages."""
+        n, error = self.numel, CompactErrors.zeros(self.numel)
+        y = Average(n, None, self.messages[0], 1, BLOCK, self.message.numel())
+        grads, params = [Segment(self.variance, 0, n, 0)], [Segment(self.param, 0, n, 0)]
+        momentum = Combination(n, CPU, None, 0.9, grads, 0.1, last=y)
+        codes, form, sent = torch.zeros(n, dtype=torch.uint8), kernels.SignFormat(BLOCK), 1 / 8 + 4 / BLOCK
+        update = AdamUpdate(
+            y, None, LogVariance(codes, torch.tensor([encode_variance_(self.variance, codes)]).int()), params, DESCENT
+        )
+
+        def average_compress(count: int) -> Kernel:
+            received = self.messages[:count].view(-1)
+            return Kernel(
+                lambda: form.average_compress_(received, error, self.message, count),
+                2 * IN_8_BITS + (count + 1) * sent,
+                "a *= c",
+            )
+
+        of = {
+            "momentum + compress": Kernel(
+                lambda: form.compress_(momentum, error, self.message, 1), 4 + 2 * IN_8_BITS + 2 * sent, "dot(a, b)"
+            ),
+            **{f"decompress + average of {count}, compress": average_compress(count) for count in AVERAGED},
+            "decompress + apply": Kernel(lambda: kernels.on(CPU).apply_adam_(update), 9 + sent, "a *= c"),
+        }
+        return {f"8 bits: {name}": kernel for name, kernel in of.items()}
+
     def integer_kernels(self, bits: int) -> dict[str, Kernel]:
         n, form, whole = self.numel, IntegerFormat(bits), [Segment(self.param, 0, self.numel, 0)]
         z = Combination(n, CPU, grads=whole, beta=0.5)
@@ -148,21 +179,32 @@ class Buffers:
         messages, y = message.repeat(max(AVERAGED)), form.average(n, message, 1, message.numel())
         sent = bits / 8 + 1 / 64
 
-        def average_compress(count: int, new_error: Tensor, like: str) -> Kernel:
+        def average_compress(count: int, error: Errors, new_error: Errors, each: float, like: str) -> Kernel:
             received = messages[: count * message.numel()]
             return Kernel(
-                lambda: form.average_compress_(received, self.error, new_error, message, count),
-                8 + (count + 1) * sent,
+                lambda: form.average_compress_(received, error, new_error, message, count),
+                2 * each + (count + 1) * sent,
                 like,
             )
 
-        commit = Commit(z, self.error, message, y, whole)
+        commit, compact = Commit(z, self.error, message, y, whole), CompactErrors.zeros(n)
+        commit_compact = Commit(z, compact, message, y, whole)
         of = {
             "compress": Kernel(lambda: form.compress_(z, self.error, message, 1), 8 + sent, "dot(a, b)"),
-            **{f"average of {count}": average_compress(count, self.out, "a = b") for count in AVERAGED},
-            "average of 2 in place": average_compress(2, self.error, "a *= c"),
+            **{f"average of {count}": average_compress(count, self.error, self.out, 4, "a = b") for count in AVERAGED},
+            "average of 2 in place": average_compress(2, self.error, self.error, 4, "a *= c"),
             "decompress": Kernel(lambda: form.decompress_(y, self.out), 4 + sent, "a = c"),
             "commit": Kernel(lambda: form.commit_(commit), 16 + 2 * sent, "a *= c"),
+            "compress, errors in 8 bits": Kernel(
+                lambda: form.compress_(z, compact, message, 1), 4 + IN_8_BITS + sent, "dot(a, b)"
+            ),
+            **{
+                f"average of {count}, errors in 8 bits": average_compress(count, compact, compact, IN_8_BITS, "a *= c")
+                for count in AVERAGED
+            },
+            "commit, errors in 8 bits": Kernel(
+                lambda: form.commit_(commit_compact), 8 + 2 * IN_8_BITS + 2 * sent, "a *= c"
+            ),
             "any_nan": Kernel(lambda: any_nan(y), 1 / 64, "dot(a, b)"),
         }
         return {f"int{bits}: {name}": kernel for name, kernel in of.items()}
@@ -189,7 +231,7 @@ class Buffers:
 
 def benchmark_kernels(numel: int, rounds: int, slow_rounds: int, signs: bool) -> None:
     buffers = Buffers(numel)
-    measured = buffers.sign_kernels() if signs else {}
+    measured = {**buffers.sign_kernels(), **buffers.compact_kernels()} if signs else {}
     measured |= {**buffers.integer_kernels(4), **buffers.integer_kernels(8), **buffers.norm_kernels()}
     plain = buffers.plain_passes()
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -358,14 +400,20 @@ def benchmark_step(rank: int, world_size: int, numel: int, rounds: int, store: s
         compare_steps(rank, world_size, [numel // 100] * 100, rounds)
 
 
-def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) -> None:
+def compressed_step(rank: int, numels: list[int], state: str) -> Callable[[], Any]:
+    """The step of an optimizer in its compressed stage."""
     torch.manual_seed(0)
     params = parameters(numels)
-    optimizer = OnebitAdam(params, lr=1e-6, weight_decay=0.01, freeze_step=2)
+    optimizer = OnebitAdam(params, lr=1e-6, weight_decay=0.01, freeze_step=2, state=state)
     for _ in range(2):
         optimizer.step()  # the same gradients on all ranks, as if they were averaged
     torch._foreach_mul_([p.grad for p in params], 1.0 + rank)
     optimizer.step()
+    return optimizer.step
+
+
+def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) -> None:
+    compact, wide = (compressed_step(rank, numels, state) for state in ("compact", "float32"))
     torch.manual_seed(0)
     baseline_params = parameters(numels)
     flat = torch.cat([p.grad for p in baseline_params])  # the best case: all gradients in one buffer
@@ -380,15 +428,16 @@ def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) ->
 
     def reference_step() -> None:
         with kernels_from("reference"):
-            optimizer.step()
+            wide()
 
-    variants = {"OnebitAdam": optimizer.step, "reference": reference_step, "all_reduce": all_reduce_and_adam}
+    variants = {"compact": compact, "float32": wide, "reference": reference_step, "all_reduce": all_reduce_and_adam}
     result = medians(variants, rounds, before=dist.barrier)
     if rank == 0:
         rows = [["step", "ms", "of all_reduce + AdamW"]]
         names = {
-            "OnebitAdam": f"OnebitAdam, compressed, {kernels.implementation(CPU)}",
-            "reference": "OnebitAdam, compressed, reference kernels",
+            "compact": f"OnebitAdam, compressed, state=compact, {kernels.implementation(CPU)}",
+            "float32": f"OnebitAdam, compressed, state=float32, {kernels.implementation(CPU)}",
+            "reference": "OnebitAdam, compressed, state=float32, reference kernels",
             "all_reduce": "all_reduce + torch AdamW, fused",
         }
         for key, name in names.items():

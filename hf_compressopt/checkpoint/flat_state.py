@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.checkpointable import LoadPlan
+from hf_compressopt.checkpoint.decoded import Decoded
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import Per, StateTensor, TensorKey
+from hf_compressopt.kernels.errors import values_of_errors
+from hf_compressopt.optim.compact import Moments
+from hf_compressopt.optim.feedback import GroupErrors
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.options import (
@@ -68,7 +73,7 @@ class FlatState:
         """See the protocol; they share memory with the optimizer."""
         optimizer = self._optimizer
         optimizer._follow_parameters()
-        tensors = list(self._group_tensors(names, optimizer.last_plan.stage))
+        tensors = list(self._group_tensors(names, optimizer.last_plan.stage, _Buffers.to_save))
         for number, group in enumerate(optimizer.param_groups):
             if (mask := group.get(_MASK)) is not None:
                 tensors.append(self._mask(number, mask))
@@ -80,12 +85,14 @@ class FlatState:
         own_rank = self._optimizer._states[number].own_rank
         return StateTensor.of(TensorKey(_MASK, group=number, rank=own_rank), mask, replicated=own_rank is None)
 
-    def _group_tensors(self, names: Sequence[Sequence[str]], stage: Stage) -> Iterator[StateTensor]:
-        """The tensors of all param groups, as they are in a stage."""
+    def _group_tensors(
+        self, names: Sequence[Sequence[str]], stage: Stage, buffers: Callable[[GroupState], _Buffers]
+    ) -> Iterator[StateTensor]:
+        """The tensors of all param groups, as they are in a stage; ``buffers`` returns where a group's lie."""
         for number, (state, called) in enumerate(zip(self._optimizer._states, names, strict=True)):
-            own = self._optimizer.own_tensors.get(stage, ()) if state.compressed else ()
+            own, mine = self._optimizer.own_tensors.get(stage, ()) if state.compressed else (), buffers(state)
             for name, index in zip(called, range(len(state.params)), strict=True):
-                yield from self._parameter_tensors(state, index, name, own)
+                yield from self._parameter_tensors(state, mine, index, name, own)
             yield StateTensor.of(
                 TensorKey("step", group=number, rank=state.own_rank), state.steps, replicated=state.own_rank is None
             )
@@ -94,13 +101,15 @@ class FlatState:
                     key = TensorKey(extra.name, group=number, rank=state.own_rank)
                     yield StateTensor.of(key, state.extra[extra.name], replicated=state.own_rank is None)
             if state.worker_error.numel():
-                yield from self._errors(number, state)
+                yield from self._errors(number, state, mine)
 
-    def _parameter_tensors(self, state: GroupState, index: int, name: str, own: Sequence[str]) -> Iterator[StateTensor]:
+    def _parameter_tensors(
+        self, state: GroupState, buffers: _Buffers, index: int, name: str, own: Sequence[str]
+    ) -> Iterator[StateTensor]:
         """The tensors of a parameter; ``own`` are each rank's own now, "param" stands for the parameter itself."""
-        flat = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        flat |= {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
-        tensors = {kind: state.view(buffer, index) for kind, buffer in flat.items()}
+        tensors = buffers.moments_of(index)
+        flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
+        tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
         if "param" in own:
             tensors["param"] = state.params[index].detach() if state.own_params is None else state.own_params[index]
         for kind, tensor in tensors.items():
@@ -112,23 +121,24 @@ class FlatState:
             else:
                 yield StateTensor.of(TensorKey(kind, name), tensor, replicated=True)
 
-    def _errors(self, number: int, state: GroupState) -> Iterator[StateTensor]:
+    def _errors(self, number: int, state: GroupState, buffers: _Buffers) -> Iterator[StateTensor]:
         """The errors of error feedback of a param group."""
         whole = (state.layout.numel,)
+        worker_error, server_error = buffers.errors()
         if state.own_rank is not None:
             worker, server = (TensorKey(kind, group=number, rank=state.own_rank) for kind in (_WORKER, _SERVER))
-            yield StateTensor.of(worker, state.worker_error, whole, is_error=True)
-            yield StateTensor.of(server, state.server_error)
+            yield StateTensor.of(worker, worker_error, whole, is_error=True)
+            yield StateTensor.of(server, server_error)
             return
-        yield self._worker_error(number, state.worker_error, self.communicator.rank)
-        for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-            if feedback.server_error.numel():
+        yield self._worker_error(number, worker_error, self.communicator.rank)
+        for bucket, part in zip(state.layout.buckets, buffers.server_errors(), strict=True):
+            if part.numel():
                 group = state.communicator
                 start = bucket.start + chunk_range(bucket.numel, group.world_size, group.rank)[0]
                 key = TensorKey(_SERVER, group=number)
-                yield StateTensor.of(key, feedback.server_error, whole, start, is_error=True)
+                yield StateTensor.of(key, part, whole, start, is_error=True)
 
-    def _worker_error(self, number: int, error: Tensor, rank: int) -> StateTensor:
+    def _worker_error(self, number: int, error: Tensor | Decoded, rank: int) -> StateTensor:
         key = TensorKey(_WORKER, group=number, rank=rank)
         return StateTensor.of(key, error, of_each_rank=True, is_error=True)
 
@@ -147,7 +157,8 @@ class FlatState:
         check_tensors(tensors, type(optimizer.schedule).of(header.values["schedule"]))
         alone = self.communicator.world_size == 1
         stage = Stage(header.values["stage"])
-        wanted = [t for t in self._group_tensors(names, stage) if not (alone and t.is_error)]
+        buffers = {state: _Buffers.to_load(state) for state in optimizer._states}
+        wanted = [t for t in self._group_tensors(names, stage, buffers.__getitem__) if not (alone and t.is_error)]
         wanted += [self._mask(number, mask) for number, mask in masks.items()]
         wanted += [StateTensor.of(TensorKey(_OPTIMIZER, name), t, replicated=True) for name, t in tensors.items()]
         errors = dict(self._room_for_errors(entries)) if alone else {}
@@ -157,9 +168,11 @@ class FlatState:
             load_groups(optimizer, groups)
             for number, mask in masks.items():
                 optimizer.param_groups[number][_MASK] = mask.to(optimizer._states[number].device)
+            for place in buffers.values():
+                place.commit()
             for number, state in enumerate(optimizer._states if alone else ()):
                 found = [error.local for error in errors.get(number, ())]
-                state.take_errors(*(found or [torch.empty(0, dtype=torch.float32, device="cpu")] * 2))
+                state.errors.take(*(found or [torch.empty(0, dtype=torch.float32, device="cpu")] * 2))
             take_tensors(optimizer, tensors)
             load_header(optimizer, header.values)
             optimizer._state_loaded()
@@ -231,6 +244,62 @@ class FlatState:
             for group, saved in zip(optimizer.param_groups, groups, strict=True)
         ]
         return LoadPlan(wanted, lambda: load_full(optimizer, {"state": rows, "param_groups": packed}, None))
+
+
+class _Buffers:
+    """Where the moments and errors of a param group lie while a checkpoint is written or read.
+
+    A checkpoint holds them as float32 values, whatever their form in the optimizer, so that any number of ranks and any
+    form loads them. What is decoded and encoded again keeps its bits.
+    """
+
+    def __init__(self, state: GroupState, moments: Moments, values: GroupErrors) -> None:
+        self._state, self._moments, self._errors = state, moments, values
+
+    @classmethod
+    def to_save(cls, state: GroupState) -> _Buffers:
+        """Return the optimizer's own; what lies in another form is decoded when it is written."""
+        return cls(state, state.moments, state.errors)
+
+    @classmethod
+    def to_load(cls, state: GroupState) -> _Buffers:
+        """Return float32 buffers, the optimizer's own where it has some; :meth:`commit` takes them over."""
+        return cls(state, state.moments.as_float32(), state.errors.as_float32())
+
+    def commit(self) -> None:
+        """Take over what was read."""
+        self._state.moments = self._moments
+        if self._errors is not self._state.errors:
+            self._state.errors.copy_(self._errors.worker, self._errors.server)
+
+    def moments_of(self, index: int) -> dict[str, Any]:
+        """Return the moments of a parameter."""
+        state, moments = self._state, self._moments
+        shape = state.params[index].shape
+        readers = {
+            "exp_avg": partial(moments.exp_avg_of, index, state.still[index]),
+            "exp_avg_sq": partial(moments.exp_avg_sq_of, index),
+        }
+        if moments.is_compact:
+            return {name: Decoded(shape, read) for name, read in readers.items()}
+        return {name: read().view(shape) for name, read in readers.items()}
+
+    def errors(self) -> tuple[Tensor | Decoded, Tensor | Decoded]:
+        """Return the worker errors and the server errors."""
+        errors = self._errors
+        if not errors.compact:
+            return errors.worker, errors.server
+        sizes = errors.sizes_of(torch.float32)
+        return Decoded((sizes[0],), errors.worker_values), Decoded((sizes[1],), errors.server_values)
+
+    def server_errors(self) -> list[Tensor | Decoded]:
+        """Return the server errors of each bucket."""
+        found: list[Tensor | Decoded] = []
+        for feedback in self._errors.feedback:
+            error = feedback.server_error
+            compact = partial(values_of_errors, error)
+            found.append(error if isinstance(error, Tensor) else Decoded((error.numel(),), compact))
+        return found
 
 
 def _plain_tensors(param: Tensor, name: str, entries: Mapping[str, TensorEntry]) -> list[StateTensor]:

@@ -48,12 +48,32 @@ class HasSlots(Protocol):
         ...
 
 
+class HasEarlySlots(Protocol):
+    """The part of an optimizer whose messages may leave during backward."""
+
+    def due(self, plan: StepPlan, before: StepPlan) -> bool:
+        """Return whether they leave in the coming backward pass, by its step's plan and by that of the step before."""
+        ...
+
+    def slots(
+        self, loss_scale: float | None = None, *, owner: int = 0, present: Collection[Tensor] | None = None
+    ) -> list[Slot]:
+        """Return the slots in which they leave; see :meth:`HasSlots.slots`."""
+        ...
+
+
 class HasPlan(Protocol):
     """An optimizer that says whether the coming step needs averaged gradients, and how they travel then."""
 
     communicator: Communicator
     traffic: Traffic
     warmup_gradients: HasSlots
+    early_messages: HasEarlySlots
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """The plan of the last step."""
+        ...
 
     @property
     def plan(self) -> StepPlan:
@@ -115,10 +135,11 @@ class GradientSync:
         return self.communicator.all_reduce_future(buffer)
 
     def _has_slots(self) -> bool:
-        """Return whether some gradients travel otherwise than others, or otherwise than by DDP."""
+        """Return whether some gradients travel otherwise than others, or otherwise than by DDP, or in messages."""
         reduced = [optimizer for optimizer in self.optimizers if optimizer.plan.reduce_grads]
         low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
-        return self.communicator.world_size > 1 and (low or 0 < len(reduced) < len(self.optimizers))
+        early = any(map(_sends_early, self.optimizers))
+        return self.communicator.world_size > 1 and (early or low or 0 < len(reduced) < len(self.optimizers))
 
     def _start(self) -> GradientRound:
         """Start the round of a backward pass. All ranks call.
@@ -132,12 +153,19 @@ class GradientSync:
             owned |= set(optimizer.trainable_parameters)
             if optimizer.plan.reduce_grads:
                 slots += optimizer.warmup_gradients.slots(scale, owner=number, present=self.params)
-        others = [param for param in self.params if param.requires_grad and param not in owned]
+            elif _sends_early(optimizer):
+                slots += optimizer.early_messages.slots(scale, owner=number, present=self.params)
+        averaged = self.params if self.reduce_grads else ()
+        others = [param for param in averaged if param.requires_grad and param not in owned]
         slots += plain_slots(others, self.communicator, len(self.optimizers))
         position = {param: number for number, param in enumerate(self.params)}
         slots.sort(key=lambda slot: min(position[param] for param in slot.members()), reverse=True)
         self._checked = require_same_slots(slots, self.communicator, self._checked)
         return GradientRound(slots)
+
+
+def _sends_early(optimizer: HasPlan) -> bool:
+    return optimizer.early_messages.due(optimizer.plan, optimizer.last_plan)
 
 
 def ddp_hook(

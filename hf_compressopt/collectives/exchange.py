@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,8 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import Average, Combination, MessageFormat, Segment
-from hf_compressopt.kernels.integer_messages import Commit, IntegerAverage
-from hf_compressopt.kernels.integers import IntegerFormat
+from hf_compressopt.kernels import AnyAverage, Average, Combination, Commit, Errors, MessageFormat, Segment, SignFormat
+from hf_compressopt.kernels.errors import like_errors, tensor_of
 
 _Result = TypeVar("_Result")
 #: Work on one bucket: it yields before each wait, and returns a result.
@@ -34,14 +33,14 @@ class ErrorFeedback:
     """The errors of one bucket on one rank, and the form of its messages.
 
     Attributes:
-        worker_error: [n] float32, the part of this rank's values that its messages to the servers missed.
-        server_error: [n_own] float32, the part of the average of its own chunk that this rank's message missed.
+        worker_error: n elements, the part of this rank's values that its messages to the servers missed.
+        server_error: n_own elements, the part of the average of its own chunk that this rank's message missed.
         format: The form of the messages.
     """
 
-    worker_error: Tensor
-    server_error: Tensor
-    format: MessageFormat
+    worker_error: Errors
+    server_error: Errors
+    format: SignFormat
 
 
 def server_numel(numel: int, communicator: Communicator) -> int:
@@ -102,11 +101,11 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
 
     def compress() -> Tensor:
         messages = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
-        form.compress_(z, feedback.worker_error, messages, world_size)
+        form.compress_with_feedback_(z, feedback.worker_error, messages, world_size)
         return messages
 
     def serve(received: Tensor, out: Tensor) -> None:
-        form.average_compress_(received, feedback.server_error, out, world_size)
+        form.average_with_feedback_(received, feedback.server_error, out, world_size)
 
     from_servers = yield from _two_phases(compress(), nbytes, serve, communicator)
     return form.average(z.numel, from_servers, world_size, nbytes[0])
@@ -147,6 +146,7 @@ def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Average:
     kernels.on(values).combine_(z, values)
     for error in (feedback.worker_error, feedback.server_error):
         if error.numel():
+            assert isinstance(error, Tensor)  # a single rank's
             values += error
             error.zero_()
     return Average.of(values)
@@ -175,30 +175,30 @@ def compressed_all_reduce_(x: Tensor, feedback: ErrorFeedback, communicator: Com
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class Exchanged(Generic[AnyAverage]):
     """A bucket that is back, with the errors of before the step, so that the step can still be dropped.
 
     Attributes:
         z: What this rank wanted to send; its gradients must not change before :meth:`commit`.
-        worker_error: [n] float32, the worker error before the step.
-        server_error: [n_own] float32, the server error before the step.
-        new_server_error: [n_own] float32, the server error after it.
+        worker_error: n elements, the worker error before the step.
+        server_error: n_own elements, the server error before the step.
+        new_server_error: n_own elements, the server error after it.
         sent: This rank's messages to the servers.
         average: The compressed mean: the same bits on all ranks.
         format: The form of the messages.
     """
 
     z: Combination
-    worker_error: Tensor
-    server_error: Tensor
-    new_server_error: Tensor
+    worker_error: Errors
+    server_error: Errors
+    new_server_error: Errors
     sent: Tensor
-    average: IntegerAverage
-    format: IntegerFormat
+    average: AnyAverage
+    format: MessageFormat[AnyAverage]
 
-    def commit(self, outputs: Sequence[Segment], scale: float) -> None:
-        """Write the errors of the step, and the average times ``scale`` into ``outputs``."""
-        self.server_error.copy_(self.new_server_error)
+    def commit(self, outputs: Sequence[Segment] = (), scale: float = 1.0) -> None:
+        """Write the errors of the step, and the average times ``scale`` into ``outputs``; signs have no outputs."""
+        tensor_of(self.server_error).copy_(tensor_of(self.new_server_error))
         self.format.commit_(Commit(self.z, self.worker_error, self.sent, self.average, outputs, scale))
 
     def discard(self, outputs: Sequence[Segment], scale: float) -> None:
@@ -211,15 +211,19 @@ class Exchanged:
                 segment.part.copy_(part)
 
 
-def integer_all_reduce(
-    z: Combination, worker_error: Tensor, server_error: Tensor, form: IntegerFormat, communicator: Communicator
-) -> Task[Exchanged]:
-    """Average one bucket over the ranks by messages of integers. All ranks call, for the same buckets in one order.
+def lazy_all_reduce(
+    z: Combination,
+    worker_error: Errors,
+    server_error: Errors,
+    form: MessageFormat[AnyAverage],
+    communicator: Communicator,
+) -> Task[Exchanged[AnyAverage]]:
+    """Average one bucket over the ranks, and write no errors yet. All ranks call, for the same buckets in one order.
 
     Args:
         z: What this rank wants to send.
-        worker_error: [n] float32, the part of this rank's values that its messages to the servers missed.
-        server_error: [n_own] float32, the part of the average of its own chunk that this rank's message missed. Errors
+        worker_error: n elements, the part of this rank's values that its messages to the servers missed.
+        server_error: n_own elements, the part of the average of its own chunk that this rank's message missed. Errors
             change in :meth:`Exchanged.commit` only.
         form: The form of the messages.
         communicator: The ranks, at least two.
@@ -231,7 +235,7 @@ def integer_all_reduce(
     nbytes = form.chunk_nbytes(z.numel, world_size)
     sent = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
     form.compress_(z, worker_error, sent, world_size)
-    new_error = torch.empty_like(server_error)
+    new_error = like_errors(server_error)
 
     def serve(received: Tensor, out: Tensor) -> None:
         form.average_compress_(received, server_error, new_error, out, world_size)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import Exchanged, Pipeline, Task, integer_all_reduce
+from hf_compressopt.collectives.exchange import Exchanged, Pipeline, Task, lazy_all_reduce
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, Segment
+from hf_compressopt.kernels import Combination, Errors, IntegerAverage, Segment
 from hf_compressopt.kernels.integers import IntegerFormat, any_nan
 
 _Grads = Mapping[Tensor, Tensor | None]
@@ -86,13 +86,13 @@ class IntegerSlot(Slot):
     """Gradients that travel as integers with error feedback.
 
     Attributes:
-        errors: The worker error, [n] float32, and the server error, [n_own] float32, in the unit of a gradient without
+        errors: The worker error, n elements, and the server error, n_own elements, in the unit of a gradient without
             loss scale.
         bits: Bits per element, 4 or 8.
         loss_scale: Factor that the gradients carry.
     """
 
-    errors: tuple[Tensor, Tensor]
+    errors: tuple[Errors, Errors]
     bits: int
     loss_scale: float = 1.0
 
@@ -102,12 +102,12 @@ class IntegerSlot(Slot):
 
     def _exchange(self, segments: Sequence[Segment]) -> Task[Arrived]:
         z = self._scaled(segments, 1.0 / self.loss_scale)
-        exchanged = yield from integer_all_reduce(z, *self.errors, IntegerFormat(self.bits), self.communicator)
+        exchanged = yield from lazy_all_reduce(z, *self.errors, IntegerFormat(self.bits), self.communicator)
         return _ArrivedIntegers(exchanged, segments, self.loss_scale)
 
 
 class _ArrivedIntegers(Arrived):
-    def __init__(self, exchanged: Exchanged, outputs: Sequence[Segment], loss_scale: float) -> None:
+    def __init__(self, exchanged: Exchanged[IntegerAverage], outputs: Sequence[Segment], loss_scale: float) -> None:
         self.not_finite = any_nan(exchanged.average)
         self._exchanged, self._outputs, self._loss_scale = exchanged, outputs, loss_scale
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.ddp_hook import HasSlots
+from hf_compressopt.collectives.ddp_hook import HasEarlySlots, HasSlots
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.schedules import Schedule, StepPlan
 
@@ -43,11 +43,15 @@ class FollowsPlan(SavesShards, Protocol):
 
     traffic: Traffic
     warmup_gradients: HasSlots
+    early_messages: HasEarlySlots
     schedule: Schedule
     warmup_bits: int
 
     @property
     def plan(self) -> StepPlan: ...  # noqa: D102
+
+    @property
+    def last_plan(self) -> StepPlan: ...  # noqa: D102
 
     @property
     def local_gradients(self) -> bool: ...  # noqa: D102

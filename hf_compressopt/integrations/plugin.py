@@ -17,8 +17,8 @@ from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
 from hf_compressopt.optim.options import MAX_UPDATE
 
 _Value = TypeVar("_Value")
-#: Fields that all compressed optimizers take as they are.
-OPTIONS = ("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "communicator")
+#: Fields that all compressed optimizers take as they are, ``state`` if it is set.
+OPTIONS = ("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator")
 
 AUTO = "auto"
 
@@ -64,8 +64,11 @@ class CompressOptPlugin:
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
         max_update: Learning rates that an element moves at most in a step of the compressed stage; None or 0 is off.
             OnebitLamb has no such bound.
-        clip: "sketch" or "local": the norm by which gradients are clipped after the first stage.
+        clip: "sketch", "local" or "late": the norm by which gradients are clipped after the first stage. With "late",
+            of OnebitAdam, it is that of the step before, and messages leave during backward.
         bucket_cap_mb: MiB of float32 values that are sent together.
+        state: "compact" or "float32": the form of errors, and after the first stage of moments, in memory; None is the
+            optimizer's own default.
         communicator: "auto", or the name of a torch.distributed backend.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it. Not supported with the
             optimizers above, so ``optimizer`` is "none" then. 0 is off.
@@ -90,6 +93,7 @@ class CompressOptPlugin:
     grad_compression: str = field(default_factory=_from_env("GRAD_COMPRESSION", "none", str))
     total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
     warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 4, int))
+    state: str | None = field(default_factory=_from_env("STATE", None, str, type(None)))
 
     def __post_init__(self) -> None:
         """Check the names and the schedule; the optimizer checks the other options."""
@@ -141,11 +145,16 @@ class CompressOptPlugin:
         given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
         if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
-        given |= {name: getattr(self, name) for name in OPTIONS}
+        given |= self.common_options()
         made = cls(optimizer.param_groups, **given)
         if self.freeze_step == AUTO:
             made.defer_schedule([])
         return made
+
+    def common_options(self) -> dict[str, Any]:
+        """The fields that a compressed optimizer takes as they are."""
+        unset = {"state"} if self.state is None else set()
+        return {name: getattr(self, name) for name in OPTIONS if name not in unset}
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
         """Why an optimizer stays as it is although the plugin names a compressed one, in words; "" if it does not."""

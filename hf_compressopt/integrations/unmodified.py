@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from hf_compressopt.integrations.accelerate import attach
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.patching import is_wrapped, wrap
-from hf_compressopt.integrations.plugin import AUTO, OPTIONS, CompressOptPlugin
+from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
 
 _CHOICES = ("COMPRESSOPT_OPTIM", "COMPRESSOPT_OPTIMIZER", "COMPRESSOPT_GRAD_COMPRESSION", "COMPRESSOPT_ZERO_STAGE")
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
@@ -49,10 +49,9 @@ def trainer_optimizer(name: str) -> str:
 
 def trainer_options(name: str) -> dict[str, Any]:
     """The options of an optimizer that are set in the environment, by the names of its constructor."""
-    plugin, given = CompressOptPlugin(), {}
-    for option in ("freeze_step", "max_update", *OPTIONS):
-        if f"COMPRESSOPT_{option.upper()}" in os.environ:
-            given[option] = getattr(plugin, option)
+    plugin = CompressOptPlugin()
+    options = {"freeze_step": plugin.freeze_step, "max_update": plugin.max_update, **plugin.common_options()}
+    given = {name: value for name, value in options.items() if f"COMPRESSOPT_{name.upper()}" in os.environ}
     if "freeze_step" in given:
         freeze_step = given.pop("freeze_step")
         if freeze_step != AUTO:

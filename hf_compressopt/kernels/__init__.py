@@ -16,7 +16,9 @@ from torch import Tensor
 from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels import library, native, reference
 from hf_compressopt.kernels.choice import implementation, on
-from hf_compressopt.kernels.formats import MessageFormat, SignFormat
+from hf_compressopt.kernels.commit import AnyAverage, Commit
+from hf_compressopt.kernels.errors import CompactErrors, Errors
+from hf_compressopt.kernels.formats import MessageFormat, SignFormat, all_finite
 from hf_compressopt.kernels.integer_messages import IntegerAverage
 from hf_compressopt.kernels.integer_protocol import IntegerKernels
 from hf_compressopt.kernels.integers import IntegerFormat, any_nan, integer_kernels
@@ -25,6 +27,7 @@ from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nby
 from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.protocol import Kernels
 from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
+from hf_compressopt.kernels.variance import LogVariance, Variance
 
 _CPU = torch.device("cpu")
 _LARGE_COPY = 1 << 16  # elements
@@ -68,9 +71,13 @@ def copy_(out: Tensor, source: Tensor) -> None:
 __all__ = [
     "MESSAGE_ALIGNMENT",
     "AdamUpdate",
+    "AnyAverage",
     "Average",
     "Combination",
+    "Commit",
+    "CompactErrors",
     "Descent",
+    "Errors",
     "IntegerAverage",
     "IntegerFormat",
     "IntegerKernels",
@@ -78,10 +85,13 @@ __all__ = [
     "LambMoments",
     "LambOptions",
     "LocalUpdate",
+    "LogVariance",
     "MessageFormat",
     "ParameterSync",
     "Segment",
     "SignFormat",
+    "Variance",
+    "all_finite",
     "any_nan",
     "chunk_message_nbytes",
     "chunk_numel",

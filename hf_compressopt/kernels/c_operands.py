@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from hf_compressopt.kernels.errors import CompactErrors, Errors
 from hf_compressopt.kernels.memory import address_of, in_memory, is_direct
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.updates import Descent, LambOptions
+from hf_compressopt.kernels.variance import Variance
 
 #: Codes of the dtypes that native code knows.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -24,11 +26,24 @@ _STILL = 1
 # -- the C interface --------------------------------------------------------------------------------------------------
 
 
+class ErrorsRecord(ctypes.Structure):
+    """``co_errors``."""
+
+    _fields_ = [("values", c_void_p), ("messages", c_void_p)]
+
+
+class VarianceRecord(ctypes.Structure):
+    """``co_variance``."""
+
+    _fields_ = [("values", c_void_p), ("codes", c_void_p), ("tops", c_void_p)]
+
+
 class CombinationRecord(ctypes.Structure):
     """``co_combination``."""
 
     _fields_ = [
         ("x", c_void_p),
+        ("last", c_void_p),
         ("grads", c_void_p),
         ("count", c_int64),
         ("factors", c_void_p),
@@ -215,16 +230,46 @@ class Operands:
         self.kept.append(table)
         return table
 
+    def errors(self, name: str, error: Errors, world_size: int, *, written: bool = True) -> Any:
+        """Return a ``co_errors`` by reference."""
+        if isinstance(error, Tensor):
+            return ctypes.byref(ErrorsRecord(self.floats(name, error, written=written), None))
+        if error.count != self.numel or error.world_size != world_size:
+            raise ValueError(
+                f"{name} must be of {self.numel} elements in {world_size} chunk(s), got {error.count} in "
+                f"{error.world_size}"
+            )
+        nbytes = CompactErrors.nbytes(self.numel, world_size)
+        return ctypes.byref(ErrorsRecord(None, pointer_to(name, error.messages, self.device, torch.uint8, nbytes)))
+
+    def variance(self, variance: Variance, segments: SegmentTable) -> Any:
+        """Return a ``co_variance`` by reference."""
+        name = "exp_avg_sq"
+        if isinstance(variance, Tensor):
+            return ctypes.byref(VarianceRecord(self.floats(name, variance, written=False), None, None))
+        if variance.tops.numel() < segments.tensors:
+            raise ValueError(f"tops must have {segments.tensors} entries or more, got {variance.tops.numel()}")
+        codes = pointer_to(name, variance.codes, self.device, torch.uint8, self.numel)
+        tops = pointer_to("tops", variance.tops, self.device, torch.int32, None)
+        return ctypes.byref(VarianceRecord(None, codes, tops))
+
     def combination(self, z: Combination) -> Any:
         """Return a ``co_combination`` by reference."""
         x = None if z.x is None else self.floats("x", z.x, written=False)
+        last = None
+        if z.x is None and z.last is not None:
+            if z.last.messages is None or z.last.numel != z.numel:
+                raise ValueError(f"last must hold messages of {z.numel} elements")
+            last = self.average(z.last)
+            self.kept.append(last)
         grads = count = factors = None
         if z.grads is not None:
             table = self.segments("gradients", z.grads, written=False)
             grads, count = table.address, table.count
             if z.factors is not None:
                 factors = self.per_tensor("factors", z.factors, table)
-        return ctypes.byref(CombinationRecord(x, grads, count or 0, factors, z.alpha, z.beta))
+        last = None if last is None else ctypes.cast(last, c_void_p)
+        return ctypes.byref(CombinationRecord(x, last, grads, count or 0, factors, z.alpha, z.beta))
 
     def average(self, y: Average) -> Any:
         """Return a ``co_average`` by reference."""

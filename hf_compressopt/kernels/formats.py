@@ -5,19 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels.choice import on
-from hf_compressopt.kernels.messages import InChunks, message_nbytes
+from hf_compressopt.kernels.commit import AnyAverage, Commit
+from hf_compressopt.kernels.errors import Errors, tensor_of
+from hf_compressopt.kernels.messages import InChunks, message_nbytes, num_blocks
 from hf_compressopt.kernels.operands import Average, Combination
 
 
-class MessageFormat(Protocol):
-    """A message format, as the collectives know it.
+class MessageFormat(Protocol[AnyAverage]):
+    """A message format with error feedback, as the collectives know it.
 
     A message is a run of bytes (uint8, contiguous) that holds one chunk of a bucket. Its length depends on the chunk's
     elements alone, and is 0 for a chunk of no elements. Messages of several chunks stand one after another, in rank
     order.
+
+    No worker error is written before :meth:`commit_`, so that a step that turns out not finite can be dropped.
     """
 
     def nbytes(self, numel: int) -> int:
@@ -26,28 +32,31 @@ class MessageFormat(Protocol):
     def chunk_nbytes(self, numel: int, world_size: int) -> list[int]:
         """Return the bytes of the message of each chunk of a bucket of ``numel`` elements, in rank order."""
 
-    def compress_(self, z: Combination, error: Tensor, messages: Tensor, world_size: int) -> None:
-        """Compress a bucket with error feedback: u = z + error; messages <- Q(u); error <- u - Q(u).
+    def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
+        """Compress a bucket: u = z + error; messages <- Q(u). The error is only read.
 
         Args:
             z: The n values to send, read.
-            error: [n] float32, updated in place.
+            error: n elements, read.
             messages: [sum(chunk_nbytes(n, world_size))] uint8, written.
             world_size: Number of chunks.
         """
 
-    def average_compress_(self, messages: Tensor, error: Tensor, out: Tensor, world_size: int) -> None:
-        """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); error <- a - Q(a).
+    def average_compress_(
+        self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+    ) -> None:
+        """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); new_error <- a - Q(a).
 
         Args:
             messages: [world_size * nbytes(n)] uint8, one message of the same chunk per rank, read.
-            error: [n] float32, updated in place.
+            error: n elements, read.
+            new_error: n elements, in the form of ``error``, written. It may be ``error`` itself.
             out: [nbytes(n)] uint8, written.
             world_size: Number of messages.
         """
 
-    def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> Average:
-        """Return the messages of the averaged chunks of a bucket as an operand of the optimizers' kernels.
+    def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> AnyAverage:
+        """Return the messages of the averaged chunks of a bucket as an operand of kernels.
 
         Args:
             numel: Elements of the bucket.
@@ -55,6 +64,17 @@ class MessageFormat(Protocol):
             world_size: Number of chunks.
             stride: Bytes from one message to the next.
         """
+
+    def decompress_(self, y: AnyAverage, out: Tensor) -> None:
+        """Write the values of an average: out <- y.
+
+        Args:
+            y: n elements, read.
+            out: [n] float32, written.
+        """
+
+    def commit_(self, commit: Commit[AnyAverage]) -> None:
+        """Finish a step: error <- z + error - the values of ``own``; outputs <- y * output_scale."""
 
 
 @dataclass(frozen=True)
@@ -83,14 +103,60 @@ class SignFormat(InChunks):
         """See :meth:`MessageFormat.nbytes`."""
         return message_nbytes(numel, self.scale_block)
 
-    def compress_(self, z: Combination, error: Tensor, messages: Tensor, world_size: int) -> None:
-        """See :meth:`MessageFormat.compress_`."""
-        on(error).compress_(z, error, messages, world_size, self.scale_block)
+    def compress_with_feedback_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
+        """See :meth:`Kernels.compress_`: the errors are written at once, in the same pass."""
+        on(tensor_of(error)).compress_(z, error, messages, world_size, self.scale_block)
 
-    def average_compress_(self, messages: Tensor, error: Tensor, out: Tensor, world_size: int) -> None:
+    def average_with_feedback_(self, messages: Tensor, error: Errors, out: Tensor, world_size: int) -> None:
+        """See :meth:`Kernels.average_compress_`: the error is written at once, in the same pass."""
+        on(tensor_of(error)).average_compress_(messages, error, out, world_size, self.scale_block)
+
+    def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
+        """See :meth:`MessageFormat.compress_`."""
+        on(tensor_of(error)).compress_only_(z, error, messages, world_size, self.scale_block)
+
+    def average_compress_(
+        self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+    ) -> None:
         """See :meth:`MessageFormat.average_compress_`."""
-        on(error).average_compress_(messages, error, out, world_size, self.scale_block)
+        tensor_of(new_error).copy_(tensor_of(error))
+        self.average_with_feedback_(messages, new_error, out, world_size)
+
+    def commit_(self, commit: Commit[Average]) -> None:
+        """See :meth:`MessageFormat.commit_`.
+
+        Raises:
+            ValueError: If there are outputs: the optimizers' kernels read the average itself.
+        """
+        if commit.outputs:
+            raise ValueError(f"signs are written to no outputs, got {len(commit.outputs)}")
+        world_size = commit.y.world_size
+        on(tensor_of(commit.error)).commit_(commit.z, commit.error, commit.own, world_size, self.scale_block)
+
+    def decompress_(self, y: Average, out: Tensor) -> None:
+        """See :meth:`MessageFormat.decompress_`."""
+        on(out).decompress_(y, out)
 
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> Average:
         """See :meth:`MessageFormat.average`."""
         return Average(numel, None, messages, world_size, self.scale_block, stride)
+
+
+def all_finite(y: Average) -> Tensor:
+    """Return whether all blocks of an average in messages are finite, from their scales alone.
+
+    Returns:
+        [] bool, on the device of the messages.
+
+    Raises:
+        ValueError: If the average is not in messages.
+    """
+    if y.messages is None:
+        raise ValueError("all_finite needs an average in messages")
+    found = [torch.ones((), dtype=torch.bool, device=y.messages.device)]
+    for rank in range(y.world_size):
+        start, stop = chunk_range(y.numel, y.world_size, rank)
+        if start < stop:
+            scales = y.messages[rank * y.stride :][: 4 * num_blocks(stop - start, y.scale_block)]
+            found.append(scales.view(torch.float32).isfinite().all())
+    return torch.stack(found).all()

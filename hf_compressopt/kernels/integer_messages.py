@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from hf_compressopt.flat import SIGNS_PER_BYTE, chunk_range
 from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT
-from hf_compressopt.kernels.operands import Combination, Segment
 
 #: Elements per scale, counted from the start of a chunk.
 INTEGER_BLOCK = 128
@@ -59,29 +57,6 @@ class IntegerAverage:
     world_size: int
     bits: int
     stride: int
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Operands of :meth:`IntegerKernels.commit_`.
-
-    Attributes:
-        z: As it was given to :meth:`IntegerKernels.compress_`, n elements, read.
-        error: [n] float32, updated in place.
-        own: The messages that :meth:`IntegerKernels.compress_` wrote, for ``y.world_size`` and ``y.bits``, read.
-        y: The average that came back, n elements, read.
-        outputs: Segments that cover the bucket, each written in its own dtype. Segments without a tensor are left
-            alone. They may be the gradients of ``z``, at the same places. If ``z`` has segments, the outputs' segments
-            must have the same lengths and indices.
-        output_scale: Factor of the average, such as the loss scale that ``z.beta`` divides out.
-    """
-
-    z: Combination
-    error: Tensor
-    own: Tensor
-    y: IntegerAverage
-    outputs: Sequence[Segment]
-    output_scale: float = 1.0
 
 
 def scales_of(message: Tensor, numel: int, bits: int) -> Tensor:

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels.c_operands import Operands, mark_written, pointer_to
-from hf_compressopt.kernels.integer_messages import (
-    Commit,
-    IntegerAverage,
-    chunk_integer_message_nbytes,
-    integer_message_nbytes,
-)
+from hf_compressopt.kernels.commit import Commit
+from hf_compressopt.kernels.errors import Errors, tensor_of
+from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes, integer_message_nbytes
 from hf_compressopt.kernels.library import call
 from hf_compressopt.kernels.operands import Combination
 
@@ -48,25 +45,32 @@ def _average(use: Operands, y: IntegerAverage) -> Any:
     return ctypes.byref(IntegersRecord(pointer, y.numel, y.stride, y.world_size, y.bits))
 
 
-def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, bits: int) -> None:
+def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int) -> None:
     """See :meth:`IntegerKernels.compress_`."""
     use, nbytes = Operands(error.device, z.numel), sum(chunk_integer_message_nbytes(z.numel, world_size, bits))
     out = pointer_to("messages", messages, use.device, torch.uint8, nbytes)
-    arguments = use.combination(z), use.floats("error", error, written=False), out, z.numel, bits, world_size
+    arguments = (
+        use.combination(z),
+        use.errors("error", error, world_size, written=False),
+        out,
+        z.numel,
+        bits,
+        world_size,
+    )
     call("co_compress_integers", use.device, *arguments)
     mark_written([messages])
 
 
 def average_compress_(
-    messages: Tensor, error: Tensor, new_error: Tensor, out: Tensor, world_size: int, bits: int
+    messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int, bits: int
 ) -> None:
     """See :meth:`IntegerKernels.average_compress_`."""
     use, nbytes = Operands(error.device, error.numel()), integer_message_nbytes(error.numel(), bits)
     received = use.read("messages", messages, torch.uint8, world_size * nbytes)
-    errors = use.floats("error", error, written=False), use.floats("new_error", new_error)
+    errors = use.errors("error", error, 1, written=False), use.errors("new_error", new_error, 1)
     sent = pointer_to("out", out, use.device, torch.uint8, nbytes)
     call("co_average_integers", use.device, received, *errors, sent, use.numel, bits, world_size)
-    mark_written([new_error, out])
+    mark_written([tensor_of(new_error), out])
 
 
 def decompress_(y: IntegerAverage, out: Tensor) -> None:
@@ -76,7 +80,7 @@ def decompress_(y: IntegerAverage, out: Tensor) -> None:
     mark_written([out])
 
 
-def commit_(commit: Commit) -> None:
+def commit_(commit: Commit[IntegerAverage]) -> None:
     """See :meth:`IntegerKernels.commit_`."""
     z, y, outputs = commit.z, commit.y, commit.outputs
     use = Operands(commit.error.device, y.numel)
@@ -90,11 +94,11 @@ def commit_(commit: Commit) -> None:
         "co_commit_integers",
         use.device,
         use.combination(z),
-        use.floats("error", commit.error),
+        use.errors("error", commit.error, y.world_size),
         use.read("own", commit.own, torch.uint8, nbytes),
         _average(use, y),
         table.address,
         table.count,
         commit.output_scale,
     )
-    mark_written([commit.error], outputs)
+    mark_written([tensor_of(commit.error)], outputs)

@@ -1,6 +1,6 @@
 """The kernels of b-bit integers for torch.compile and fake tensors: operators of torch, ``torch.ops.compressopt``.
 
-:func:`commit_` is the reference's, which torch can trace.
+:func:`commit_` is the reference's, which torch can trace, and so are all with errors in 8 bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import integer_native, integer_reference, library, reference
+from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.integer_messages import IntegerAverage
 from hf_compressopt.kernels.integer_protocol import IntegerKernels
 from hf_compressopt.kernels.integer_reference import commit_
@@ -25,15 +26,19 @@ _LIBRARY.define(
 _LIBRARY.define("decode_integers(Tensor messages, Tensor(a!) out, int world_size, int bits, int stride) -> ()")
 
 
-def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, bits: int) -> None:
+def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int) -> None:
     """See :meth:`IntegerKernels.compress_`."""
+    if not isinstance(error, Tensor):
+        return integer_reference.compress_(z, error, messages, world_size, bits)
     torch.ops.compressopt.compress_integers(reference.values_of(z), error, messages, world_size, bits)
 
 
 def average_compress_(
-    messages: Tensor, error: Tensor, new_error: Tensor, out: Tensor, world_size: int, bits: int
+    messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int, bits: int
 ) -> None:
     """See :meth:`IntegerKernels.average_compress_`. ``new_error`` may not be ``error`` itself here."""
+    if not isinstance(error, Tensor):
+        return integer_reference.average_compress_(messages, error, new_error, out, world_size, bits)
     torch.ops.compressopt.average_integers(messages, error, new_error, out, world_size, bits)
 
 

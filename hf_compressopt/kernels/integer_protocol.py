@@ -6,7 +6,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hf_compressopt.kernels.integer_messages import Commit, IntegerAverage
+from hf_compressopt.kernels.commit import Commit
+from hf_compressopt.kernels.errors import Errors
+from hf_compressopt.kernels.integer_messages import IntegerAverage
 from hf_compressopt.kernels.operands import Combination
 
 
@@ -17,21 +19,21 @@ class IntegerKernels(Protocol):
     :class:`~hf_compressopt.kernels.integers.IntegerFormat` describes Q(u) and the messages.
     """
 
-    def compress_(self, z: Combination, error: Tensor, messages: Tensor, world_size: int, bits: int) -> None:
+    def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int) -> None:
         """Compress a bucket to integers: u = z + error; messages <- Q(u).
 
         The error is only read. :meth:`commit_` updates it once all ranks know that the step is finite.
 
         Args:
             z: The n values to send, read.
-            error: [n] float32, read.
+            error: n elements, read.
             messages: [sum(chunk_integer_message_nbytes(n, world_size, bits))] uint8, written.
             world_size: Number of chunks.
             bits: 4 or 8.
         """
 
     def average_compress_(
-        self, messages: Tensor, error: Tensor, new_error: Tensor, out: Tensor, world_size: int, bits: int
+        self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int, bits: int
     ) -> None:
         """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); new_error <- a - Q(a).
 
@@ -39,8 +41,8 @@ class IntegerKernels(Protocol):
 
         Args:
             messages: [world_size * integer_message_nbytes(n, bits)] uint8, one message of the chunk per rank, read.
-            error: [n] float32, read.
-            new_error: [n] float32, written. It may be ``error`` itself.
+            error: n elements, read.
+            new_error: n elements, in the form of ``error``, written. It may be ``error`` itself.
             out: [integer_message_nbytes(n, bits)] uint8, written.
             world_size: Number of messages.
             bits: 4 or 8.
@@ -54,5 +56,5 @@ class IntegerKernels(Protocol):
             out: [n] float32, written.
         """
 
-    def commit_(self, commit: Commit) -> None:
+    def commit_(self, commit: Commit[IntegerAverage]) -> None:
         """Finish a step that is finite: error <- z + error - the values of ``own``; outputs <- y * output_scale."""

@@ -10,13 +10,9 @@ from torch import Tensor
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels import integer_native, integer_operators, integer_reference
 from hf_compressopt.kernels.choice import one_of
-from hf_compressopt.kernels.integer_messages import (
-    INTEGER_BITS,
-    Commit,
-    IntegerAverage,
-    integer_message_nbytes,
-    scales_of,
-)
+from hf_compressopt.kernels.commit import Commit
+from hf_compressopt.kernels.errors import Errors, tensor_of
+from hf_compressopt.kernels.integer_messages import INTEGER_BITS, IntegerAverage, integer_message_nbytes, scales_of
 from hf_compressopt.kernels.integer_protocol import IntegerKernels
 from hf_compressopt.kernels.messages import InChunks
 from hf_compressopt.kernels.operands import Combination
@@ -26,19 +22,19 @@ from hf_compressopt.kernels.operands import Combination
 class IntegerFormat(InChunks):
     """A b-bit integer per element, and a bfloat16 scale per block of 128 elements.
 
-    Sources: LoCo (arXiv 2407.04480: 4 bits with error feedback), SDP4Bit (arXiv 2410.15526: groups of 128). Unlike a
-    :class:`~hf_compressopt.kernels.formats.MessageFormat`, it writes no error before :meth:`commit_`, so that a step
-    that turns out not finite can be dropped.
+    Sources: LoCo (arXiv 2407.04480: 4 bits with error feedback), SDP4Bit (arXiv 2410.15526: groups of 128). It is a
+    :class:`~hf_compressopt.kernels.formats.MessageFormat`.
 
     **Quantizing a block** of up to 128 elements, counted from the start of a chunk, with L = 2^(b-1) - 1:
 
     * m is the largest bit pattern of the block with the signs cleared, so that NaN > infinity > numbers.
     * If m is above 2^127, which includes infinity and NaN, the scale is NaN (0x7FC0) and all integers are 0. (Above
       2^127, L times the scale could overflow.)
-    * Otherwise the scale is m / L, divided in float32 and rounded up to bfloat16. If the scale is below 2^-120, as for
-      a block of zeros, the scale and all integers are 0.
-    * Otherwise q = round(u * (1 / scale)), a float32 division and a float32 product, to nearest, ties to even. Since
-      the scale is rounded up, -L <= q <= L.
+    * Otherwise the scale is m / L, divided in float32 and rounded to the nearest bfloat16, ties upwards. If the scale
+      is below 2^-120, as for a block of zeros, the scale and all integers are 0.
+    * Otherwise q = round(u * (1 / scale)), a float32 division and a float32 product, to nearest, ties to even. The
+      scale is so near to m / L that the largest |q| of a block is L. So to quantize what a message stands for gives
+      the same message.
     * The decoded value is q * scale. This product is exact, and so is the error u - q * scale.
 
     **The message of a chunk** of n elements, n > 0:
@@ -72,15 +68,15 @@ class IntegerFormat(InChunks):
         """Return the bytes of the message of a chunk of ``numel`` elements."""
         return integer_message_nbytes(numel, self.bits)
 
-    def compress_(self, z: Combination, error: Tensor, messages: Tensor, world_size: int) -> None:
+    def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
         """See :meth:`IntegerKernels.compress_`."""
-        integer_kernels(error).compress_(z, error, messages, world_size, self.bits)
+        integer_kernels(tensor_of(error)).compress_(z, error, messages, world_size, self.bits)
 
     def average_compress_(
-        self, messages: Tensor, error: Tensor, new_error: Tensor, out: Tensor, world_size: int
+        self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
     ) -> None:
         """See :meth:`IntegerKernels.average_compress_`."""
-        integer_kernels(error).average_compress_(messages, error, new_error, out, world_size, self.bits)
+        integer_kernels(tensor_of(error)).average_compress_(messages, error, new_error, out, world_size, self.bits)
 
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> IntegerAverage:
         """See :meth:`~hf_compressopt.kernels.formats.MessageFormat.average`."""
@@ -90,9 +86,9 @@ class IntegerFormat(InChunks):
         """See :meth:`IntegerKernels.decompress_`."""
         integer_kernels(out).decompress_(y, out)
 
-    def commit_(self, commit: Commit) -> None:
+    def commit_(self, commit: Commit[IntegerAverage]) -> None:
         """See :meth:`IntegerKernels.commit_`."""
-        integer_kernels(commit.error).commit_(commit)
+        integer_kernels(tensor_of(commit.error)).commit_(commit)
 
 
 def integer_kernels(where: torch.device | Tensor) -> IntegerKernels:

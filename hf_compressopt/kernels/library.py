@@ -18,7 +18,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 
@@ -45,6 +45,10 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_square_sums": [c_void_p, c_int64, c_void_p],
     "co_sketch": [c_void_p, c_int64, c_int64, c_uint64, c_void_p, c_void_p],
     "co_copy": [c_void_p, c_void_p, c_int64],
+}
+_EXTRA_ARGUMENTS: dict[str, list[Any]] = {  # what a library may lack
+    "co_compress_only": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
+    "co_commit": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
 }
 
 
@@ -102,6 +106,11 @@ def use_instruction_set(name: str) -> None:
     """
     library = _library("cpu")
     _check(library, library.co_use_instruction_set(name.encode()))
+
+
+def has(function: str, device: torch.device) -> bool:
+    """Return whether the library of a device has a function; only the CPU's has all of them."""
+    return hasattr(_library(device.type), function)
 
 
 def call(function: str, device: torch.device, *arguments: Any) -> None:
@@ -164,7 +173,8 @@ def _library(device_type: str) -> ctypes.CDLL:
         raise RuntimeError(f"{path} cannot be loaded: {error}") from error
     if (version := library.co_abi_version()) != _ABI_VERSION:
         raise RuntimeError(f"{path} has version {version} of the interface, needed is {_ABI_VERSION}: build it again")
-    for name, arguments in _ARGUMENTS.items():
+    functions = _ARGUMENTS | {name: types for name, types in _EXTRA_ARGUMENTS.items() if hasattr(library, name)}
+    for name, arguments in functions.items():
         getattr(library, name).argtypes = [*arguments, c_void_p]
     library.co_instruction_set.restype = library.co_last_error.restype = ctypes.c_char_p
     return library

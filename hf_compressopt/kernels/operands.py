@@ -36,34 +36,6 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Combination:
-    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation rounded to float32.
-
-    Attributes:
-        numel: Elements of the bucket.
-        device: Device of the bucket.
-        x: [numel] float32, or None to leave the term out.
-        alpha: Coefficient of x.
-        grads: Segments that cover the bucket, or None to leave the term out, as for a segment without a tensor.
-        beta: Coefficient of the gradients.
-        factors: [tensors] float32, one factor per tensor, or None.
-    """
-
-    numel: int
-    device: torch.device
-    x: Tensor | None = None
-    alpha: float = 1.0
-    grads: Sequence[Segment] | None = None
-    beta: float = 1.0
-    factors: Tensor | None = None
-
-    @classmethod
-    def of(cls, x: Tensor) -> Combination:
-        """Return the combination whose values are x, [n] float32."""
-        return cls(x.numel(), x.device, x)
-
-
-@dataclass(frozen=True)
 class Average:
     """The average of a bucket over the ranks: as messages, or as the values themselves.
 
@@ -88,3 +60,33 @@ class Average:
     def of(cls, values: Tensor) -> Average:
         """Return the average whose values are known, [n] float32."""
         return cls(values.numel(), values)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation rounded to float32.
+
+    Attributes:
+        numel: Elements of the bucket.
+        device: Device of the bucket.
+        x: [numel] float32, or None to leave the term out unless there is ``last``.
+        alpha: Coefficient of x.
+        grads: Segments that cover the bucket, or None to leave the term out, as for a segment without a tensor.
+        beta: Coefficient of the gradients.
+        factors: [tensors] float32, one factor per tensor, or None.
+        last: If x is None: an average in messages, whose values are x; x counts as 0 where a segment stands still.
+    """
+
+    numel: int
+    device: torch.device
+    x: Tensor | None = None
+    alpha: float = 1.0
+    grads: Sequence[Segment] | None = None
+    beta: float = 1.0
+    factors: Tensor | None = None
+    last: Average | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> Combination:
+        """Return the combination whose values are x, [n] float32."""
+        return cls(x.numel(), x.device, x)

@@ -1,7 +1,8 @@
 """The kernels for torch.compile and fake tensors: compression as operators of torch, ``torch.ops.compressopt``.
 
 The operators change their arguments in place. A direct call of the native kernels costs less, so these serve only
-while torch traces. The other kernels are the reference's, which torch can trace.
+while torch traces. The other kernels are the reference's, which torch can trace, and so is compression with errors in
+8 bits.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.operands import Average, Combination
 from hf_compressopt.kernels.protocol import Kernels
 from hf_compressopt.kernels.reference import (
     apply_adam_,
     combine_,
+    commit_,
+    compress_only_,
     lamb_apply_,
     lamb_moments_,
     local_step_,
@@ -32,13 +36,17 @@ _LIBRARY.define(
 _LIBRARY.define("decompress(Tensor messages, Tensor(a!) out, int world_size, int? scale_block, int stride) -> ()")
 
 
-def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
+def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None) -> None:
     """See :meth:`Kernels.compress_`."""
+    if not isinstance(error, Tensor):
+        return reference.compress_(z, error, messages, world_size, scale_block)
     torch.ops.compressopt.compress(reference.values_of(z), error, messages, world_size, scale_block)
 
 
-def average_compress_(messages: Tensor, error: Tensor, out: Tensor, world_size: int, scale_block: int | None) -> None:
+def average_compress_(messages: Tensor, error: Errors, out: Tensor, world_size: int, scale_block: int | None) -> None:
     """See :meth:`Kernels.average_compress_`."""
+    if not isinstance(error, Tensor):
+        return reference.average_compress_(messages, error, out, world_size, scale_block)
     torch.ops.compressopt.average_compress(messages, error, out, world_size, scale_block)
 
 
@@ -78,7 +86,9 @@ __all__ = [
     "apply_adam_",
     "average_compress_",
     "combine_",
+    "commit_",
     "compress_",
+    "compress_only_",
     "decompress_",
     "lamb_apply_",
     "lamb_moments_",

@@ -8,8 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.updates import AdamUpdate, LambMoments, LambOptions, LocalUpdate, ParameterSync
+from hf_compressopt.kernels.variance import Variance
 
 
 class Kernels(Protocol):
@@ -18,12 +20,15 @@ class Kernels(Protocol):
     Every operation on an element is rounded on its own, in the order of the formulas. Only sums over many elements
     (scales, norms) may differ, by at most 2 ulp.
 
+    Errors may lie in 8 bits (:class:`~hf_compressopt.kernels.errors.CompactErrors`), and so may a frozen variance
+    (:class:`~hf_compressopt.kernels.variance.LogVariance`).
+
     m, v, p, g and u stand for momentum, variance, parameter, gradient and local update. A segment that stands still
     (:attr:`Segment.still`) counts as a direction of 0, and as a momentum of 0.
     """
 
     def compress_(
-        self, z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None
+        self, z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None
     ) -> None:
         """Compress a bucket to signs, with error feedback: u = z + error; messages <- Q(u); error <- u - Q(u).
 
@@ -31,14 +36,14 @@ class Kernels(Protocol):
 
         Args:
             z: The n values to send, read.
-            error: [n] float32, updated in place.
+            error: n elements, updated in place.
             messages: [sum(chunk_message_nbytes(n, world_size, scale_block))] uint8, written.
             world_size: Number of chunks.
             scale_block: Elements per scale, a positive multiple of 8, or None.
         """
 
     def average_compress_(
-        self, messages: Tensor, error: Tensor, out: Tensor, world_size: int, scale_block: int | None
+        self, messages: Tensor, error: Errors, out: Tensor, world_size: int, scale_block: int | None
     ) -> None:
         """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); error <- a - Q(a).
 
@@ -46,9 +51,33 @@ class Kernels(Protocol):
 
         Args:
             messages: [world_size * message_nbytes(n, scale_block)] uint8, one message of the same chunk per rank, read.
-            error: [n] float32, updated in place.
+            error: n elements, updated in place.
             out: [message_nbytes(n, scale_block)] uint8, written.
             world_size: Number of messages.
+            scale_block: As in :meth:`compress_`.
+        """
+
+    def compress_only_(
+        self, z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None
+    ) -> None:
+        """Compress a bucket to signs as :meth:`compress_` does, in its bits, but only read the error.
+
+        Args:
+            z: The n values to send, read.
+            error: n elements, read.
+            messages: As in :meth:`compress_`.
+            world_size: Number of chunks.
+            scale_block: As in :meth:`compress_`.
+        """
+
+    def commit_(self, z: Combination, error: Errors, own: Tensor, world_size: int, scale_block: int | None) -> None:
+        """Write the error that :meth:`compress_` would have left: error <- z + error - the values of ``own``.
+
+        Args:
+            z: As it was given to :meth:`compress_only_`, n elements, read.
+            error: n elements, updated in place.
+            own: The messages that :meth:`compress_only_` wrote, read.
+            world_size: Number of chunks.
             scale_block: As in :meth:`compress_`.
         """
 
@@ -97,13 +126,13 @@ class Kernels(Protocol):
         """
 
     def lamb_apply_(
-        self, exp_avg: Tensor, exp_avg_sq: Tensor, params: Sequence[Segment], rates: Tensor, options: LambOptions
+        self, exp_avg: Tensor, exp_avg_sq: Variance, params: Sequence[Segment], rates: Tensor, options: LambOptions
     ) -> None:
         """Take 1-bit LAMB's second pass: p <- p - rate (m / denominator(v) + wd p).
 
         Args:
             exp_avg: [n] float32, m, read.
-            exp_avg_sq: [n] float32, the frozen v, read.
+            exp_avg_sq: n elements, the frozen v, read.
             params: Segments that cover the n elements. Segments without a tensor change no parameter.
             rates: [tensors] float32, read.
             options: Hyperparameters.

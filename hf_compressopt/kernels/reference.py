@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels.errors import Errors, keep_errors_, values_of_errors
 from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.signs import chunks_of, compress_chunks_, decompress_message, mean_of_messages, rms
 from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
+from hf_compressopt.kernels.variance import Variance, values_of_variance
 
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at once, on a CPU and elsewhere
 
@@ -22,21 +24,38 @@ _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at onc
 # -- compression ------------------------------------------------------------------------------------------------------
 
 
-def compress_(z: Combination, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
+def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None) -> None:
     """See :meth:`Kernels.compress_`."""
-    error.add_(values_of(z))
-    scale = None if scale_block is not None or z.numel == 0 else rms(error)
-    compress_chunks_(error, messages, chunks_of(z.numel, world_size, scale_block), scale_block, scale)
+    u = values_of(z) + values_of_errors(error)
+    scale = None if scale_block is not None or z.numel == 0 else rms(u)
+    compress_chunks_(u, messages, chunks_of(z.numel, world_size, scale_block), scale_block, scale)
+    keep_errors_(error, u)
 
 
-def average_compress_(messages: Tensor, error: Tensor, out: Tensor, world_size: int, scale_block: int | None) -> None:
+def compress_only_(z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None) -> None:
+    """See :meth:`Kernels.compress_only_`."""
+    u = values_of(z) + values_of_errors(error)
+    scale = None if scale_block is not None or z.numel == 0 else rms(u)
+    compress_chunks_(u, messages, chunks_of(z.numel, world_size, scale_block), scale_block, scale)
+
+
+def commit_(z: Combination, error: Errors, own: Tensor, world_size: int, scale_block: int | None) -> None:
+    """See :meth:`Kernels.commit_`."""
+    u = values_of(z) + values_of_errors(error)
+    for chunk in chunks_of(z.numel, world_size, scale_block):
+        u[chunk.start : chunk.stop] -= decompress_message(own[chunk.byte :], chunk.stop - chunk.start, scale_block)
+    keep_errors_(error, u)
+
+
+def average_compress_(messages: Tensor, error: Errors, out: Tensor, world_size: int, scale_block: int | None) -> None:
     """See :meth:`Kernels.average_compress_`."""
     numel = error.numel()
     if numel == 0:
         return
-    error.add_(mean_of_messages(messages.view(world_size, -1), numel, scale_block))
-    scale = None if scale_block is not None else rms(error)
-    compress_chunks_(error, out, chunks_of(numel, 1, scale_block), scale_block, scale)
+    u = values_of_errors(error) + mean_of_messages(messages.view(world_size, -1), numel, scale_block)
+    scale = None if scale_block is not None else rms(u)
+    compress_chunks_(u, out, chunks_of(numel, 1, scale_block), scale_block, scale)
+    keep_errors_(error, u)
 
 
 def decompress_(y: Average, out: Tensor) -> None:
@@ -55,6 +74,12 @@ def combine_(z: Combination, out: Tensor) -> None:
     """See :meth:`Kernels.combine_`."""
     if z.x is not None:
         torch.mul(z.x, z.alpha, out=out)
+    elif z.last is not None:
+        decompress_(z.last, out)
+        for segment, (part,) in _pieces(z.grads or (), out):
+            if segment.still:
+                part.zero_()
+        out.mul_(z.alpha)
     else:
         out.zero_()
     for segment, (part,) in _pieces(z.grads or (), out):
@@ -85,12 +110,14 @@ def values_of(operand: Combination | Average) -> Tensor:
 
 def apply_adam_(update: AdamUpdate) -> None:
     """See :meth:`Kernels.apply_adam_`."""
-    values = values_of(update.y)
-    if update.beta == 1:
-        update.exp_avg.copy_(values)
+    momentum, variance = values_of(update.y), _variance(update.exp_avg_sq, update.params)
+    if update.exp_avg is None:
+        momentum = momentum.clone()
+    elif update.beta == 1:
+        momentum = update.exp_avg.copy_(momentum)
     else:
-        update.exp_avg.add_((values - update.exp_avg).mul_(update.beta))
-    for segment, (m, v) in _pieces(update.params, update.exp_avg, update.exp_avg_sq):
+        momentum = update.exp_avg.add_((momentum - update.exp_avg).mul_(update.beta))
+    for segment, (m, v) in _pieces(update.params, momentum, variance):
         if segment.still:
             m.zero_()
         if segment.tensor is None:
@@ -109,7 +136,7 @@ def local_step_(update: LocalUpdate) -> None:
     if update.grads is not None:
         m, beta1 = update.exp_avg, update.beta1
         combine_(Combination(m.numel(), m.device, m, beta1, update.grads, 1 - beta1), m)
-    for segment, (m, v) in _pieces(update.params, update.exp_avg, update.exp_avg_sq):
+    for segment, (m, v) in _pieces(update.params, update.exp_avg, _variance(update.exp_avg_sq, update.params)):
         if segment.tensor is not None:
             _descend_(segment, m / _denominator(v, update.descent), update.descent)
     update.local_update.add_(update.exp_avg * update.descent.lr)
@@ -120,7 +147,8 @@ def sync_parameters_(sync: ParameterSync) -> None:
     values = values_of(sync.y)
     lr_sum = sync.exp_avg.new_tensor(sync.lr_sum)  # for a number, CUDA multiplies by its inverse
     torch.div(values, lr_sum, out=sync.exp_avg)
-    for segment, (m, own, value, v) in _pieces(sync.params, sync.exp_avg, sync.anchor, values, sync.exp_avg_sq):
+    variance = _variance(sync.exp_avg_sq, sync.params)
+    for segment, (m, own, value, v) in _pieces(sync.params, sync.exp_avg, sync.anchor, values, variance):
         if segment.still:
             m.zero_()
         if segment.tensor is not None:
@@ -133,7 +161,8 @@ def sync_parameters_(sync: ParameterSync) -> None:
 def lamb_moments_(moments: LambMoments) -> None:
     """See :meth:`Kernels.lamb_moments_`."""
     options = moments.options
-    flats = values_of(moments.y), moments.exp_avg, moments.exp_avg_sq_fresh, moments.exp_avg_sq
+    variance = _variance(moments.exp_avg_sq, moments.params)
+    flats = values_of(moments.y), moments.exp_avg, moments.exp_avg_sq_fresh, variance
     for segment, (value, m, fresh, v) in _pieces(moments.params, *flats):
         new = torch.zeros_like(value) if segment.still else value / moments.factors[segment.index]
         gradient = (new - m * options.beta1).div_(m.new_tensor(1 - options.beta1))
@@ -149,10 +178,10 @@ def lamb_moments_(moments: LambMoments) -> None:
 
 
 def lamb_apply_(
-    exp_avg: Tensor, exp_avg_sq: Tensor, params: Sequence[Segment], rates: Tensor, options: LambOptions
+    exp_avg: Tensor, exp_avg_sq: Variance, params: Sequence[Segment], rates: Tensor, options: LambOptions
 ) -> None:
     """See :meth:`Kernels.lamb_apply_`."""
-    for segment, (m, v) in _pieces(params, exp_avg, exp_avg_sq):
+    for segment, (m, v) in _pieces(params, exp_avg, _variance(exp_avg_sq, params)):
         if segment.tensor is None:
             continue
         update = _lamb_update(segment, _lamb_direction(segment, m, _denominator(v, options)), options)
@@ -196,6 +225,10 @@ def _denominator(variance: Tensor, options: Descent | LambOptions) -> Tensor:
 def square_root(x: Tensor) -> Tensor:
     """Return the correctly rounded square root, as native kernels do: torch's may be off by 1 ulp. x: [...] float32."""
     return x.double().sqrt_().float()
+
+
+def _variance(variance: Variance, segments: Sequence[Segment]) -> Tensor:
+    return values_of_variance(variance, [(segment.numel, segment.index) for segment in segments])
 
 
 def _pieces(segments: Sequence[Segment], *flats: Tensor) -> Iterator[tuple[Segment, list[Tensor]]]:

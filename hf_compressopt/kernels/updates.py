@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_compressopt.kernels.operands import Average, Segment
+from hf_compressopt.kernels.variance import Variance
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class AdamUpdate:
 
     Attributes:
         y: n elements, read. Its values may be ``exp_avg`` itself.
-        exp_avg: [n] float32, m, written.
-        exp_avg_sq: [n] float32, v, read.
+        exp_avg: [n] float32, m, written; None if ``beta`` is 1 and nobody needs m beyond y.
+        exp_avg_sq: n elements, v, read.
         params: Segments that cover the bucket. Segments without a tensor move no parameter; m is written for them.
         descent: The rate and the denominator of the step.
         beta: 1.0, or the rate of the momentum.
@@ -57,8 +58,8 @@ class AdamUpdate:
     """
 
     y: Average
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    exp_avg: Tensor | None
+    exp_avg_sq: Variance
     params: Sequence[Segment]
     descent: Descent
     beta: float = 1.0
@@ -71,7 +72,7 @@ class LocalUpdate:
 
     Attributes:
         exp_avg: [n] float32, m, updated in place.
-        exp_avg_sq: [n] float32, v, read.
+        exp_avg_sq: n elements, v, read.
         local_update: [n] float32, u, updated in place.
         grads: Segments that cover the bucket, read. None leaves m as it is.
         params: Segments that cover the bucket. Segments without a tensor move no parameter.
@@ -80,7 +81,7 @@ class LocalUpdate:
     """
 
     exp_avg: Tensor
-    exp_avg_sq: Tensor
+    exp_avg_sq: Variance
     local_update: Tensor
     grads: Sequence[Segment] | None
     params: Sequence[Segment]
@@ -96,7 +97,7 @@ class ParameterSync:
         y: n elements, read. Its values may be ``local_update`` itself.
         exp_avg: [n] float32, m, written.
         anchor: [n] float32, the parameters at the last sync, updated in place.
-        exp_avg_sq: [n] float32, v, read.
+        exp_avg_sq: n elements, v, read.
         local_update: [n] float32, u, set to 0.
         params: Segments that cover the bucket. Segments without a tensor change neither anchor nor parameter.
         lr_sum: Sum of the learning rates of the interval, not 0.
@@ -106,7 +107,7 @@ class ParameterSync:
     y: Average
     exp_avg: Tensor
     anchor: Tensor
-    exp_avg_sq: Tensor
+    exp_avg_sq: Variance
     local_update: Tensor
     params: Sequence[Segment]
     lr_sum: float
@@ -121,7 +122,7 @@ class LambMoments:
         y: n elements, read.
         exp_avg: [n] float32, m, updated in place.
         exp_avg_sq_fresh: [n] float32, updated in place.
-        exp_avg_sq: [n] float32, the frozen v, read.
+        exp_avg_sq: n elements, the frozen v, read.
         params: Segments that cover the bucket, read. A segment without a tensor counts as p = 0.
         factors: [tensors] float32, read.
         sums: [tensors, 3] float64, updated in place; 0 before a tensor's first segment.
@@ -131,7 +132,7 @@ class LambMoments:
     y: Average
     exp_avg: Tensor
     exp_avg_sq_fresh: Tensor
-    exp_avg_sq: Tensor
+    exp_avg_sq: Variance
     params: Sequence[Segment]
     factors: Tensor
     sums: Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
@@ -12,26 +11,27 @@ from torch import Tensor
 
 from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, compressed_all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task
 from hf_compressopt.flat import Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
+from hf_compressopt.optim.compact import STATE
+from hf_compressopt.optim.early_messages import EarlyMessages
+from hf_compressopt.optim.family_options import check_family_options
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.functional import adam_options, adam_step_
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import GroupState, by_communicator, mean_variance_norm
 from hf_compressopt.optim.interval import AlikeParameters
-from hf_compressopt.optim.local_gradients import LocalGradients
-from hf_compressopt.optim.logs import report_switch, write_log
+from hf_compressopt.optim.local_gradients import LocalGradients, end_step
+from hf_compressopt.optim.logs import report_switch
 from hf_compressopt.optim.metrics import Measured
-from hf_compressopt.optim.options import check_at_least, check_scale_block, resolve_communicator
+from hf_compressopt.optim.options import resolve_communicator
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
 from hf_compressopt.optim.sketched_norm import CLIPS, ESTIMATE
 from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import MIN_FREEZE_STEP, StepPlan
-
-logger = logging.getLogger(__name__)
 
 
 class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, FlatOptimizer):
@@ -70,12 +70,15 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         clip: Norm by which local gradients are clipped: "sketch" is an estimate of the norm of their mean with a
             standard deviation of 1.1 %, alike on all ranks; "local" is the root of the mean of the ranks' squared
             norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
-            "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure.
+            "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure. "late", of
+            OnebitAdam, clips by the "sketch" of the step before, so that messages may leave during backward.
         scale_block: Elements that share a scale in a message, a positive multiple of 8; None is the original's one
             scale per message.
         variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
             its tensor's mean, >= 0; 0 is off.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
+        state: "compact" keeps errors in 8 bits, and after the first stage the variance too, on a logarithmic scale.
+            "float32" keeps everything in float32.
         process_group: The ranks; None is the default group.
         communicator: "auto", the name of a torch.distributed backend, "mpi" (by mpi4py), or a Communicator.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
@@ -108,6 +111,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
         bucket_cap_mb: float = 25.0,
+        state: str = STATE,
         process_group: dist.ProcessGroup | None = None,
         communicator: str | Communicator | None = None,
         comm_backend_name: str | None = None,
@@ -118,19 +122,20 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         attach_to_hosts()
         bounds = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step}
         schedule = self.schedule_class(**{self.freeze_option: freeze_step}, **bounds)
-        for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
-            check_at_least(name, value, 0)
-        check_scale_block(scale_block)
-        if amsgrad:
-            raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
+        check_family_options(
+            max_grad_norm=max_grad_norm,
+            variance_floor=variance_floor,
+            freeze_threshold=freeze_threshold,
+            scale_block=scale_block,
+            state=state,
+            clip=clip,
+            clips=self._clips,
+            amsgrad=amsgrad,
+        )
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
-        if clip not in CLIPS:
-            raise ValueError(f"clip must be one of {list(CLIPS)}, got {clip!r}")
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
         self.schedule, self.freeze_threshold = schedule, freeze_threshold
-        if not 0 < freeze_threshold <= 1:
-            raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -145,18 +150,26 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             defaults,
             bucket_numel=bucket_numel_of(bucket_cap_mb),
             scale_block=scale_block,
+            compact=state == "compact",
             communicator=communicator,
             process_group=process_group,
             cuda_aware=cuda_aware,
         )
-        self._consensus.clip = clip
-        self.warmup_bits = warmup_bits
-        self.warmup_gradients = WarmupGradients(self._states, warmup_bits, self.communicator, self._follow_parameters)
+        self.warmup_bits, ranks = warmup_bits, (self._states, self.communicator, self._follow_parameters)
+        self.warmup_gradients = WarmupGradients(warmup_bits, *ranks)
+        self.early_messages = self._consensus.early = EarlyMessages(
+            clip == "late", *ranks, self._tensors, self._prepare
+        )
+        self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
         self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
 
     # -- what an algorithm defines ------------------------------------------------------------------------------------
 
+    #: Whether the servers' last message is the momentum, and takes its place in the compact state.
+    momentum_is_message = False
     _fused_warmup = False
+    #: Legal values of ``clip``.
+    _clips: tuple[str, ...] = CLIPS[:2]
     #: What else must be alike on all ranks, for them to keep the same parameters.
     _alike: tuple[str, ...] = ()
     #: What is sent after the switch, and what clipping reports then, for the log.
@@ -244,34 +257,23 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         self._take_step(plan, gradients.groups if finite else None)
         self._step = plan.step
         self.rounds += plan.reduce_grads or plan.synchronize
-        self.step_was_skipped = False
-        self._consensus.end_step()
-        self.warmup_gradients.end_step(plan)
-        self.traffic.end_step()
+        end_step(self, plan, taken=True)
         return loss
-
-    def skip_step(self) -> None:
-        """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
-        self.step_was_skipped = True
-        self.skipped_steps += 1
-        self._consensus.end_step()
-        self.warmup_gradients.end_step(self.plan)
-        self.traffic.end_step()
-        if self.communicator.rank == 0:
-            write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self._step + 1)
 
     def _begin_step(self) -> StepPlan:
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
-        options += [self._consensus.clip, self.max_grad_norm, self.warmup_bits]
+        options += [self._clip, self.max_grad_norm, self.warmup_bits, self.compact]
         self._consensus.check(plan, before, [type(self).__name__, self._step, repr(options)])
         return plan
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
         """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
         compressed = [state for state in self._states if state.compressed and not plan.update_variance]
+        for state in compressed:
+            state.begin_step(plan)
         if gradients is None:
             return self._local_steps(plan, compressed, None)
         for state, grads in zip(self._states, gradients, strict=True):
@@ -299,7 +301,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
                     pipeline.add(self._step_of_bucket(plan, state, bucket, feedback, grads))
             pipeline.drain()
         for state in states:
-            state.drop_spent_errors()
+            state.end_compressed_step()
 
     def _step_of_bucket(
         self,
@@ -311,7 +313,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     ) -> Task[None]:
         """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
         message = self._prepare(plan, state, bucket, grads)
-        average = yield from compressed_all_reduce(message, feedback, state.communicator)
+        average = yield from self.early_messages.average(state, bucket, message, feedback)
         self._apply(plan, state, bucket, state.masked(bucket, average))
 
     def _end_warmup(self, plan: StepPlan) -> None:
@@ -322,7 +324,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         for state in self._states:
             if state.compressed:
                 state.freeze_variance(*self._bias_counts(state), self.variance_floor)
-                state.scale_errors([1 - state.options["betas"][0]] * len(state.params))
+                state.errors.scale_([1 - state.options["betas"][0]] * len(state.params))
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch
             norm = ESTIMATE if self._consensus.clip == "sketch" else norm
@@ -331,6 +333,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     def _state_loaded(self) -> None:
         """Find anew what follows from the state; in the first stage every parameter moves, whatever its variance."""
         super()._state_loaded()
+        self.early_messages.state_loaded()
         for state in self._states:
             if self.plan.stage.number:
                 state.find_still()

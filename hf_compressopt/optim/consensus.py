@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.optim.alignment import largest_difference, parameter_bits, replicated_bits, take_first_ranks
+from hf_compressopt.optim.early_messages import EarlyMessages
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.gradient_noise import GradientNoise
 from hf_compressopt.optim.gradients import Grads, StepGradients
@@ -37,10 +38,13 @@ class Consensus:
         states: The param groups, a list that may grow.
         communicator: All ranks.
         clip: "sketch" to clip local gradients by the norm of their mean, "local" by the root of their mean square.
+        early: The messages that leave during backward; the optimizer sets it.
         noise: The noise in the ranks' gradients.
         measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
         at_sync: The gradients of a step of 0/1 Adam whose message follows at its end, as they were before clipping.
     """
+
+    early: EarlyMessages
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
         """Begin with nothing known. ``tensors``: state that is alike on all ranks, for checkpoints."""
@@ -50,6 +54,7 @@ class Consensus:
         self.measured: StepGradients | None = None
         self.at_sync: MeanNorm | None = None
         self._common = math.nan  # what the coming step's gradients say about noise
+        self._usual = math.nan  # the root of the mean square of the ranks' own norms in the coming step
         self._overflow = False  # a gradient scaler found an element that is not finite
         self._gradients_compared = False
         self._checked = False
@@ -168,22 +173,24 @@ class Consensus:
         """
         # given gradients may be averaged or not: a wrong number of them on one rank must fail on all
         ask = self.asks(plan) and (self.are_local(plan) or given is not None)
-        gradients, measured = StepGradients.collect(self.states, given, self.communicator, ask=ask), self.measured
+        if given is not None:
+            self.early.drop()
+        gradients, measured = self._collect(given, ask=ask), self.measured
         same = gradients.reuse(measured)
         if measured is not None and measured.ask and ask and given is None and not max_grad_norm:
             if measured.is_finite():
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
-                return gradients, True
+                return gradients, not self.early.not_finite
         self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
-            gradients.clip_(max_grad_norm, in_place=given is None)
-        return gradients, gradients.is_finite()
+            norm = gradients.clip_(max_grad_norm, in_place=given is None)
+            self.early.note_norm(float(norm), max_grad_norm, self._usual, whole=True)
+        return gradients, gradients.is_finite() and not self.early.not_finite
 
     def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> Tensor:
-        """Clip the gradients of the coming step. Returns [] float64, the norm before."""
-        ask = self.asks(plan) and self.are_local(plan)
-        gradients = StepGradients.collect(self.states, None, self.communicator, ask=ask)
+        """Clip the gradients of the coming step that are in no message yet. Returns [] float64, the norm before."""
+        gradients = self._collect(None, ask=self.asks(plan) and self.are_local(plan))
         gradients.reuse(self.measured)
         chosen = None if parameters is None else list(parameters)
         part = gradients if chosen is None else gradients.of(chosen, self.states)
@@ -191,7 +198,15 @@ class Consensus:
         norm = part.clip_(max_norm, in_place=True)
         gradients.after_clipping(part)
         self.measured = gradients
+        ids = {id(param) for param in chosen or ()}
+        whole = chosen is None or all(id(param) in ids for state in self.states for param in state.params)
+        self.early.note_norm(float(norm), max_norm, self._usual, whole=whole)
         return norm
+
+    def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
+        gradients = StepGradients.collect(self.states, given, self.communicator, ask=ask)
+        gradients.left = self.early.left(gradients.groups)
+        return gradients
 
     def note_overflow(self, overflow: bool) -> None:
         """Record what a gradient scaler found while it changed this rank's gradients."""
@@ -200,15 +215,16 @@ class Consensus:
     def overflow_anywhere(self, plan: StepPlan) -> bool:
         """Return whether the gradients of any rank are not finite."""
         if self.measured is None or not self.measured.ask:
-            gradients = StepGradients.collect(self.states, None, self.communicator, ask=True)
+            gradients = self._collect(None, ask=True)
             self._agree(gradients, plan)
             self.measured = gradients
-        return not self.measured.is_finite()
+        return not self.measured.is_finite() or self.early.not_finite
 
     def end_step(self) -> None:
         """Keep what the gradients have said about noise, and forget the rest."""
         self.noise.add(self._common)
-        self.measured, self.at_sync, self._overflow, self._common = None, None, False, math.nan
+        self.measured, self.at_sync, self._overflow = None, None, False
+        self._common = self._usual = math.nan
 
     def _agree(
         self,
@@ -225,7 +241,7 @@ class Consensus:
             ValueError: If the ranks differ in their hyperparameters, on all ranks; nothing has changed.
             Exception: As :meth:`StepGradients.agree`.
         """
-        digests = [digest_of(self.hyperparameters())] if gradients.ask else []
+        digests = [digest_of([self.hyperparameters(), self.early.signature])] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
             digests += self.gradient_digest(gradients.groups) or [0]
@@ -239,11 +255,12 @@ class Consensus:
             ratio=self.noise.square_ratio if local_step else None,
         )
         if mean is not None and gradients.ask:
-            self._common = mean.common
+            self._common, self._usual = mean.common, math.sqrt(mean.mean_square)
         elif mean is not None and self.at_sync is None:
             self.at_sync = mean
         if alike and not alike[0]:
             self.require_same_hyperparameters()
+            self.communicator.require_equal("the messages that left during backward", self.early.signature)
         self.heed_gradients(digests[1:], alike[1:])
 
     def _measure(

@@ -52,12 +52,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         *,
         bucket_numel: int,
         scale_block: int | None,
+        compact: bool = False,
         communicator: str | Communicator | None,
         process_group: dist.ProcessGroup | None,
         cuda_aware: bool = False,
     ) -> None:
         """Check the param groups, choose the communicator, allocate the state."""
-        self.bucket_numel, self.scale_block = bucket_numel, scale_block
+        self.bucket_numel, self.scale_block, self.compact = bucket_numel, scale_block, compact
         self.traffic = Traffic()
         self._step = 0
         self._in_shards = False
@@ -99,6 +100,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             len(self._states),
             bucket_numel=self.bucket_numel,
             scale_block=self.scale_block,
+            compact=self.compact,
             communicator=communicator_of(own, device, self.communicator, self._states, self._chosen),
             extras=self.extra_state,
             own_rank=None if own is None else self.communicator.rank,
@@ -148,6 +150,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             for group in packed["param_groups"]:
                 group.pop("exp_avg_mask", None)
             return make_stub(packed, self._step)
+        packed["state"] = {number: dict(entry) for number, entry in packed["state"].items()}
         packed[STATE_KEY] = own_state(self)
         return packed
 

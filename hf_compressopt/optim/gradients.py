@@ -28,6 +28,7 @@ class StepGradients:
         groups: One list per param group, one entry per trainable parameter; None for a parameter without gradient.
         fault: The error to raise on this rank, or None if the gradients are valid.
         ask: Whether the ranks must agree on the norm, since some gradients are each rank's own.
+        left: Ids of gradients that are in messages already: they are not clipped.
         measured_signature: The :meth:`signature` of the gradients when they were measured.
     """
 
@@ -50,6 +51,7 @@ class StepGradients:
             ask: See the class.
         """
         self.groups, self.fault, self.ask = groups, fault, ask
+        self.left: frozenset[int] = frozenset()
         self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
         self._square: Tensor | None = None
@@ -102,7 +104,9 @@ class StepGradients:
         chosen: dict[float, list[Tensor | None]] = {}
         for p in params:
             chosen.setdefault(shares.get(id(p), 1 / self._communicator.world_size), []).append(p.grad)
-        return StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self.ask)
+        part = StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self.ask)
+        part.left = self.left
+        return part
 
     def local_squares(self) -> dict[float, Tensor]:
         """Return the sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
@@ -219,13 +223,19 @@ class StepGradients:
         factor = float(clip_factor(norm, max_norm))
         if math.isfinite(float(norm)) and factor < 1.0:
             if in_place:
-                _scale_(self.present(), factor)
+                _scale_([grad for grad in self.present() if id(grad) not in self.left], factor)
             else:
-                self.groups = [[None if grad is None else grad * factor for grad in grads] for grads in self.groups]
-            self._square = self.square_norm() * factor**2
-            self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
+                self.groups = [[self._scaled(grad, factor) for grad in grads] for grads in self.groups]
+            if self.left:
+                self._local_squares = None
+            else:
+                self._square = self.square_norm() * factor**2
+                self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
+
+    def _scaled(self, grad: Tensor | None, factor: float) -> Tensor | None:
+        return grad if grad is None or id(grad) in self.left else grad * factor
 
     def after_clipping(self, part: StepGradients) -> None:
         """Record that a part of the gradients was clipped: they are finite as before, and their norm is another one."""

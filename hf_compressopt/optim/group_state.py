@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
-from hf_compressopt.flat import Bucket, FlatLayout, Span, chunk_range
-from hf_compressopt.kernels import Average, Segment, SignFormat
+from hf_compressopt.collectives.exchange import ErrorFeedback
+from hf_compressopt.flat import Bucket, FlatLayout, Span
+from hf_compressopt.kernels import Average, Segment, SignFormat, Variance
 from hf_compressopt.kernels.memory import dense_values
-from hf_compressopt.optim.functional import correct_bias_, floor_variance_, is_zero, variance_norm
+from hf_compressopt.optim.compact import Moments, ParameterState
+from hf_compressopt.optim.feedback import GroupErrors
+from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
+from hf_compressopt.schedules import StepPlan
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,12 @@ class GroupState:
         params: The parameters that required a gradient when the group was added, in the group's order.
         names: Their names.
         layout: The place of each in the flat buffers.
-        exp_avg: [numel] float32, first moment.
-        exp_avg_sq: [numel] float32, second moment.
+        compact: Whether errors, and moments after the first stage, take the form that needs little memory.
+        moments: The two moments.
+        errors: The errors of error feedback.
         steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
         extra: The algorithm's own state tensors, by name.
         compressed: Whether the group is ever compressed, and so needs errors and extras.
-        worker_error: [numel] float32, or [0] if nothing is ever compressed. A single rank has none either, except
-            between the load of a checkpoint of more ranks and its first compressed step.
-        server_error: [elements whose server this rank is] float32, or [0], likewise.
-        feedback: One per bucket, views of the two errors.
         communicator: The ranks that hold these parameters.
         own_rank: This rank's number among all ranks if the param group has a process group of its own, since other
             ranks may hold other parameters. Else None.
@@ -71,6 +72,7 @@ class GroupState:
         bucket_numel: int,
         scale_block: int | None,
         communicator: Communicator,
+        compact: bool = False,
         extras: Sequence[ExtraState] = (),
         own_rank: int | None = None,
     ) -> None:
@@ -81,16 +83,12 @@ class GroupState:
         self.params, self.names = list(named), list(named.values())  # a tensor given twice counts once
         self.compressed = compressed = not options["non_freeze"]
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
-        self._format = SignFormat(scale_block)
         self.communicator, self.own_rank = communicator, own_rank
-        has_errors = compressed and communicator.world_size > 1
-        owned = [server_numel(bucket.numel, communicator) for bucket in self.layout.buckets] if has_errors else []
         device = self.params[0].device if self.params else communicator.device
-        like: dict[str, Any] = {"dtype": torch.float32, "device": device}  # whatever torch's defaults are
-        self.exp_avg = torch.zeros(self.layout.numel, **like)
-        self.exp_avg_sq = torch.zeros(self.layout.numel, **like)
-        self.worker_error = torch.zeros(self.layout.numel if has_errors else 0, **like)
-        self.server_error = torch.zeros(sum(owned), **like)
+        self.compact = compact and compressed
+        form = SignFormat(scale_block)
+        self.moments = Moments(self.layout, device)
+        self.errors = GroupErrors(self.layout, form, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")
         self.still = [False] * len(self.params)
         self.extras = tuple(extra for extra in extras if compressed or extra.always)
@@ -102,70 +100,102 @@ class GroupState:
             )
             for e in self.extras
         }
-        self._make_feedback()
 
-    def _make_feedback(self) -> None:
-        self.feedback: list[ErrorFeedback] = []
-        offset = 0
-        for bucket in self.layout.buckets:
-            own = server_numel(bucket.numel, self.communicator) if self.worker_error.numel() else 0
-            worker = self.worker_error[bucket.start : bucket.stop]
-            self.feedback.append(ErrorFeedback(worker, self.server_error[offset : offset + own], self._format))
-            offset += own
+    # -- errors -------------------------------------------------------------------------------------------------------
 
-    def take_errors(self, worker_error: Tensor, server_error: Tensor) -> None:
-        """Set the errors that a single rank sends next, [numel] float32 both, or [0] for none."""
-        self.worker_error, self.server_error = worker_error.to(self.device), server_error.to(self.device)
-        self._make_feedback()
+    @property
+    def worker_error(self) -> Tensor:
+        """What this rank's messages to the servers missed: see :class:`GroupErrors`."""
+        return self.errors.worker
 
-    def drop_spent_errors(self) -> None:
-        """Drop the errors that a single rank was loaded with and has sent in a compressed step; it makes none."""
+    @property
+    def server_error(self) -> Tensor:
+        """What this server's messages missed: see :class:`GroupErrors`."""
+        return self.errors.server
+
+    @property
+    def feedback(self) -> list[ErrorFeedback]:
+        """The errors of each bucket."""
+        return self.errors.feedback
+
+    # -- moments ------------------------------------------------------------------------------------------------------
+
+    @property
+    def exp_avg(self) -> Tensor:
+        """First moment, [numel] float32, while it lies in a buffer: see :class:`Moments`."""
+        return self.moments.exp_avg
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        """Second moment, [numel] float32, while it lies in a buffer: see :class:`Moments`."""
+        return self.moments.exp_avg_sq
+
+    def variance(self, bucket: Bucket) -> Variance:
+        """Return the variances of a bucket, as kernels take them."""
+        return self.moments.variance(bucket.start, bucket.stop)
+
+    def keeps_messages(self, average: Average) -> bool:
+        """Return whether the messages of an average may take the place of the momentum."""
+        return self.compact and average.messages is not None and self.options.get("exp_avg_mask") is None
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Encode the variance before the first step in which it is frozen, if it is to lie in 8 bits."""
+        if self.compact and plan.stage.number:
+            self.moments.freeze()
+
+    def end_compressed_step(self) -> None:
+        """Drop what a compressed step has used up.
+
+        These are the float32 moments whose place a compact form has taken, and the errors that a single rank was loaded
+        with: it makes none.
+        """
+        self.moments.settle()
         if self.communicator.world_size == 1 and self.worker_error.numel():
-            self.take_errors(self.worker_error.new_empty(0), self.server_error.new_empty(0))
-
-    def scale_errors(self, factors: Sequence[float]) -> None:
-        """Multiply the errors of each parameter by its factor."""
-        for bucket, feedback in zip(self.layout.buckets, self.feedback, strict=True):
-            if feedback.worker_error.numel():
-                first, stop = chunk_range(bucket.numel, self.communicator.world_size, self.communicator.rank)
-                for piece in bucket.pieces:
-                    start, factor = piece.offset - bucket.start, factors[piece.index]
-                    end = start + piece.numel
-                    feedback.worker_error[start:end].mul_(factor)
-                    feedback.server_error[max(start - first, 0) : max(min(end, stop) - first, 0)].mul_(factor)
+            self.errors.take(self.worker_error.new_empty(0), self.server_error.new_empty(0))
 
     @property
     def device(self) -> torch.device:
         """Device of the buffers."""
-        return self.exp_avg.device
+        return self.moments.exp_avg.device
 
     def to(self, device: torch.device) -> None:
         """Move the buffers. Views that were handed out become stale."""
-        for name in ("exp_avg", "exp_avg_sq", "worker_error", "server_error"):
-            setattr(self, name, getattr(self, name).to(device))
+        self.moments.to(device)
+        self.errors.to(device)
         self.extra = {name: tensor.to(device) for name, tensor in self.extra.items()}
-        self._make_feedback()
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """Return the part of a flat buffer that belongs to one parameter, in the shape of the parameter."""
         start = self.layout.starts[index]
         return flat[start : start + self.layout.numels[index]].view(self.params[index].shape)
 
-    def torch_state(self, index: int) -> dict[str, Tensor]:
-        """Return the entry of ``optimizer.state[p]``: torch's names, as views of the flat buffers."""
-        state = {
-            "step": self.steps[index],
-            "exp_avg": self.view(self.exp_avg, index),
-            "exp_avg_sq": self.view(self.exp_avg_sq, index),
+    def torch_state(self, index: int) -> dict[str, Any]:
+        """Return the entry of ``optimizer.state[p]``: torch's names, as views of the flat buffers where there are such.
+
+        Moments in a compact form are decoded whenever they are read.
+        """
+        readers = partial(self._readers, index)
+        return ParameterState(readers) if self.compact else {name: read() for name, read in readers().items()}
+
+    def _readers(self, index: int) -> dict[str, Callable[[], Tensor]]:
+        """Return what returns each value of the state of a parameter."""
+        shape = self.params[index].shape
+        readers: dict[str, Callable[[], Tensor]] = {
+            "step": lambda: self.steps[index],
+            "exp_avg": lambda: self.moments.exp_avg_of(index, self.still[index]).view(shape),
+            "exp_avg_sq": lambda: self.moments.exp_avg_sq_of(index).view(shape),
         }
         for extra in self.extras:
             if extra.per == "element":
-                state[extra.name] = self.view(self.extra[extra.name], index)
+                readers[extra.name] = partial(self._extra_of, extra.name, index)
             elif extra.per == "parameter":
-                state[extra.name] = self.extra[extra.name][index]
-        return state
+                readers[extra.name] = partial(self.extra[extra.name].__getitem__, index)
+        return readers
 
-    def torch_states(self) -> dict[Tensor, dict[str, Tensor]]:
+    def _extra_of(self, name: str, index: int) -> Tensor:
+        return self.view(self.extra[name], index)
+
+    def torch_states(self) -> dict[Tensor, dict[str, Any]]:
         """Return the entries of ``optimizer.state`` of all parameters."""
         return {param: self.torch_state(index) for index, param in enumerate(self.params)}
 
@@ -175,8 +205,8 @@ class GroupState:
 
     def find_still(self) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
-        views = (self.view(self.exp_avg_sq, index) for index in range(len(self.params)))
-        self.still = [self.compressed and view.numel() > 0 and is_zero(view) for view in views]
+        found = zip(self.layout.numels, map(self.moments.has_variance, range(len(self.params))), strict=True)
+        self.still = [self.compressed and numel > 0 and not varies for numel, varies in found]
 
     def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage.
@@ -213,7 +243,7 @@ class GroupState:
         def segment(piece: Span) -> Segment:
             grad = grads[piece.index]
             tensor = None if grad is None else dense_values("the gradient", grad)
-            return Segment(tensor, piece.start, piece.numel, piece.index)
+            return Segment(tensor, piece.start, piece.numel, piece.index, self.still[piece.index])
 
         return [segment(piece) for piece in bucket.pieces]
 

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.consensus import Consensus
+from hf_compressopt.optim.early_messages import EarlyMessages
+from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.warmup_gradients import WarmupGradients
 from hf_compressopt.schedules import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 class LocalGradients:
     """Mixin of an optimizer whose gradients stay local in some stages."""
 
     _consensus: Consensus
+    early_messages: EarlyMessages
+    communicator: Communicator
+    warmup_gradients: WarmupGradients
+    traffic: Traffic
+    step_was_skipped: bool
+    skipped_steps: int
 
     @property
     def plan(self) -> StepPlan:
@@ -37,7 +51,7 @@ class LocalGradients:
 
         Averaged gradients are clipped by their norm. Local ones by an estimate of the norm of their average; with
         clip="local" by sqrt(mean over ranks of their squared norms), an upper bound of that norm, at most sqrt(W)
-        larger.
+        larger. Gradients whose messages have left during backward (clip="late") are only measured.
 
         Args:
             max_norm: The norm to clip to; ``math.inf`` only measures.
@@ -53,6 +67,13 @@ class LocalGradients:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
         return self._consensus.clip_(self._begin_step(), max_norm, parameters).float()
 
+    def skip_step(self) -> None:
+        """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
+        self.skipped_steps += 1
+        end_step(self, self.plan, taken=False)
+        if self.communicator.rank == 0:
+            write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
+
     def join_hook(self, **_: Any) -> Any:
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
 
@@ -64,3 +85,12 @@ class LocalGradients:
             "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
             "even_batches=True in Accelerate"
         )
+
+
+def end_step(optimizer: LocalGradients, plan: StepPlan, *, taken: bool) -> None:
+    """Close a step of an optimizer, which was taken or skipped."""
+    optimizer.step_was_skipped = not taken
+    optimizer._consensus.end_step()
+    optimizer.early_messages.end_step(taken=taken)
+    optimizer.warmup_gradients.end_step(plan)
+    optimizer.traffic.end_step()

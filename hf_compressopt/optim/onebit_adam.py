@@ -28,6 +28,7 @@ from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
+from hf_compressopt.optim.sketched_norm import CLIPS
 from hf_compressopt.schedules import StepPlan
 
 
@@ -41,6 +42,8 @@ class OnebitAdam(CompressedOptimizer):
             except for rounding; with False its bits. (The compressed stage is native anyway.)
         max_update: Learning rates that an element of a parameter moves at most in a step of the compressed stage,
             beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
+        state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale;
+            the momentum is then the last message itself. "float32" keeps everything in float32.
         **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 
@@ -49,6 +52,9 @@ class OnebitAdam(CompressedOptimizer):
         TypeError: For parameters that no option can make work.
     """
 
+    momentum_is_message = True
+    _clips = CLIPS
+
     def __init__(
         self,
         params: Any,
@@ -56,6 +62,7 @@ class OnebitAdam(CompressedOptimizer):
         *,
         fused_warmup: bool = False,
         max_update: float | None = MAX_UPDATE,
+        state: str = "compact",
         **options: Any,
     ) -> None:
         """See the class."""
@@ -64,19 +71,22 @@ class OnebitAdam(CompressedOptimizer):
         check_max_update(max_update)
         self._fused_warmup, self.max_update = fused_warmup, max_update
         self._alike = (f"max_update={max_update or 0}",)
-        super().__init__(params, lr, **options)
+        super().__init__(params, lr, state=state, **options)
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
     ) -> Combination:
         beta1, _ = state.options["betas"]
         gradients = state.gradient_segments(bucket, grads)
-        exp_avg = state.exp_avg[bucket.start : bucket.stop]
-        return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1)  # (4)
+        m = state.moments.momentum(bucket)
+        return Combination(bucket.numel, state.device, m.values, beta1, gradients, 1 - beta1, last=m)  # (4)
 
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
+        keeps, variance = state.keeps_messages(average), state.variance(bucket)
+        exp_avg = None if keeps else state.exp_avg[bucket.start : bucket.stop]
         with state.parameter_segments(bucket) as params:
-            kernels.on(exp_avg.device).apply_adam_(
+            kernels.on(state.device).apply_adam_(
                 AdamUpdate(average, exp_avg, variance, params, descent(state.options, self.max_update))
             )  # (5), (6)
+        if keeps:
+            state.moments.keep(bucket, average)

@@ -135,7 +135,7 @@ class OnebitLamb(CompressedOptimizer):
             state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
         for state in self._states:
             if state.compressed:
-                state.scale_errors(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
+                state.errors.scale_(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
@@ -155,7 +155,7 @@ class OnebitLamb(CompressedOptimizer):
                     average,
                     state.exp_avg[flat],
                     state.extra["exp_avg_sq_fresh"][flat],
-                    state.exp_avg_sq[flat],
+                    state.variance(bucket),
                     params,
                     state.extra["scaling_coeff"],
                     self._sums[state],
@@ -186,7 +186,7 @@ class OnebitLamb(CompressedOptimizer):
             Span(i, 0, state.layout.numels[i], state.layout.starts[i]) for i in tensors if state.layout.numels[i]
         )
         span = Bucket(pieces[0].offset, pieces[-1].offset + pieces[-1].numel, pieces)
-        exp_avg, variance = state.exp_avg[span.start : span.stop], state.exp_avg_sq[span.start : span.stop]
+        exp_avg, variance = state.exp_avg[span.start : span.stop], state.variance(span)
         with state.parameter_segments(span, moving) as params:
             kernels.on(state.device).lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
 

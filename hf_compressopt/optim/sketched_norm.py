@@ -23,8 +23,8 @@ from hf_compressopt.kernels.memory import in_memory
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.group_state import GroupState, by_communicator
 
-#: Legal values of ``clip``.
-CLIPS = ("sketch", "local")
+#: Legal values of ``clip``; "late" clips by the last step's norm, which "sketch" finds.
+CLIPS = ("sketch", "local", "late")
 #: What "sketch" reports as the norm, for the log.
 ESTIMATE = "an estimate of that of the mean gradient, within some per cent"
 
@@ -55,6 +55,7 @@ class MeanNorm:
         common: The share of the mean square of the ranks' norms that the true gradient has, as
             :class:`~hf_compressopt.optim.gradient_noise.GradientNoise` averages it, after :meth:`square`; NaN if there
             is none.
+        mean_square: The mean over ranks of the squared norms of their gradients, after :meth:`square`.
     """
 
     def __init__(self, everyone: Communicator, device: torch.device) -> None:
@@ -63,7 +64,7 @@ class MeanNorm:
         self.sketches: list[Sketch] = []
         self.averaged = torch.zeros((), dtype=torch.float64, device=device)
         self.squares: dict[float, Tensor] = {}
-        self.common = math.nan
+        self.common = self.mean_square = math.nan
 
     def add(self, communicator: Communicator, tensors: Sequence[tuple[int, Tensor | None]], seed: int | None) -> None:
         """Measure the gradients of the parameters of a communicator.
@@ -117,6 +118,7 @@ class MeanNorm:
         averaged, own, local, divided = sums[:4].unbind()
         mean = own + _square_of_mean(sums[4:], self.everyone.world_size)
         self.common = float((mean - divided) / (local - divided))
+        self.mean_square = float(averaged + local)
         return averaged + mean
 
 

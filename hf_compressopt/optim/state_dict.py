@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.optim.early_messages import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.functional import is_zero
 from hf_compressopt.optim.gradient_noise import NOISE, check_noise
 from hf_compressopt.optim.group_state import GroupState
@@ -162,7 +163,7 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         ValueError: If one is not what an optimizer with this schedule could have saved.
     """
     history = tensors.get(HISTORY)
-    if unknown := sorted(tensors.keys() - {HISTORY, NOISE}):
+    if unknown := sorted(tensors.keys() - {HISTORY, NOISE, LATE_CLIP}):
         raise ValueError(f"{unknown[0]!r} is no tensor of a compressed optimizer")
     if history is None and schedule.freezes_at == AUTO:
         raise ValueError(f"{schedule.freeze_option} is 'auto', and there is no {HISTORY!r}")
@@ -170,6 +171,8 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
     if NOISE in tensors:
         check_noise(tensors[NOISE])
+    if LATE_CLIP in tensors:
+        check_late_clip(tensors[LATE_CLIP])
 
 
 def take_tensors(optimizer: Stateful, tensors: dict[str, Tensor]) -> None:
@@ -216,6 +219,8 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
     saved_groups = [loadable_group(group) for group in state_dict["param_groups"]]
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         check_group({**group, **saved}, number)
+    for state in optimizer._states:
+        state.moments = state.moments.as_float32()
     for state, index, row in rows:
         initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
         for name, target in state.torch_state(index).items():
@@ -273,11 +278,14 @@ def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
             f"{optimizer.communicator.rank}: save and load with hf_compressopt.save_state and load_state, which keep "
             "every rank's own"
         )
-    for name in ("worker_error", "server_error"):
+    for place, name in enumerate(("worker_error", "server_error")):
         saved = [error.numel() for error in own[name]]
-        sizes = [getattr(state, name).numel() for state in optimizer._states]
-        if optimizer.communicator.world_size == 1:  # it may have taken over those of more ranks, or not
-            sizes = [state.layout.numel if size else 0 for state, size in zip(optimizer._states, saved, strict=True)]
+        sizes = [
+            state.errors.sizes_of(error.dtype)[place]
+            if state.compressed and (state.communicator.world_size > 1 or error.numel())
+            else 0
+            for state, error in zip(optimizer._states, own[name], strict=True)
+        ]
         if own["rank"] == optimizer.communicator.rank and sizes != saved:
             raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
 
@@ -288,10 +296,11 @@ def _load_errors(optimizer: Stateful, own: dict[str, Any] | None) -> None:
     for number, state in enumerate(optimizer._states):
         saved = [own[name][number] for name in ("worker_error", "server_error")] if own is not None and mine else []
         if optimizer.communicator.world_size == 1:
-            state.take_errors(*(error.clone() for error in saved or [_NOTHING] * 2))
-            continue
-        for index, error in enumerate((state.worker_error, state.server_error)):
-            error.copy_(saved[index]) if saved else error.zero_()
+            state.errors.take(*(error.clone() for error in saved or [_NOTHING] * 2))
+        elif saved:
+            state.errors.copy_(saved[0], saved[1])
+        else:
+            state.errors.zero_()
 
 
 def load_groups(optimizer: Stateful, saved: Sequence[dict[str, Any]]) -> None:

@@ -56,13 +56,13 @@ class WarmupGradients:
     """
 
     def __init__(
-        self, states: Sequence[GroupState], bits: int, communicator: Communicator, follow: Callable[[], None]
+        self, bits: int, states: Sequence[GroupState], communicator: Communicator, follow: Callable[[], None]
     ) -> None:
         """Describe the gradients of an optimizer.
 
         Args:
-            states: The param groups, a list that may grow.
             bits: See the class.
+            states: The param groups, a list that may grow.
             communicator: All ranks.
             follow: Moves the state to where the parameters are.
         """
@@ -131,8 +131,7 @@ class WarmupGradients:
         if self._travelled and scale != self._assumed_scale:
             for state in self._states:
                 if state.own_rank is None:
-                    state.worker_error.mul_(self._assumed_scale / scale)
-                    state.server_error.mul_(self._assumed_scale / scale)
+                    state.errors.scale_([self._assumed_scale / scale] * len(state.params))
             self._loss_scale = self._assumed_scale = scale
 
     def end_step(self, plan: StepPlan) -> None:

@@ -133,8 +133,7 @@ class ZeroOneAdam(CompressedOptimizer):
         super()._end_warmup(plan)
         for state in self._states:
             if state.compressed:
-                state.worker_error.zero_()
-                state.server_error.zero_()
+                state.errors.zero_()
                 for index, param in enumerate(state.params):
                     state.view(state.extra["anchor"], index).copy_(param)
         self._interval.expect()
@@ -168,7 +167,7 @@ class ZeroOneAdam(CompressedOptimizer):
                     average,
                     state.exp_avg[flat],
                     state.extra["anchor"][flat],
-                    state.exp_avg_sq[flat],
+                    state.variance(bucket),
                     state.extra["local_update"][flat],
                     params,
                     lr_sum,
@@ -329,7 +328,7 @@ def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None, how: D
             kernels.on(state.device).local_step_(
                 LocalUpdate(
                     state.exp_avg[flat],
-                    state.exp_avg_sq[flat],
+                    state.variance(bucket),
                     local_update,
                     gradients,
                     params,

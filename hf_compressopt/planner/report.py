@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of
 from hf_compressopt.integrations.algorithms import ALGORITHMS
-from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.planner.cost import (
     ONEBIT_ADAM,
     ONEBIT_LAMB,
@@ -22,12 +21,12 @@ from hf_compressopt.planner.cost import (
     Step,
     average,
 )
+from hf_compressopt.planner.memory import compressed_states, error_bytes
 from hf_compressopt.schedules import OnebitSchedule, Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
 _MEMORY = ("parameters", "gradients", "states", "buckets", "total")
 _HALF_BYTES = 2
-_MOMENTS = 2
 _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
 _SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # range of the search for a crossover, in bytes per second, in steps of 10 %
 _WHOLE_RUN = "whole run"
@@ -36,30 +35,14 @@ _FULL_PRECISION = ("DDP", "ZeRO")
 _LOW_BITS = (4, 8)
 
 
-def compressed_memory(
-    optimizer_class: type[CompressedOptimizer], params: int, world_size: int, itemsize: int
-) -> MemoryEstimate:
-    """Bytes on each rank under a compressed optimizer: moments, both errors, and the algorithm's own state.
-
-    Messages in flight are left out: they have 1/32 of the buckets' bytes.
-
-    Args:
-        optimizer_class: One of the compressed optimizers.
-        params: Trainable parameters.
-        world_size: Number of ranks; one has no errors.
-        itemsize: Bytes of a parameter.
-    """
-    own = sum(state.per == "element" for state in optimizer_class.extra_state)
-    values = params * (_MOMENTS + own)
-    if world_size > 1:
-        values += params + -(-params // world_size)
-    return MemoryEstimate(params * itemsize, params * itemsize, FLOAT_BYTES * values, 0)
-
-
 def memory_rows(
     params: int, world_size: int, dtype: torch.dtype, states_per_parameter: int, bucket_cap_mb: float
 ) -> dict[str, dict[str, int]]:
-    """Bytes on each rank, by optimizer and by content."""
+    """Bytes on each rank, by optimizer and by content.
+
+    A compressed optimizer has a row for each form of its state: see :func:`compressed_states`. Its messages in flight
+    are left out: they have 1/32 of the buckets' bytes.
+    """
     estimates = {
         name: estimate_zero_memory(
             params,
@@ -73,10 +56,13 @@ def memory_rows(
     }
     if world_size > 1:
         full = estimates["no ZeRO"]
-        errors = FLOAT_BYTES * (params + -(-params // world_size))
+        errors = error_bytes(params, world_size)
         estimates["grad_compression"] = replace(full, states=full.states + errors)
     for cls in ALGORITHMS.values():
-        estimates[cls.__name__] = compressed_memory(cls, params, world_size, dtype.itemsize)
+        for form, states in compressed_states(cls, params, world_size, bucket_numel_of(bucket_cap_mb)).items():
+            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(
+                params * dtype.itemsize, params * dtype.itemsize, states, 0
+            )
     return {name: {part: getattr(memory, part) for part in _MEMORY} for name, memory in estimates.items()}
 
 
@@ -217,9 +203,10 @@ def as_json(model: Model, steps: int) -> dict[str, Any]:
 
 def memory_table(rows: dict[str, dict[str, int]]) -> str:
     """Render GB on each rank as a table."""
-    lines = [f"{'':18}" + "".join(f"{part:>12}" for part in _MEMORY)]
+    width = max(map(len, rows))
+    lines = [f"{'':{width}}" + "".join(f"{part:>12}" for part in _MEMORY)]
     lines += [
-        f"{name:18}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
+        f"{name:{width}}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
     ]
     return "\n".join(lines)
 

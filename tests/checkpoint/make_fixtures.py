@@ -142,12 +142,18 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def load(rank: int, world_size: int, name: str, kind: Kind) -> dict[str, str]:
-    """Load a folder of fixtures/ into a new optimizer of this kind; what it then holds."""
+    """Load a folder of fixtures/ into a new optimizer of this kind, with its state in float32; what it then holds."""
+    return observe(*load_in_form("float32", name, kind))
+
+
+def load_in_form(form: str, name: str, kind: Kind) -> tuple[list[nn.Parameter], Any]:
+    """Load a folder of fixtures/ into a new optimizer of this kind, of this form of the state if it has forms."""
     from hf_compressopt import load_state
 
-    params, optimizer = make(kind)
+    options = {**kind.options, "state": form} if "scale_block" in kind.options else kind.options
+    params, optimizer = make(kind._replace(options=options))
     load_state(optimizer, FIXTURES / name)
-    return observe(params, optimizer)
+    return params, optimizer
 
 
 def load_all(rank: int, world_size: int) -> dict[str, dict[str, str]]:

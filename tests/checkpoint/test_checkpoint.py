@@ -57,10 +57,10 @@ def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
     return [t.detach().clone() for t in [*params, *moments, *own["worker_error"], *own["server_error"]]]
 
 
-def save_and_go_on(rank: int, world_size: int, directory: str, at: int) -> list[Tensor]:
+def save_and_go_on(rank: int, world_size: int, directory: str, at: int, state: str) -> list[Tensor]:
     from hf_compressopt import save_state
 
-    params, optimizer = make(world_size)
+    params, optimizer = make(world_size, state=state)
     train(rank, world_size, params, optimizer, range(at))
     save_state(optimizer, directory)
     torch.save([p.detach() for p in params], f"{directory}/params-{rank}.pt")
@@ -68,10 +68,10 @@ def save_and_go_on(rank: int, world_size: int, directory: str, at: int) -> list[
     return everything(params, optimizer)
 
 
-def resume(rank: int, world_size: int, directory: str, at: int) -> list[Tensor]:
+def resume(rank: int, world_size: int, directory: str, at: int, state: str) -> list[Tensor]:
     from hf_compressopt import load_state, save_state
 
-    params, optimizer = make(world_size)
+    params, optimizer = make(world_size, state=state)
     optimizer.param_groups[0].pop("exp_avg_mask")  # the mask comes back with the checkpoint
     load_state(optimizer, directory)
     assert optimizer.param_groups[0]["lr"] == 1e-2 / at
@@ -87,12 +87,15 @@ def resume(rank: int, world_size: int, directory: str, at: int) -> list[Tensor]:
 @pytest.mark.invariant(21)
 @pytest.mark.invariant(23)
 @pytest.mark.invariant(31)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("state", "world_size"),
+    [("float32", 1), ("float32", 2), ("float32", 3), ("float32", 4), ("compact", 1), ("compact", 2), ("compact", 3)],
+)
 @pytest.mark.parametrize("at", [2, FREEZE, 6])
-def test_resume_is_the_uninterrupted_run(world_size: int, at: int, tmp_path: Path) -> None:
+def test_resume_is_the_uninterrupted_run(state: str, world_size: int, at: int, tmp_path: Path) -> None:
     directory = str(tmp_path / "checkpoint")
-    whole = run_ranks(world_size, save_and_go_on, directory, at)
-    resumed = run_ranks(world_size, resume, directory, at)
+    whole = run_ranks(world_size, save_and_go_on, directory, at, state)
+    resumed = run_ranks(world_size, resume, directory, at, state)
     for before, after in zip(whole, resumed, strict=True):
         assert len(before) == len(after)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -90,7 +90,7 @@ def save_again_and_again(
     from hf_compressopt import async_save_state, save_state
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    _, optimizer = make(2)
+    _, optimizer = make(2, state="float32")
     progress[3 * rank] = 1
     if death is not None:
         kill_at(*death)

@@ -14,6 +14,7 @@ from hf_compressopt import FusedAdam, kernels
 from hf_compressopt.kernels import Average, Combination, Segment, library, native, signs
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from tests.support import kernel_cases as cases
+from tests.support.compact_suite import CompactSuite
 from tests.support.integer_suite import IntegerSuite
 from tests.support.kernel_suite import KernelSuite
 from tests.support.sketch_suite import SketchSuite
@@ -33,6 +34,10 @@ class TestKernels(KernelSuite):
 
 
 class TestIntegers(IntegerSuite):
+    """The suite, on the GPU."""
+
+
+class TestCompact(CompactSuite):
     """The suite, on the GPU."""
 
 
@@ -196,10 +201,13 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
     script = (
-        "import torch; from tests.support import kernel_cases as c; from hf_compressopt.kernels import LambOptions\n"
+        "import torch; from hf_compressopt.kernels import LambOptions\n"
+        "from tests.support import compact_cases as e, kernel_cases as c\n"
         "d = torch.device('cuda', 0)\n"
         "for block in (None, 24, 1000, 4096, 20000): c.check_compress(d, 9001, 3, block, segments=7)\n"
         "for block in (None, 512, 4096): c.check_average_compress(d, 9001, 3, block)\n"
+        "for block in (None, 24, 4096, 8192): e.check_compress(d, 9001, 3, block, segments=90, last=3)\n"
+        "e.check_commit_integers(d, 9001, 3, 4, segments=7); e.check_apply_adam(d, 5003, 7, world_size=3)\n"
         "c.check_apply_adam(d, 5003, 7, world_size=3); c.check_adam(d, [1, 5000], shift=1)\n"
         "c.check_lamb(d, 9001, 6, world_size=3, options=LambOptions(0.9, 0.999, 1e-6, 0.1, False))\n"
         "c.check_square_sums(d, [1, 7, 9001])\n"

@@ -16,9 +16,9 @@ from tests.support.trainer_runs import use_accelerate
 STEPS, SAVES = 8, (2, 6)  # of the saves one is in each stage
 CLIP = 0.05  # below the norm of the gradients
 ONEBIT, ZERO_ONE, LAMB = "onebit_adam", "zero_one_adam", "onebit_lamb"
-ALL = {"scale_block": 8, "warmup_bits": 32, "clip": "sketch"}
+ALL = {"scale_block": 8, "warmup_bits": 32, "clip": "sketch", "state": "float32"}
 BASE: dict[str, dict[str, Any]] = {
-    ONEBIT: {"freeze_step": 3, **ALL},
+    ONEBIT: {"freeze_step": 3, **ALL, "state": "compact"},
     ZERO_ONE: {"var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 2, **ALL},
     LAMB: {"freeze_step": 3, **ALL},
 }
@@ -43,6 +43,8 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("scale_block", ONEBIT, {"scale_block": None}, True),
     ("variance_floor", ONEBIT, {"variance_floor": 0.9}, True),
     ("bucket_cap_mb", ONEBIT, {"bucket_cap_mb": 0.0002}, True),
+    ("state", ONEBIT, {"state": "float32"}, True),
+    *(("state", name, {"state": "compact"}, True) for name in (ZERO_ONE, LAMB)),
     ("communicator", ONEBIT, {"communicator": "gloo"}, False),
     ("comm_backend_name", ONEBIT, {"comm_backend_name": "gloo"}, False),
     ("fused_warmup", ONEBIT, {"fused_warmup": True}, True),  # by rounding

@@ -10,6 +10,7 @@ from hf_compressopt.integrations.optim_args import OptimArgs, read_optim_args
     [
         ("onebit_adam", None, OptimArgs()),
         ("onebit_adam", " freeze_step = 3 , scale_block=none ", OptimArgs({"freeze_step": 3, "scale_block": None})),
+        ("onebit_lamb", "state=compact", OptimArgs({"state": "compact"})),
         ("onebit_adam", "max_update=3.5", OptimArgs({"max_update": 3.5})),
         ("zero_one_adam", "max_update=none", OptimArgs({"max_update": None})),
         ("onebit_adam", "async_save=true", OptimArgs(async_save=True)),

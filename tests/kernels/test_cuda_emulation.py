@@ -3,6 +3,7 @@
 What this cannot show: speed, the GPU's memory model beyond the order of threads, and CUDA's own runtime.
 """
 
+import ctypes
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from hf_compressopt.kernels import library, native
+from hf_compressopt.kernels.c_operands import ErrorsRecord
 from hf_compressopt.kernels.operands import Combination, Segment
 from hf_compressopt.kernels.updates import LambMoments, LambOptions
 from tests.support import kernel_cases as cases
+from tests.support.compact_suite import CompactSuite
 from tests.support.integer_suite import IntegerSuite
 from tests.support.kernel_suite import KernelSuite
 from tests.support.made_once import made_once
@@ -85,6 +88,10 @@ class TestIntegers(IntegerSuite):
     """The suite, on the emulated GPU."""
 
 
+class TestCompact(CompactSuite):
+    """The suite, on the emulated GPU."""
+
+
 class TestSketch(SketchSuite):
     """The suite, on the emulated GPU."""
 
@@ -94,14 +101,15 @@ def test_the_library_says_what_it_has() -> None:
 
 
 def test_wrong_arguments_are_refused_in_words() -> None:
-    error, messages = torch.zeros(16), torch.zeros(32, dtype=torch.uint8)
+    values, messages = torch.zeros(16), torch.zeros(32, dtype=torch.uint8)
+    error = ctypes.byref(ErrorsRecord(values.data_ptr(), None))
     with pytest.raises(RuntimeError, match="scale_block is no multiple of 8"):
-        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 12, 1)
+        library.call("co_compress", CPU, None, error, messages.data_ptr(), 16, 12, 1)
     with pytest.raises(RuntimeError, match="z is null"):
-        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr(), 16, 8, 1)
+        library.call("co_compress", CPU, None, error, messages.data_ptr(), 16, 8, 1)
     with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
-        library.call("co_compress", CPU, None, error.data_ptr(), messages.data_ptr() + 4, 16, 8, 1)
-    segments = [Segment(error, 0, 16, 0), Segment(error, 0, 16, 0)]
+        library.call("co_compress", CPU, None, error, messages.data_ptr() + 4, 16, 8, 1)
+    segments = [Segment(values, 0, 16, 0), Segment(values, 0, 16, 0)]
     two = torch.zeros(32)
     with pytest.raises(RuntimeError, match="the same index"):
         options = LambOptions(0.9, 0.999, 1e-6, 0.0, False)

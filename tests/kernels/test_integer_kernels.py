@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_compressopt.kernels import integer_native, library
-from hf_compressopt.kernels.integer_messages import Commit, IntegerAverage, integer_message_nbytes
+from hf_compressopt.kernels.commit import Commit
+from hf_compressopt.kernels.integer_messages import IntegerAverage, integer_message_nbytes
 from hf_compressopt.kernels.integers import IntegerFormat
 from hf_compressopt.kernels.operands import Combination, Segment
 from tests.support import integer_cases as cases

@@ -86,7 +86,7 @@ def follow_recording(rank, world_size, name):
         kwargs, mask = recorded_kwargs(recorded, i, name)
         p = torch.nn.Parameter(torch.from_numpy(recorded[f"init_param{i}"].copy()))
         group = {"params": [p]} if mask is None else {"params": [p], "exp_avg_mask": torch.from_numpy(mask)}
-        optimizer = OnebitAdam([group], **kwargs)
+        optimizer = OnebitAdam([group], state="float32", **kwargs)
         history.append([])
         for t in range(1, recorded["grads0"].shape[1]):
             assert optimizer.plan.reduce_grads == recorded["reduce_grads"][t]
@@ -148,7 +148,7 @@ def test_fused_warmup_is_adamw_but_for_rounding(dtype):
     results = []
     for fused in (False, True):
         params = [torch.nn.Parameter(torch.linspace(-1, 1, n).to(dtype)) for n in (5, 130, 0, 3)]
-        optimizer = OnebitAdam(params, lr=0.01, weight_decay=0.1, freeze_step=8, fused_warmup=fused)
+        optimizer = OnebitAdam(params, lr=0.01, weight_decay=0.1, freeze_step=8, fused_warmup=fused, state="float32")
         for step in range(10):
             generator = torch.Generator().manual_seed(step)
             for p in params[: 4 - step % 2]:

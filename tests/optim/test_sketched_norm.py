@@ -76,14 +76,14 @@ def test_parameters_of_no_param_group_count_too() -> None:
         assert norm == pytest.approx(float(mean.norm()), rel=1e-5)  # type: ignore[union-attr]  # of few: exact
 
 
-def clipped_in_step(rank: int, world_size: int, bad: bool) -> dict[str, Any]:
+def clipped_in_step(rank: int, world_size: int, bad: bool, form: str) -> dict[str, Any]:
     """max_grad_norm in step(), beside gradients that were clipped by the true norm of the mean before."""
     made: list[torch.optim.Optimizer] = []
     weights = []
     for clip in ("sketch", "by hand"):
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
         options = {"max_grad_norm": 1.0, "clip": "sketch"} if clip == "sketch" else {}
-        optimizer = OnebitAdam(params, lr=1e-3, freeze_step=2, scale_block=64, eps=1e-3, **options)
+        optimizer = OnebitAdam(params, lr=1e-3, freeze_step=2, scale_block=64, eps=1e-3, state=form, **options)
         for step in range(1, 7):
             warm = step <= 2
             mine = [g.clone() for g in gradients(rank, step)]
@@ -103,21 +103,21 @@ def clipped_in_step(rank: int, world_size: int, bad: bool) -> dict[str, Any]:
 
 
 def test_a_step_clips_by_the_norm_of_the_mean() -> None:
-    for result in run_ranks(2, clipped_in_step, False):
+    for result in run_ranks(2, clipped_in_step, False, "float32"):  # 8 bits would round the two runs apart
         sketched, by_hand = result["weights"]
         assert result["skipped"] == 0
         assert float((sketched - by_hand).norm()) < 0.05 * float((by_hand - 1).norm())
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
-    ranks = run_ranks(2, clipped_in_step, True)
+    ranks = run_ranks(2, clipped_in_step, True, "compact")
     assert [result["skipped"] for result in ranks] == [1, 1]
     assert torch.equal(ranks[0]["weights"][0], ranks[1]["weights"][0])
 
 
 @pytest.mark.parametrize("cls", [OnebitAdam, OnebitLamb, ZeroOneAdam])
 def test_an_unknown_norm_is_refused(cls: Any) -> None:
-    with pytest.raises(ValueError, match=r"clip must be one of \['sketch', 'local'\], got 'mean'"):
+    with pytest.raises(ValueError, match=r"clip must be one of \['sketch', 'local'.*\], got 'mean'"):
         cls([torch.nn.Parameter(torch.zeros(3))], clip="mean")
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import hf_compressopt
 from hf_compressopt import average_gradients
 from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels.errors import values_of_errors
 from tests.oracles.cases import (
     MASK,
     ODD,
@@ -48,7 +49,7 @@ def options_of(problem: Problem, name: str) -> dict[str, Any]:
 
 def solve(rank: int, problem: Problem, name: str, bits: int) -> dict[str, Any]:
     params, groups = make_params(problem)
-    options = {**problem.case.kwargs, **options_of(problem, name), "warmup_bits": bits}
+    options = {**problem.case.kwargs, **options_of(problem, name), "warmup_bits": bits, "state": "float32"}
     optimizer = getattr(hf_compressopt, name)(groups, **options)
     history = []
     for t in range(1, problem.case.steps + 1):
@@ -126,8 +127,10 @@ def give(params: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -
         p.grad = (grad * scale).to(p.dtype)
 
 
-def first_stage(rank: int, world_size: int, bits: int, dtype: torch.dtype) -> dict[str, Any]:
-    params, optimizer = make(bits, dtype=dtype)
+def first_stage(
+    rank: int, world_size: int, bits: int, dtype: torch.dtype, state_form: str = "compact"
+) -> dict[str, Any]:
+    params, optimizer = make(bits, dtype=dtype, state=state_form)
     history, averages = [], []
     for step in range(4):
         give(params, rank, step)
@@ -161,7 +164,7 @@ def test_gradients_have_the_simulations_bits_and_steps_adamws(world_size: int, b
         simulation.average(np.stack([flat(gradients(rank, step)) for rank in range(world_size)])) for step in range(4)
     ]
     steps = adamw(expected)
-    ranks = run_ranks(world_size, first_stage, bits, torch.float32)
+    ranks = run_ranks(world_size, first_stage, bits, torch.float32, "float32")
     for rank, result in enumerate(ranks):
         for mine, theirs in zip([*result["averages"], *result["history"]], [*expected, *steps], strict=True):
             assert mine.tobytes() == theirs.tobytes()
@@ -199,7 +202,7 @@ def test_16_bits_are_bfloat16(world_size: int) -> None:
 
 
 def test_16_bit_parameters_get_the_same_average_rounded() -> None:
-    for result in run_ranks(2, first_stage, 4, torch.bfloat16):
+    for result in run_ranks(2, first_stage, 4, torch.bfloat16, "float32"):
         simulation = Simulation(NUMEL, 300, 2, 4)
         for step in range(4):
             grads = np.stack([flat([grad.bfloat16() for grad in gradients(rank, step)]) for rank in range(2)])
@@ -344,14 +347,14 @@ def errors_of(optimizer: Any) -> list[np.ndarray]:
     whole, ranks = torch.zeros(state.layout.numel), optimizer.communicator
     for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
         start = bucket.start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0]
-        whole[start : start + feedback.server_error.numel()] = feedback.server_error
+        whole[start : start + feedback.server_error.numel()] = values_of_errors(feedback.server_error)
     with ranks.traffic.paused():
         ranks.all_reduce(whole).wait()
-    return [state.worker_error.numpy().copy(), whole.numpy()]
+    return [state.errors.worker_values().numpy(), whole.numpy()]
 
 
-def save_in_the_first_stage(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    params, optimizer = make(4)
+def save_in_the_first_stage(rank: int, world_size: int, folder: str, form: str) -> dict[str, Any]:
+    params, optimizer = make(4, state=form)
     take_steps(rank, params, optimizer, range(3))
     hf_compressopt.save_state(optimizer, folder)
     found = {"values": [p.detach().numpy().copy() for p in params], "errors": errors_of(optimizer)}
@@ -359,8 +362,10 @@ def save_in_the_first_stage(rank: int, world_size: int, folder: str) -> dict[str
     return {**found, "end": flat(params), "bytes": optimizer.metrics()["bytes_sent"]}
 
 
-def load_in_the_first_stage(rank: int, world_size: int, folder: str, values: list[np.ndarray]) -> dict[str, Any]:
-    params, optimizer = make(4)
+def load_in_the_first_stage(
+    rank: int, world_size: int, folder: str, form: str, values: list[np.ndarray]
+) -> dict[str, Any]:
+    params, optimizer = make(4, state=form)
     with torch.no_grad():
         for p, value in zip(params, values, strict=True):
             p.copy_(torch.from_numpy(value))
@@ -373,10 +378,12 @@ def load_in_the_first_stage(rank: int, world_size: int, folder: str, values: lis
 
 
 @pytest.mark.invariant(21, 22)
-def test_a_run_that_is_resumed_in_the_first_stage(tmp_path: Path) -> None:
-    whole = run_ranks(2, save_in_the_first_stage, str(tmp_path))
-    for world_size in (2, 3, 1):
-        ranks = run_ranks(world_size, load_in_the_first_stage, str(tmp_path), whole[0]["values"])
+@pytest.mark.parametrize(("form", "world_sizes"), [("compact", (2, 1)), ("float32", (2, 3, 1))])
+def test_a_run_that_is_resumed_in_the_first_stage(form: str, world_sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """On another number of ranks, but one, a compact state rounds its errors anew."""
+    whole = run_ranks(2, save_in_the_first_stage, str(tmp_path), form)
+    for world_size in world_sizes:
+        ranks = run_ranks(world_size, load_in_the_first_stage, str(tmp_path), form, whole[0]["values"])
         mean = np.mean([result["errors"][0].astype(np.float64) for result in whole], axis=0)
         for rank, result in enumerate(ranks):
             assert np.array_equal(result["errors"][1], whole[0]["errors"][1])

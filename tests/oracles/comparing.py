@@ -19,8 +19,8 @@ def final_state(optimizer: Any, params: Any) -> dict[str, list[np.ndarray]]:
 
 
 def run_on_rank(rank: int, problem: Problem) -> dict[str, Any]:
-    """Solve a problem with the real optimizer on this rank."""
-    optimizer, params = make_optimizer(problem)
+    """Solve a problem with the real optimizer on this rank, with all state in float32."""
+    optimizer, params = make_optimizer(problem, state="float32")
     history = []
     for t in range(1, problem.case.steps + 1):
         set_gradients(problem, optimizer, params, rank, t)

@@ -8,9 +8,10 @@ import numpy as np
 BLOCK = 128
 
 
-def round_up_to_bfloat16(x: np.ndarray) -> np.ndarray:
+def round_to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """To nearest, ties away from 0. x is not negative."""
     bits = x.astype(np.float32).view(np.uint32)
-    return ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+    return ((bits + np.uint32(0x8000)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def quantize(u: np.ndarray, bits: int) -> np.ndarray:
@@ -22,7 +23,7 @@ def quantize(u: np.ndarray, bits: int) -> np.ndarray:
         if not np.isfinite(block).all():
             out[start : start + BLOCK] = np.nan
             continue
-        scale = round_up_to_bfloat16(np.array([np.abs(block).max() / levels], np.float32))[0]
+        scale = round_to_bfloat16(np.array([np.abs(block).max() / levels], np.float32))[0]
         if scale < np.float32(2.0**-120):
             out[start : start + BLOCK] = 0
             continue

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, cli
+from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli
 from hf_compressopt.planner import cost, report, units
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Cluster, Model, Training
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
@@ -212,24 +212,42 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
     assert report.zero_one_shares(steps, optimizer.warmup_bits < 32) == shares
 
 
-def state_bytes(rank: int, world_size: int, params: int) -> list[int]:
-    found = []
+def state_bytes(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> list[list[int]]:
+    """For each optimizer the bytes in float32, and those of the compact state in the first stage and after it."""
+    found: list[list[int]] = []
     for cls in (OnebitAdam, ZeroOneAdam, OnebitLamb):
-        (state,) = cls([torch.nn.Parameter(torch.zeros(params))])._states
-        tensors = [state.exp_avg, state.exp_avg_sq, state.worker_error, state.server_error]
-        tensors += [tensor for tensor in state.extra.values() if tensor.numel() == params]
-        found.append(sum(tensor.nbytes for tensor in tensors))
+        found.append([])
+        for form, stops in (("float32", [1]), ("compact", [1, 2])):
+            param = torch.nn.Parameter(torch.zeros(params))
+            options = {cls.schedule_class.freeze_option: 1, "bucket_cap_mb": bucket_cap_mb, "state": form}
+            optimizer = cls([param], **options)
+            for _ in stops:
+                param.grad = torch.ones_like(param)
+                average_gradients(optimizer)
+                optimizer.step()
+                (state,) = optimizer._states
+                moments, tensors = state.moments, [state.worker_error, state.server_error]
+                tensors += [moments.exp_avg, moments.exp_avg_sq, moments.codes]
+                tensors += [tensor for tensor in state.extra.values() if tensor.numel() == params]
+                tensors += [messages.messages for messages in moments.last.values() if messages.messages is not None]
+                found[-1].append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_memory_is_what_the_optimizers_allocate(world_size: int) -> None:
-    rows = report.memory_rows(40_000, world_size, torch.float32, 2, 25.0)
-    expected = [rows[name]["states"] for name in ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.05])
+def test_memory_is_what_the_optimizers_hold(world_size: int, bucket_cap_mb: float) -> None:
+    rows = report.memory_rows(40_002, world_size, torch.float32, 2, bucket_cap_mb)
+    forms = ("float32", "compact, first stage", "compact, then")
+    names = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
+    expected = [rows[f"{name}, {form}"]["states"] for name in names for form in forms]
     if world_size > 1:
         own = rows["grad_compression"]["states"] - rows["no ZeRO"]["states"]
-        assert own == 4 * (40_000 + 40_000 // world_size)
-    assert run_ranks(world_size, state_bytes, 40_000) == [expected] * world_size
+        assert own == 4 * (40_002 + 40_002 // world_size)
+    ranks = [sum(found, []) for found in run_ranks(world_size, state_bytes, 40_002, bucket_cap_mb)]
+    most = [max(counts) for counts in zip(*ranks, strict=True)]
+    assert most == pytest.approx(expected, abs=4 * 8 * 4)  # chunks have multiples of 8 elements, in each bucket
+    assert [most[index] for index in (1, 2, 4, 5, 7, 8)] == [expected[index] for index in (1, 2, 4, 5, 7, 8)]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

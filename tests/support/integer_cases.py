@@ -10,12 +10,8 @@ from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels import integer_native, integer_reference
-from hf_compressopt.kernels.integer_messages import (
-    Commit,
-    IntegerAverage,
-    chunk_integer_message_nbytes,
-    integer_message_nbytes,
-)
+from hf_compressopt.kernels.commit import Commit
+from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes, integer_message_nbytes
 from hf_compressopt.kernels.operands import Combination
 from tests.support.kernel_cases import Arena, Pair, assert_same_bits
 

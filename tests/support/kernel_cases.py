@@ -155,24 +155,24 @@ def check_compress(
     own_error = case.arena.put(error, shift)
     native.compress_(own, own_error, messages, world_size, scale_block)
     case.check()
-    _check_messages(u, own_error.cpu(), messages.cpu(), world_size, scale_block)
+    assert_same_bits(own_error, check_messages(u, messages.cpu(), world_size, scale_block))
 
 
 def check_average_compress(
     device: torch.device, numel: int, world_size: int, scale_block: int | None, *, shift: int = 0
 ) -> None:
     case = Pair(Arena(device), numel + 17 * world_size)
-    messages, own_messages = case.put(_messages(case, numel, world_size, scale_block))
+    messages, own_messages = case.put(sign_messages(case, numel, world_size, scale_block))
     error = torch.randn(numel, generator=case.random)
     u = signs.mean_of_messages(messages.view(world_size, -1), numel, scale_block) + error
     out = case.arena.put(torch.full((message_nbytes(numel, scale_block),), 7, dtype=torch.uint8))
     own_error = case.arena.put(error, shift)
     native.average_compress_(own_messages, own_error, out, world_size, scale_block)
     case.check()
-    _check_messages(u, own_error.cpu(), out.cpu(), 1, scale_block)
+    assert_same_bits(own_error, check_messages(u, out.cpu(), 1, scale_block))
 
 
-def _messages(case: Pair, numel: int, count: int, scale_block: int | None) -> Tensor:
+def sign_messages(case: Pair, numel: int, count: int, scale_block: int | None) -> Tensor:
     """Messages of `count` ranks, each of the same chunk of numel elements."""
     nbytes = message_nbytes(numel, scale_block)
     messages = torch.zeros(count * nbytes, dtype=torch.uint8)
@@ -182,9 +182,9 @@ def _messages(case: Pair, numel: int, count: int, scale_block: int | None) -> Te
     return messages
 
 
-def _check_messages(u: Tensor, error: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> None:
-    """Scales within 2 ulp of float64's, the reference's signs and padding, and its errors given the same scales."""
-    byte = 0
+def check_messages(u: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> Tensor:
+    """Scales within 2 ulp of float64's, and the reference's signs and padding. Returns the errors that they leave."""
+    errors, byte = torch.empty_like(u), 0
     for rank in range(world_size):
         start, stop = chunk_range(u.numel(), world_size, rank)
         if start == stop:
@@ -203,9 +203,10 @@ def _check_messages(u: Tensor, error: Tensor, messages: Tensor, world_size: int,
         packed = signs.pack_signs(part)
         expected[: packed.numel()] = packed
         assert_same_bits(message[4 * blocks :], expected)
-        assert_same_bits(error[start:stop], part - signs.decompress_message(message, stop - start, scale_block))
+        errors[start:stop] = part - signs.decompress_message(message, stop - start, scale_block)
         byte += nbytes
     assert byte == messages.numel()
+    return errors
 
 
 def average(case: Pair, numel: int, world_size: int, scale_block: int | None) -> tuple[Average, Average]:

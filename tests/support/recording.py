@@ -27,8 +27,10 @@ class Recording(TorchCommunicator):
         return super().all_to_all(output, inputs, **splits)
 
 
-def events_of_backward(attach: Callable[[DistributedDataParallel, Recording], Callable[[], Any]]) -> list[str]:
-    """ "gradient" and "message" in the order of the second step, in which DDP has built its buckets anew.
+def events_of_backward(
+    attach: Callable[[DistributedDataParallel, Recording], Callable[[], Any]], steps: int = 2
+) -> list[str]:
+    """ "gradient" and "message" in the order of the last step, in which DDP has built its buckets anew.
 
     attach: Connects the model with what compresses, over this communicator; returns what ends a step.
     """
@@ -38,7 +40,7 @@ def events_of_backward(attach: Callable[[DistributedDataParallel, Recording], Ca
     end_step = attach(ddp, Recording(events))
     for p in net.parameters():
         p.register_hook(lambda grad: events.append("gradient"))
-    for _ in range(2):
+    for _ in range(steps):
         events.clear()
         ddp(torch.randn(4, WIDTH)).sum().backward()
         end_step()

@@ -67,6 +67,7 @@ _CONDITIONS: dict[str, Callable[[Case], Any]] = {
     "never": lambda case: case.value == math.inf,  # as Accelerate writes it
     "ordinary": lambda case: not case.compressed,
     "1-bit": lambda case: case.optim in ("onebit_adam", "onebit_lamb"),
+    "1-bit adam": lambda case: case.optim == "onebit_adam",
     "0/1": lambda case: case.optim == "zero_one_adam",
     "adamw": lambda case: case.optim in ("", "adamw_torch"),
     "decoupled": lambda case: case.value and case.optim != "fused_adam",

@@ -3,9 +3,9 @@
  * compressopt_cpu   x86-64 and others; AVX-512, AVX2 or portable code, chosen when it is loaded
  * compressopt_cuda  NVIDIA GPUs; pointers are device pointers unless a comment says "host"
  *
- * Both export every function below, under the same name. hf_compressopt/kernels/reference.py is the specification: what
- * a function computes is written there, and the bits are the same, but for sums over many elements (scales, norms),
- * which are within 2 ulp. Every operation on an element is rounded on its own (no fused multiply-add), in the order
+ * Both export every function below, under the same name, unless a comment says "CPU only".
+ * hf_compressopt/kernels/reference.py is the specification: what a function computes is written there, and the bits are
+ * the same, but for sums over many elements (scales, norms), which are within 2 ulp. Every operation on an element is rounded on its own (no fused multiply-add), in the order
  * written here, so that all instruction sets, GPUs and the reference leave the same bits in parameters and states.
  *
  * All counts are 64-bit. Buffers do not overlap unless said. float and int32 pointers are aligned to 4 bytes, messages
@@ -27,7 +27,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 4
+#define CO_ABI_VERSION 5
 
 typedef enum {
     CO_OK = 0,
@@ -58,17 +58,6 @@ typedef struct {
 
 #define CO_STILL 1 /* the tensor has no variance: y counts as 0, m becomes 0, and so is its direction */
 
-/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor, each operation rounded to float32.
- * A term that is left out counts as +0. */
-typedef struct {
-    const float *x;           /* [numel], or NULL: the term is left out */
-    const co_segment *grads;  /* host; data == NULL: no gradient, the term is left out; NULL: for the whole bucket */
-    int64_t count;            /* segments */
-    const float *factors;     /* [tensors], or NULL: no factor */
-    float alpha;              /* 1: x itself */
-    float beta;               /* 1: g itself */
-} co_combination;
-
 /* The averaged bucket as it comes back: W messages, the j-th at messages + j * stride (see kernels/__init__.py), or the
  * values themselves. */
 typedef struct {
@@ -80,6 +69,34 @@ typedef struct {
     int32_t world_size;
     int32_t unused;
 } co_average;
+
+/* The errors of numel elements, in one of two forms. One of the pointers is NULL. */
+typedef struct {
+    float *values;     /* [numel] */
+    uint8_t *messages; /* the errors of each of world_size chunks as a message of 8-bit integers, one after another, as
+                        * co_compress_integers writes them (see kernels/errors.py); world_size is 1 on a server */
+} co_errors;
+
+/* The frozen variance of a bucket, in one of two forms. One of values and codes is NULL. */
+typedef struct {
+    const float *values;   /* [numel] */
+    const uint8_t *codes;  /* [numel]: with k = tops[index] - code, v is 2^(k/8), that is float32(2^((k & 7) / 8)) times
+                            * 2^(k >> 3), a normal number; 0 where the code is 255 (see kernels/variance.py) */
+    const int32_t *tops;   /* [tensors], by the index of the segments; NULL where codes is */
+} co_variance;
+
+/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor, each operation rounded to float32.
+ * A term that is left out counts as +0. */
+typedef struct {
+    const float *x;           /* [numel], or NULL: x is what last stands for */
+    const co_average *last;   /* host; messages of numel elements, of which x is the values, or 0 where a segment of
+                               * grads has CO_STILL; read where x is NULL; NULL as well: the term is left out */
+    const co_segment *grads;  /* host; data == NULL: no gradient, the term is left out; NULL: for the whole bucket */
+    int64_t count;            /* segments */
+    const float *factors;     /* [tensors], or NULL: no factor */
+    float alpha;              /* 1: x itself */
+    float beta;               /* 1: g itself */
+} co_combination;
 
 /* ---- about the library ------------------------------------------------------------------------------------------- */
 
@@ -97,15 +114,24 @@ CO_API const char *co_last_error(void);
 
 /* ---- compression ------------------------------------------------------------------------------------------------- */
 
-/* u = z + error; messages <- Q(u), world_size messages one after another, padding included; error <- u - Q(u).
- * scale_block == 0: all messages share the RMS of the whole bucket. */
-CO_API int32_t co_compress(const co_combination *z, float *error, uint8_t *messages, int64_t numel,
+/* u = z + error; messages <- Q(u), world_size messages one after another, padding included; error <- u - Q(u), for errors
+ * in messages rounded to them. scale_block == 0: all messages share the RMS of the whole bucket. */
+CO_API int32_t co_compress(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
                            int64_t scale_block, int32_t world_size, const co_exec *exec);
+
+/* The messages of co_compress, in its bits; the errors are only read. CPU only. */
+CO_API int32_t co_compress_only(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
+                                int64_t scale_block, int32_t world_size, const co_exec *exec);
+
+/* error <- z + error - (what the messages own stand for, as co_compress_only wrote them): the error that co_compress
+ * leaves, in its bits. CPU only. */
+CO_API int32_t co_commit(const co_combination *z, const co_errors *error, const uint8_t *own, int64_t numel,
+                         int64_t scale_block, int32_t world_size, const co_exec *exec);
 
 /* a = (the sum of world_size decompressed messages) * (1 / world_size) + error; out <- Q(a), padding included;
  * error <- a - Q(a). The messages are of one chunk of numel elements, one after another. Groups of four messages are
  * summed, in order, and then the groups' sums, in order: (((m0 + m1) + m2) + m3) + (((m4 + m5) + m6) + m7) + ... */
-CO_API int32_t co_average_compress(const uint8_t *messages, float *error, uint8_t *out, int64_t numel,
+CO_API int32_t co_average_compress(const uint8_t *messages, const co_errors *error, uint8_t *out, int64_t numel,
                                    int64_t scale_block, int32_t world_size, const co_exec *exec);
 
 /* out <- y. */
@@ -126,13 +152,13 @@ typedef struct {
 } co_integers;
 
 /* u = z + error; messages <- Q(u), world_size messages one after another, padding included. */
-CO_API int32_t co_compress_integers(const co_combination *z, const float *error, uint8_t *messages, int64_t numel,
+CO_API int32_t co_compress_integers(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
                                     int32_t bits, int32_t world_size, const co_exec *exec);
 
 /* a = (the sum of world_size decoded messages, in co_average_compress's order) * (1 / world_size) + error;
- * out <- Q(a), padding included; new_error <- a - Q(a). new_error may be error. */
-CO_API int32_t co_average_integers(const uint8_t *messages, const float *error, float *new_error, uint8_t *out,
-                                   int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec);
+ * out <- Q(a), padding included; new_error <- a - Q(a). new_error is of error's form, and may be error. */
+CO_API int32_t co_average_integers(const uint8_t *messages, const co_errors *error, const co_errors *new_error,
+                                   uint8_t *out, int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec);
 
 /* out <- y. */
 CO_API int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec);
@@ -141,8 +167,8 @@ CO_API int32_t co_decode_integers(const co_integers *y, float *out, const co_exe
  * own: as co_compress_integers wrote them, for y's world_size and bits.
  * outputs: data == NULL leaves the output alone. They may be the gradients that z reads, at the same places. Where z has
  * segments, those of the outputs must have the same lengths and indices. */
-CO_API int32_t co_commit_integers(const co_combination *z, float *error, const uint8_t *own, const co_integers *y,
-                                  const co_segment *outputs, int64_t count, float output_scale, const co_exec *exec);
+CO_API int32_t co_commit_integers(const co_combination *z, const co_errors *error, const uint8_t *own,
+                                  const co_integers *y, const co_segment *outputs, int64_t count, float output_scale, const co_exec *exec);
 
 /* ---- what the optimizers do with the average --------------------------------------------------------------------- */
 
@@ -158,14 +184,15 @@ typedef struct {
  * m^ = m / corrections[2 index], v^ = v / corrections[2 index + 1]; corrections == NULL: m and v themselves; a first
  * correction of infinity: the direction is 0.
  * p <- p * decay - lr * bounded(m^ / denominator(v^))
- * params: data == NULL leaves the parameter alone, m is written all the same. */
-CO_API int32_t co_apply_adam(const co_average *y, float *exp_avg, const float *exp_avg_sq, const co_segment *params,
+ * params: data == NULL leaves the parameter alone, m is written all the same.
+ * exp_avg == NULL, with beta == 1: m is y, and is not written. */
+CO_API int32_t co_apply_adam(const co_average *y, float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params,
                              int64_t count, const float *corrections, float beta, const co_descent *descent,
                              const co_exec *exec);
 
 /* 0/1 Adam, one step of one rank alone: m <- alpha m + beta g (z of co_compress without factors; grads == NULL: m stays);
  * p <- p * decay - lr * bounded(m / denominator(v)); local_update <- local_update + lr * m. */
-CO_API int32_t co_local_step(float *exp_avg, const float *exp_avg_sq, float *local_update, const co_segment *grads,
+CO_API int32_t co_local_step(float *exp_avg, const co_variance *exp_avg_sq, float *local_update, const co_segment *grads,
                              const co_segment *params, int64_t count, int64_t numel, float alpha, float beta,
                              const co_descent *descent, const co_exec *exec);
 
@@ -173,7 +200,7 @@ CO_API int32_t co_local_step(float *exp_avg, const float *exp_avg_sq, float *loc
  * local_update <- 0.
  * decay is descent->decay (the product over the interval), always multiplied; lr is not used.
  * params: data == NULL leaves anchor and parameter alone. */
-CO_API int32_t co_sync_parameters(const co_average *y, float *exp_avg, float *anchor, const float *exp_avg_sq,
+CO_API int32_t co_sync_parameters(const co_average *y, float *exp_avg, float *anchor, const co_variance *exp_avg_sq,
                                   float *local_update, const co_segment *params, int64_t count, float lr_sum,
                                   const co_descent *descent, const co_exec *exec);
 
@@ -189,12 +216,12 @@ typedef struct {
     int32_t eps_inside_sqrt;
     int32_t unused;
 } co_lamb_options;
-CO_API int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh, const float *exp_avg_sq,
+CO_API int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh, const co_variance *exp_avg_sq,
                                const co_segment *params, int64_t count, const float *factors, double *sums,
                                const co_lamb_options *options, const co_exec *exec);
 
 /* 1-bit LAMB, second pass: p <- p - rates[index] * (m / denominator(v) + weight_decay p). */
-CO_API int32_t co_lamb_apply(const float *exp_avg, const float *exp_avg_sq, const co_segment *params, int64_t count,
+CO_API int32_t co_lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params, int64_t count,
                              int64_t numel, const float *rates, const co_lamb_options *options, const co_exec *exec);
 
 /* ---- FusedAdam, and norms ---------------------------------------------------------------------------------------- */

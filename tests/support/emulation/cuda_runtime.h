@@ -72,6 +72,14 @@ inline float __uint_as_float(unsigned bits) { return with_bits_of<float>(bits); 
 inline unsigned __float_as_uint(float value) { return with_bits_of<unsigned>(value); }
 using std::isinf;
 
+// The byte that each of the four lowest hexadecimal digits says, of the eight of b:a.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned select) {
+    const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
+    unsigned result = 0;
+    for (int k = 0; k < 4; ++k) result |= static_cast<unsigned>(bytes >> (8 * (select >> (4 * k) & 7)) & 0xff) << (8 * k);
+    return result;
+}
+
 struct alignas(16) float4 {
     float x, y, z, w;
 };

@@ -89,8 +89,16 @@ int32_t check_segments(const char *function, const co_segment *segments, int64_t
     return CO_OK;
 }
 
+int32_t check_average(const char *function, const co_average *y);
+
 int32_t check_combination(const char *function, const co_combination *z, int64_t numel) {
     CO_CHECK(z != nullptr, "%s: z is null", function);
+    if (z->x == nullptr && z->last != nullptr) {
+        CO_CHECK(z->last->numel == numel, "%s: last has %lld elements, the bucket has %lld", function,
+                 static_cast<long long>(z->last->numel), static_cast<long long>(numel));
+        CO_CHECK(numel == 0 || z->last->messages != nullptr, "%s: the messages of last are null", function);
+        CO_TRY(check_average(function, z->last));
+    }
     if (z->grads != nullptr) return check_segments(function, z->grads, z->count, numel, z->factors != nullptr);
     CO_CHECK(z->factors == nullptr, "%s: factors need segments", function);
     return CO_OK;
@@ -106,6 +114,25 @@ int32_t check_average(const char *function, const co_average *y) {
              static_cast<long long>(y->stride));
     return check_blocks(function, y->scale_block, y->world_size);
 }
+
+int32_t check_errors(const char *function, const char *name, const co_errors *errors) {
+    CO_CHECK(errors != nullptr, "%s: %s is null", function, name);
+    CO_CHECK((errors->values == nullptr) != (errors->messages == nullptr),
+             "%s: %s must have values or messages, and not both", function, name);
+    return CO_OK;
+}
+
+int32_t check_variance(const char *function, const co_variance *variance) {
+    CO_CHECK(variance != nullptr, "%s: exp_avg_sq is null", function);
+    CO_CHECK((variance->values == nullptr) != (variance->codes == nullptr),
+             "%s: exp_avg_sq must have values or codes, and not both", function);
+    CO_CHECK((variance->codes == nullptr) == (variance->tops == nullptr),
+             "%s: codes of exp_avg_sq need tops, and values none", function);
+    return CO_OK;
+}
+
+/* Whether a bucket's segments need the indices of their tensors. */
+bool indexed(const co_variance *variance) { return variance != nullptr && variance->codes != nullptr; }
 
 int32_t check_integers(const char *function, int64_t numel, int32_t bits, int32_t world_size) {
     CO_TRY(check_numel(function, numel));
@@ -162,26 +189,50 @@ int32_t co_check_device(int32_t) { return CO_OK; }
 
 const char *co_last_error(void) { return last_error; }
 
-int32_t co_compress(const co_combination *z, float *error, uint8_t *messages, int64_t numel, int64_t scale_block,
+int32_t co_compress(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel, int64_t scale_block,
                     int32_t world_size, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_numel(__func__, numel));
     CO_TRY(check_blocks(__func__, scale_block, world_size));
     CO_TRY(check_combination(__func__, z, numel));
     if (numel == 0) return CO_OK;
-    CO_NOT_NULL(error);
+    CO_TRY(check_errors(__func__, "error", error));
     CO_NOT_NULL(messages);
     return kernels().compress(z, error, messages, numel, scale_block, world_size, exec);
 }
 
-int32_t co_average_compress(const uint8_t *messages, float *error, uint8_t *out, int64_t numel, int64_t scale_block,
+int32_t co_compress_only(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
+                         int64_t scale_block, int32_t world_size, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_numel(__func__, numel));
+    CO_TRY(check_blocks(__func__, scale_block, world_size));
+    CO_TRY(check_combination(__func__, z, numel));
+    if (numel == 0) return CO_OK;
+    CO_TRY(check_errors(__func__, "error", error));
+    CO_NOT_NULL(messages);
+    return kernels().compress_only(z, error, messages, numel, scale_block, world_size, exec);
+}
+
+int32_t co_commit(const co_combination *z, const co_errors *error, const uint8_t *own, int64_t numel,
+                  int64_t scale_block, int32_t world_size, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_numel(__func__, numel));
+    CO_TRY(check_blocks(__func__, scale_block, world_size));
+    CO_TRY(check_combination(__func__, z, numel));
+    if (numel == 0) return CO_OK;
+    CO_TRY(check_errors(__func__, "error", error));
+    CO_NOT_NULL(own);
+    return kernels().commit(z, error, own, numel, scale_block, world_size, exec);
+}
+
+int32_t co_average_compress(const uint8_t *messages, const co_errors *error, uint8_t *out, int64_t numel, int64_t scale_block,
                             int32_t world_size, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_numel(__func__, numel));
     CO_TRY(check_blocks(__func__, scale_block, world_size));
     if (numel == 0) return CO_OK;
     CO_NOT_NULL(messages);
-    CO_NOT_NULL(error);
+    CO_TRY(check_errors(__func__, "error", error));
     CO_NOT_NULL(out);
     return kernels().average_compress(messages, error, out, numel, scale_block, world_size, exec);
 }
@@ -203,25 +254,27 @@ int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_
     return kernels().combine(z, out, numel, exec);
 }
 
-int32_t co_compress_integers(const co_combination *z, const float *error, uint8_t *messages, int64_t numel,
+int32_t co_compress_integers(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
                              int32_t bits, int32_t world_size, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_integers(__func__, numel, bits, world_size));
     CO_TRY(check_combination(__func__, z, numel));
     if (numel == 0) return CO_OK;
-    CO_NOT_NULL(error);
+    CO_TRY(check_errors(__func__, "error", error));
     CO_NOT_NULL(messages);
     return kernels().compress_integers(z, error, messages, numel, bits, world_size, exec);
 }
 
-int32_t co_average_integers(const uint8_t *messages, const float *error, float *new_error, uint8_t *out, int64_t numel,
-                            int32_t bits, int32_t world_size, const co_exec *exec) {
+int32_t co_average_integers(const uint8_t *messages, const co_errors *error, const co_errors *new_error, uint8_t *out,
+                            int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_integers(__func__, numel, bits, world_size));
     if (numel == 0) return CO_OK;
     CO_NOT_NULL(messages);
-    CO_NOT_NULL(error);
-    CO_NOT_NULL(new_error);
+    CO_TRY(check_errors(__func__, "error", error));
+    CO_TRY(check_errors(__func__, "new_error", new_error));
+    CO_CHECK((error->values == nullptr) == (new_error->values == nullptr), "%s: error and new_error have two forms",
+             __func__);
     CO_NOT_NULL(out);
     return kernels().average_integers(messages, error, new_error, out, numel, bits, world_size, exec);
 }
@@ -234,7 +287,7 @@ int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec
     return kernels().decode_integers(y, out, exec);
 }
 
-int32_t co_commit_integers(const co_combination *z, float *error, const uint8_t *own, const co_integers *y,
+int32_t co_commit_integers(const co_combination *z, const co_errors *error, const uint8_t *own, const co_integers *y,
                            const co_segment *outputs, int64_t count, float output_scale, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_integers(__func__, y));
@@ -246,57 +299,58 @@ int32_t co_commit_integers(const co_combination *z, float *error, const uint8_t 
                  "%s: outputs and gradients are cut at different places, or have different indices", __func__);
     }
     if (y->numel == 0) return CO_OK;
-    CO_NOT_NULL(error);
+    CO_TRY(check_errors(__func__, "error", error));
     CO_NOT_NULL(own);
     return kernels().commit_integers(z, error, own, y, outputs, count, output_scale, exec);
 }
 
-int32_t co_apply_adam(const co_average *y, float *exp_avg, const float *exp_avg_sq, const co_segment *params,
+int32_t co_apply_adam(const co_average *y, float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params,
                       int64_t count, const float *corrections, float beta, const co_descent *descent,
                       const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_average(__func__, y));
-    CO_TRY(check_segments(__func__, params, count, y->numel, corrections != nullptr));
+    CO_TRY(check_segments(__func__, params, count, y->numel, corrections != nullptr || indexed(exp_avg_sq)));
     if (y->numel == 0) return CO_OK;
-    CO_NOT_NULL(exp_avg);
-    CO_NOT_NULL(exp_avg_sq);
+    CO_CHECK(exp_avg != nullptr || beta == 1.0f, "%s: beta must be 1 without exp_avg, got %g", __func__,
+             static_cast<double>(beta));
+    CO_TRY(check_variance(__func__, exp_avg_sq));
     CO_NOT_NULL(descent);
     return kernels().apply_adam(y, exp_avg, exp_avg_sq, params, count, corrections, beta, descent, exec);
 }
 
-int32_t co_local_step(float *exp_avg, const float *exp_avg_sq, float *local_update, const co_segment *grads,
+int32_t co_local_step(float *exp_avg, const co_variance *exp_avg_sq, float *local_update, const co_segment *grads,
                       const co_segment *params, int64_t count, int64_t numel, float alpha, float beta,
                       const co_descent *descent, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_numel(__func__, numel));
-    CO_TRY(check_segments(__func__, params, count, numel, false));
+    CO_TRY(check_segments(__func__, params, count, numel, indexed(exp_avg_sq)));
     if (grads != nullptr) CO_TRY(check_segments(__func__, grads, count, numel, false));
     if (numel == 0) return CO_OK;
     CO_NOT_NULL(exp_avg);
-    CO_NOT_NULL(exp_avg_sq);
+    CO_TRY(check_variance(__func__, exp_avg_sq));
     CO_NOT_NULL(local_update);
     CO_NOT_NULL(descent);
     return kernels().local_step(exp_avg, exp_avg_sq, local_update, grads, params, count, numel, alpha, beta, descent,
                                 exec);
 }
 
-int32_t co_sync_parameters(const co_average *y, float *exp_avg, float *anchor, const float *exp_avg_sq,
+int32_t co_sync_parameters(const co_average *y, float *exp_avg, float *anchor, const co_variance *exp_avg_sq,
                            float *local_update, const co_segment *params, int64_t count, float lr_sum,
                            const co_descent *descent, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_average(__func__, y));
-    CO_TRY(check_segments(__func__, params, count, y->numel, false));
+    CO_TRY(check_segments(__func__, params, count, y->numel, indexed(exp_avg_sq)));
     if (y->numel == 0) return CO_OK;
     CO_NOT_NULL(exp_avg);
     CO_NOT_NULL(anchor);
-    CO_NOT_NULL(exp_avg_sq);
+    CO_TRY(check_variance(__func__, exp_avg_sq));
     CO_NOT_NULL(local_update);
     CO_NOT_NULL(descent);
     return kernels().sync_parameters(y, exp_avg, anchor, exp_avg_sq, local_update, params, count, lr_sum, descent,
                                      exec);
 }
 
-int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh, const float *exp_avg_sq,
+int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh, const co_variance *exp_avg_sq,
                         const co_segment *params, int64_t count, const float *factors, double *sums,
                         const co_lamb_options *options, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
@@ -305,21 +359,21 @@ int32_t co_lamb_moments(const co_average *y, float *exp_avg, float *fresh, const
     if (y->numel == 0) return CO_OK;
     CO_NOT_NULL(exp_avg);
     CO_NOT_NULL(fresh);
-    CO_NOT_NULL(exp_avg_sq);
+    CO_TRY(check_variance(__func__, exp_avg_sq));
     CO_NOT_NULL(factors);
     CO_NOT_NULL(sums);
     CO_NOT_NULL(options);
     return kernels().lamb_moments(y, exp_avg, fresh, exp_avg_sq, params, count, factors, sums, options, exec);
 }
 
-int32_t co_lamb_apply(const float *exp_avg, const float *exp_avg_sq, const co_segment *params, int64_t count,
+int32_t co_lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params, int64_t count,
                       int64_t numel, const float *rates, const co_lamb_options *options, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_numel(__func__, numel));
     CO_TRY(check_segments(__func__, params, count, numel, true));
     if (numel == 0) return CO_OK;
     CO_NOT_NULL(exp_avg);
-    CO_NOT_NULL(exp_avg_sq);
+    CO_TRY(check_variance(__func__, exp_avg_sq));
     CO_NOT_NULL(rates);
     CO_NOT_NULL(options);
     return kernels().lamb_apply(exp_avg, exp_avg_sq, params, count, numel, rates, options, exec);

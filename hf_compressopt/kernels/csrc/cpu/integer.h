@@ -1,6 +1,6 @@
 /* The kernels of b-bit integers: compression, its inverse, and the commit. */
 #pragma once
-#include "integer_block.h"
+#include "commit.h"
 
 namespace compressopt {
 namespace CO_VECTOR {
@@ -8,36 +8,37 @@ namespace {
 
 /* ---- compression ------------------------------------------------------------------------------------------------- */
 
-/* out <- z + error of elements [begin, end); out points to the element begin. */
-inline void add_error(const Combination &source, const float *error, int64_t begin, int64_t end, float *out) {
-    source.each_run(begin, end, [&](int64_t start, int64_t n, const auto &value) {
-        const float *e = error + start;
-        float *to = out + (start - begin);
-        each_vector(n, [&](int64_t i, auto lanes) {
-            prefetch_far(e + i + kIntegerAhead);
+/* out <- z + error of n elements from the bucket's first on. */
+template <class Errors>
+inline void add_error(const Combination &source, const float *error, int64_t first, int64_t n, float *out) {
+    source.each_run(first, first + n, [&](int64_t start, int64_t some, const auto &value) {
+        const float *e = error + (start - first);
+        float *to = out + (start - first);
+        each_vector(some, [&](int64_t i, auto lanes) {
+            Errors::fetch(e + i + kIntegerAhead);
             lanes.put(to + i, value(i, lanes) + lanes.get(e + i));
         });
     });
 }
 
-template <int kBits>
-inline int32_t compress_integers(const co_combination *z, const float *error, uint8_t *messages, int64_t numel,
+template <int kBits, class Errors>
+inline int32_t compress_integers(const co_combination *z, const Errors &errors, uint8_t *messages, int64_t numel,
                                  int32_t world_size, const co_exec *exec) {
     Combination source(*z);
     if (source.missing()) return out_of_memory();
     IntegerMessages<kBits> to = integer_messages<kBits>(messages, numel, world_size);
     to.write_padding();
-    to.each_tile(exec, numel * (5 + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
-        int64_t first = j * to.chunks.chunk;
-        IntegerTile tile;
-        add_error(source, error, first + begin, first + end, tile.u);
-        tile.quantize_to<Rest::kNone>(to.from(j, begin), end - begin, nullptr);
+    to.each_tile(exec, numel * (1 + Errors::kBytes + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
+        alignas(64) float u[kIntegerTile], scratch[kIntegerTile];
+        const float *error = errors.read(j, begin, end, scratch);
+        add_error<Errors>(source, error, j * to.chunks.chunk + begin, end - begin, u);
+        write_blocks<Rest::kNone>(u, to.from(j, begin), end - begin, nullptr);
     });
     return CO_OK;
 }
 
 /* out <- the mean of the messages of n elements + error. The messages lie stride bytes apart. */
-template <int kBits>
+template <class Errors, int kBits>
 inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, int64_t n, const float *error,
                      float *out) {
     constexpr int64_t kBlockBytes = Message<kBits>::kBlockBytes;
@@ -72,7 +73,7 @@ inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, i
             sum_of_integers<kBits>(integers, apart, count, by, [&](int i, Vec sum) {
                 if (j > 0) sum = load(u + i) + sum;
                 if (last) {
-                    prefetch_far(e + i + kIntegerAhead);
+                    Errors::fetch(e + i + kIntegerAhead);
                     sum = sum * inverse + load(e + i);
                 }
                 store(u + i, sum);
@@ -81,22 +82,32 @@ inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, i
     }
 }
 
-template <int kBits>
-inline int32_t average_integers(const uint8_t *messages, const float *error, float *new_error, uint8_t *out,
+/* Whether errors go to other places than they come from, past the caches. */
+inline bool past_caches(const FloatErrors &error, const FloatErrors &new_error, int64_t numel) {
+    bool aligned = reinterpret_cast<uintptr_t>(new_error.values) % 64 == 0;
+    return new_error.values != error.values && 4 * numel >= kStreamBytes && aligned;
+}
+inline bool past_caches(const IntegerErrors &, const IntegerErrors &, int64_t) { return false; }
+
+template <int kBits, class Errors>
+inline int32_t average_integers(const uint8_t *messages, const Errors &error, const Errors &new_error, uint8_t *out,
                                 int64_t numel, int32_t world_size, const co_exec *exec) {
     IntegerMessages<kBits> from = integer_messages<kBits>(messages, numel, 1);
     IntegerMessages<kBits> to = integer_messages<kBits>(out, numel, 1);
-    bool aligned = reinterpret_cast<uintptr_t>(new_error) % 64 == 0;
-    bool past_caches = new_error != error && 4 * numel >= kStreamBytes && aligned;
+    bool streamed = past_caches(error, new_error, numel);
     to.write_padding();
-    to.each_tile(exec, numel * (9 + world_size), [&](int64_t, int64_t begin, int64_t end) {
-        IntegerTile tile;
-        add_mean(from.from(0, begin), from.stride, world_size, end - begin, error + begin, tile.u);
-        if (past_caches) {
-            tile.quantize_to<Rest::kStreamed>(to.from(0, begin), end - begin, new_error + begin);
+    new_error.write_padding();
+    to.each_tile(exec, numel * (1 + 2 * Errors::kBytes + world_size), [&](int64_t j, int64_t begin, int64_t end) {
+        alignas(64) float u[kIntegerTile], scratch[kIntegerTile];
+        const float *old = error.read(j, begin, end, scratch);
+        add_mean<Errors>(from.from(0, begin), from.stride, world_size, end - begin, old, u);
+        float *left = new_error.place(j, begin, scratch);
+        if (streamed) {
+            write_blocks<Rest::kStreamed>(u, to.from(0, begin), end - begin, left);
         } else {
-            tile.quantize_to<Rest::kStored>(to.from(0, begin), end - begin, new_error + begin);
+            write_blocks<Rest::kStored>(u, to.from(0, begin), end - begin, left);
         }
+        new_error.write(j, begin, end, left);
     });
     return CO_OK;
 }
@@ -126,52 +137,59 @@ inline void write_outputs(const Segments &outputs, int64_t begin, int64_t end, c
     });
 }
 
-template <int kBits>
-inline int32_t commit_integers(const co_combination *z, float *error, const uint8_t *own, const co_integers *y,
+template <int kBits, class Errors>
+inline int32_t commit_integers(const co_combination *z, const Errors &errors, const uint8_t *own, const co_integers *y,
                                const co_segment *out, int64_t count, float output_scale, const co_exec *exec) {
     Combination source(*z);
     Segments outputs(out, count);
     if (source.missing() || outputs.missing()) return out_of_memory();
     IntegerMessages<kBits> sent = integer_messages<kBits>(own, y->numel, y->world_size);
     IntegerMessages<kBits> average = integer_messages<kBits>(y->messages, y->numel, y->world_size, y->stride);
-    sent.each_tile(exec, y->numel * (14 + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
+    int64_t bytes = y->numel * (6 + 2 * Errors::kBytes + source.bytes());
+    errors.write_padding();
+    sent.each_tile(exec, bytes, [&](int64_t j, int64_t begin, int64_t end) {
         int64_t first = j * sent.chunks.chunk + begin, n = end - begin;
-        alignas(64) float values[kIntegerTile];
+        alignas(64) float values[kIntegerTile], scratch[kIntegerTile];
         sent.from(j, begin).decode(n, values);
-        source.each_run(first, first + n, [&](int64_t start, int64_t some, const auto &value) {
-            float *e = error + start;
-            const float *q = values + (start - first);
-            each_vector(some, [&](int64_t i, auto lanes) {
-                prefetch_far(e + i + kIntegerAhead);
-                lanes.put(e + i, value(i, lanes) + lanes.get(e + i) - lanes.get(q + i));
-            });
-        });
+        const float *old = errors.read(j, begin, end, scratch);
+        float *left = errors.place(j, begin, scratch);
+        leave_rest<Errors>(source, first, n, old, values, left);
+        errors.write(j, begin, end, left);
         average.from(j, begin).decode(n, values);
         write_outputs(outputs, first, first + n, values, output_scale);
     });
     return CO_OK;
 }
 
-/* ---- the choice of bits ------------------------------------------------------------------------------------------ */
+/* ---- the choice of bits and of the form of errors ---------------------------------------------------------------- */
 
-int32_t compress_integers(const co_combination *z, const float *error, uint8_t *messages, int64_t numel, int32_t bits,
-                          int32_t world_size, const co_exec *exec) {
-    return (bits == 4 ? compress_integers<4> : compress_integers<8>)(z, error, messages, numel, world_size, exec);
+int32_t compress_integers(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
+                          int32_t bits, int32_t world_size, const co_exec *exec) {
+    return with_errors(*error, numel, world_size, [&](const auto &errors) {
+        return bits == 4 ? compress_integers<4>(z, errors, messages, numel, world_size, exec)
+                         : compress_integers<8>(z, errors, messages, numel, world_size, exec);
+    });
 }
 
-int32_t average_integers(const uint8_t *messages, const float *error, float *new_error, uint8_t *out, int64_t numel,
-                         int32_t bits, int32_t world_size, const co_exec *exec) {
-    return (bits == 4 ? average_integers<4> : average_integers<8>)(messages, error, new_error, out, numel, world_size,
-                                                                   exec);
+int32_t average_integers(const uint8_t *messages, const co_errors *error, const co_errors *new_error, uint8_t *out,
+                         int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec) {
+    return with_errors(*error, numel, 1, [&](const auto &errors) {
+        auto left = errors.another(*new_error);
+        return bits == 4 ? average_integers<4>(messages, errors, left, out, numel, world_size, exec)
+                         : average_integers<8>(messages, errors, left, out, numel, world_size, exec);
+    });
 }
 
 int32_t decode_integers(const co_integers *y, float *out, const co_exec *exec) {
     return (y->bits == 4 ? decode_integers<4> : decode_integers<8>)(y, out, exec);
 }
 
-int32_t commit_integers(const co_combination *z, float *error, const uint8_t *own, const co_integers *y,
+int32_t commit_integers(const co_combination *z, const co_errors *error, const uint8_t *own, const co_integers *y,
                         const co_segment *out, int64_t count, float output_scale, const co_exec *exec) {
-    return (y->bits == 4 ? commit_integers<4> : commit_integers<8>)(z, error, own, y, out, count, output_scale, exec);
+    return with_errors(*error, y->numel, y->world_size, [&](const auto &errors) {
+        return y->bits == 4 ? commit_integers<4>(z, errors, own, y, out, count, output_scale, exec)
+                            : commit_integers<8>(z, errors, own, y, out, count, output_scale, exec);
+    });
 }
 
 }  // namespace

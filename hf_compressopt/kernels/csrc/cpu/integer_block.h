@@ -1,6 +1,6 @@
 /* Messages of b-bit integers, as kernels/integers.py describes them: where they lie, and one block of them. */
 #pragma once
-#include "compression.h"
+#include "messages.h"
 
 namespace compressopt {
 namespace CO_VECTOR {
@@ -45,9 +45,9 @@ struct BlockScale {
     template <int kBits>
     static BlockScale of(uint32_t most) {
         float largest = float_of(most), exact = largest / static_cast<float>((1 << (kBits - 1)) - 1);
-        float scale = float_of((bits_of(exact) + 0xffff) & 0xffff0000);
-        /* No integer is beyond the limits L: scale is at least largest / L less half a unit in the last place, and with
-         * the roundings of inverse and of the product |u * inverse| <= L (1 + 2^-22), which rounds to L at most. */
+        float scale = float_of((bits_of(exact) + 0x8000) & 0xffff0000);
+        /* No integer is beyond the limits L: scale is largest / L but for a factor between 1 - 2^-8 and 1 + 2^-8, so that
+         * |u * inverse| is less than L + 1/2; and the largest one is L. */
         float inverse = 1.0f / scale;
         bool huge = most > kHugePattern, empty = !(scale >= kTinyScale);
         return {huge ? __builtin_nanf("") : empty ? 0.0f : scale, huge || empty ? 0.0f : inverse};
@@ -126,49 +126,44 @@ inline IntegerMessages<kBits> integer_messages(const uint8_t *messages, int64_t 
     return {const_cast<uint8_t *>(messages), chunks, stride};
 }
 
-/* Some blocks on their way into a message. */
-struct IntegerTile {
-    alignas(64) float u[kIntegerTile];
-
-    /* Writes the message of n elements. rest: where u - Q(u) goes, unless nowhere. */
-    template <Rest kRest, int kBits>
-    void quantize_to(Message<kBits> message, int64_t n, float *rest) {
-        int64_t blocks = ceil_div(n, kIntegerBlock), whole = n / kIntegerBlock;
-        if (whole < blocks) memset(u + n, 0, static_cast<size_t>(blocks * kIntegerBlock - n) * 4);
-        uint32_t most[kTileBlocks];
-        BlockScale by[kTileBlocks];
-        /* in loops of their own, so that nothing waits for a division */
-        for (int64_t b = 0; b < blocks; ++b) most[b] = largest_pattern(u + b * kIntegerBlock);
-        for (int64_t b = 0; b < blocks; ++b) by[b] = BlockScale::of<kBits>(most[b]);
-        for (int64_t b = 0; b < blocks; ++b) {
-            uint16_t bits = by[b].bits();
-            memcpy(message.scales + 2 * b, &bits, 2);
-            const float *from = u + b * kIntegerBlock;
-            uint8_t *to = message.integers + b * message.kBlockBytes;
-            float *left = kRest == Rest::kNone ? nullptr : rest + b * kIntegerBlock;
-            if (b < whole && by[b].finite()) {
-                quantize<kBits, kRest>(from, by[b].inverse, by[b].scale, to, left);
-            } else {
-                quantize_slowly<kBits>(from, by[b], to, left, least(kIntegerBlock, n - b * kIntegerBlock));
-            }
-        }
+/* A block that is shorter, or not finite, as write_blocks writes it. */
+template <int kBits>
+inline void write_slowly(const float *u, BlockScale by, uint8_t *integers, float *rest, int64_t n) {
+    alignas(64) float left[kIntegerBlock];
+    alignas(64) uint8_t part[kIntegerBlock * kBits / 8] = {};
+    if (by.finite()) {
+        quantize<kBits, Rest::kStored>(u, by.inverse, by.scale, part, left);
+    } else {
+        for (float &x : left) x = by.scale;
     }
+    memcpy(integers, part, static_cast<size_t>(integers_nbytes(n, kBits)));
+    if (rest != nullptr) memcpy(rest, left, static_cast<size_t>(n) * 4);
+}
 
-  private:
-    /* A block that is shorter, or not finite. */
-    template <int kBits>
-    static void quantize_slowly(const float *u, BlockScale by, uint8_t *integers, float *rest, int64_t n) {
-        alignas(64) float left[kIntegerBlock];
-        alignas(64) uint8_t part[kIntegerBlock * kBits / 8] = {};
-        if (by.finite()) {
-            quantize<kBits, Rest::kStored>(u, by.inverse, by.scale, part, left);
+/* Writes the message of n <= kIntegerTile elements. u is aligned to 64 bytes, and has room for whole blocks.
+ * rest: where u - Q(u) goes, unless nowhere. */
+template <Rest kRest, int kBits>
+inline void write_blocks(float *u, Message<kBits> message, int64_t n, float *rest) {
+    int64_t blocks = ceil_div(n, kIntegerBlock), whole = n / kIntegerBlock;
+    if (whole < blocks) memset(u + n, 0, static_cast<size_t>(blocks * kIntegerBlock - n) * 4);
+    uint32_t most[kTileBlocks];
+    BlockScale by[kTileBlocks];
+    /* in loops of their own, so that nothing waits for a division */
+    for (int64_t b = 0; b < blocks; ++b) most[b] = largest_pattern(u + b * kIntegerBlock);
+    for (int64_t b = 0; b < blocks; ++b) by[b] = BlockScale::of<kBits>(most[b]);
+    for (int64_t b = 0; b < blocks; ++b) {
+        uint16_t bits = by[b].bits();
+        memcpy(message.scales + 2 * b, &bits, 2);
+        const float *from = u + b * kIntegerBlock;
+        uint8_t *to = message.integers + b * message.kBlockBytes;
+        float *left = kRest == Rest::kNone ? nullptr : rest + b * kIntegerBlock;
+        if (b < whole && by[b].finite()) {
+            quantize<kBits, kRest>(from, by[b].inverse, by[b].scale, to, left);
         } else {
-            for (float &x : left) x = by.scale;
+            write_slowly<kBits>(from, by[b], to, left, least(kIntegerBlock, n - b * kIntegerBlock));
         }
-        memcpy(integers, part, static_cast<size_t>(integers_nbytes(n, kBits)));
-        if (rest != nullptr) memcpy(rest, left, static_cast<size_t>(n) * 4);
     }
-};
+}
 
 }  // namespace
 }  // namespace CO_VECTOR

@@ -1,7 +1,7 @@
 #include "vector_avx512.h"
 
-#include "compression.h"
 #include "integer_avx512.h"
+#include "compression.h"
 #include "integer.h"
 #include "updates.h"
 #include "adam.h"

@@ -1,7 +1,7 @@
 #include "vector_portable.h"
 
-#include "compression.h"
 #include "integer_portable.h"
+#include "compression.h"
 #include "integer.h"
 #include "updates.h"
 #include "adam.h"

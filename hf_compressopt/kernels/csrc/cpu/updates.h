@@ -1,6 +1,6 @@
 /* What the optimizers do with the average. */
 #pragma once
-#include "common.h"
+#include "sources.h"
 
 namespace compressopt {
 namespace CO_VECTOR {
@@ -11,6 +11,10 @@ struct Denominator {
     bool inside;
     Denominator(float e, int32_t eps_inside_sqrt) : eps(set1(e)), inside(eps_inside_sqrt != 0) {}
     Vec operator()(Vec v) const { return inside ? square_root(v + eps) : square_root(v) + eps; }
+    /* That of variances in 8 bits. */
+    Vec operator()(const uint8_t *codes, int32_t top) const {
+        return inside ? square_root(decode_variance(codes, top) + eps) : decode_root(codes, top) + eps;
+    }
 };
 
 struct Bound {
@@ -36,6 +40,45 @@ inline void each_part(const Segments &params, int64_t begin, int64_t end, const 
     });
 }
 
+/* v of compressopt.h. */
+struct Variance {
+    const co_variance &v;
+    explicit Variance(const co_variance *variance) : v(*variance) {}
+    int64_t bytes() const { return v.codes == nullptr ? 4 : 1; }
+
+    /* use(value), value(i, lanes) being of(v) of the elements of a part from i on; of takes values, or codes and a top. */
+    template <class Of, class Use>
+    void each(const PartOfTile &part, const Of &of, const Use &use) const {
+        if (v.codes == nullptr) {
+            const float *values = v.values + part.begin;
+            use([values, of](int64_t i, auto lanes) { return of(lanes.get(values + i)); });
+            return;
+        }
+        const uint8_t *codes = v.codes + part.begin;
+        int32_t top = v.tops[part.segment.index];
+        use([codes, top, of](int64_t i, auto lanes) {
+            uint8_t few[kLanes];
+            return of(sixteen(codes + i, lanes, few), top);
+        });
+    }
+
+  private:
+    static const uint8_t *sixteen(const uint8_t *codes, Full, uint8_t *) { return codes; }
+    static const uint8_t *sixteen(const uint8_t *codes, Part part, uint8_t *few) {
+        memset(few, kZeroCode, kLanes);
+        memcpy(few, codes, static_cast<size_t>(part.n));
+        return few;
+    }
+};
+
+/* The denominator of v / by. */
+struct Corrected {
+    Denominator denominator;
+    Vec by;
+    Vec operator()(Vec v) const { return denominator(v / by); }
+    Vec operator()(const uint8_t *codes, int32_t top) const { return denominator(decode_variance(codes, top) / by); }
+};
+
 /* p <- p * decay - lr * direction(i, lanes) */
 template <class Direction>
 inline void descend(const PartOfTile &part, const co_descent &descent, const Direction &direction) {
@@ -50,19 +93,22 @@ inline void descend(const PartOfTile &part, const co_descent &descent, const Dir
 }
 
 /* The same with m / denominator(v), bounded. m is ignored where the tensor keeps still. */
-inline void descend(const PartOfTile &part, const co_descent &descent, const float *m, const float *v,
+inline void descend(const PartOfTile &part, const co_descent &descent, const float *m, const Variance &v,
                     const float *corrections) {
+    if (part.param == nullptr) return;
     Denominator denominator(descent.eps, descent.eps_inside_sqrt);
     Bound bound(descent.bound);
     if (part.still() || (corrections != nullptr && __builtin_isinf(corrections[2 * part.segment.index]))) {
         descend(part, descent, [](int64_t, auto) { return set1(0.0f); });
     } else if (corrections == nullptr) {
-        descend(part, descent,
-                [&](int64_t i, auto lanes) { return bound(lanes.get(m + i) / denominator(lanes.get(v + i))); });
+        v.each(part, denominator, [&](const auto &below) {
+            descend(part, descent, [&](int64_t i, auto lanes) { return bound(lanes.get(m + i) / below(i, lanes)); });
+        });
     } else {
         Vec first = set1(corrections[2 * part.segment.index]), second = set1(corrections[2 * part.segment.index + 1]);
-        descend(part, descent, [&](int64_t i, auto lanes) {
-            return bound(lanes.get(m + i) / first / denominator(lanes.get(v + i) / second));
+        v.each(part, Corrected{denominator, second}, [&](const auto &below) {
+            descend(part, descent,
+                    [&](int64_t i, auto lanes) { return bound(lanes.get(m + i) / first / below(i, lanes)); });
         });
     }
 }
@@ -84,38 +130,44 @@ inline void update_momentum(float *m, const float *y, int64_t n, float beta, boo
     }
 }
 
-int32_t apply_adam(const co_average *average, float *exp_avg, const float *exp_avg_sq, const co_segment *params,
+int32_t apply_adam(const co_average *average, float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params,
                    int64_t count, const float *corrections, float beta, const co_descent *descent,
                    const co_exec *exec) {
     Segments segments(params, count);
     if (segments.missing()) return out_of_memory();
     Average y(*average);
+    Variance variance(exp_avg_sq);
     bool past_caches = 4 * average->numel >= kStreamBytes && average->values != exp_avg;
-    parallel_tiles(exec, average->numel * (16 + y.bytes()), average->numel, [&](int64_t begin, int64_t end) {
+    int64_t bytes = average->numel * (8 + (exp_avg == nullptr ? 0 : 4) + variance.bytes() + y.bytes());
+    parallel_tiles(exec, bytes, average->numel, [&](int64_t begin, int64_t end) {
         alignas(64) float scratch[kTile];
         const float *values = y.read(begin, end, scratch);
         each_part(segments, begin, end, [&](const PartOfTile &part) {
-            const float *mine = values + (part.begin - begin);
-            float *m = exp_avg + part.begin;
-            update_momentum(m, mine, part.n, beta, part.still(), past_caches);
-            descend(part, *descent, beta == 1.0f ? mine : m, exp_avg_sq + part.begin, corrections);
+            const float *m = values + (part.begin - begin);
+            if (exp_avg != nullptr) {
+                float *own = exp_avg + part.begin;
+                update_momentum(own, m, part.n, beta, part.still(), past_caches);
+                if (beta != 1.0f) m = own;
+            }
+            descend(part, *descent, m, variance, corrections);
         });
     });
     return CO_OK;
 }
 
-int32_t local_step(float *exp_avg, const float *exp_avg_sq, float *local_update, const co_segment *grads,
+int32_t local_step(float *exp_avg, const co_variance *exp_avg_sq, float *local_update, const co_segment *grads,
                    const co_segment *params, int64_t count, int64_t numel, float alpha, float beta,
                    const co_descent *descent, const co_exec *exec) {
-    co_combination z{exp_avg, grads, count, nullptr, alpha, beta};
+    co_combination z{exp_avg, nullptr, grads, count, nullptr, alpha, beta};
     Combination momentum(z);
     Segments segments(params, count);
     if (momentum.missing() || segments.missing()) return out_of_memory();
+    Variance variance(exp_avg_sq);
     Vec lr = set1(descent->lr);
-    parallel_tiles(exec, numel * 28, numel, [&](int64_t begin, int64_t end) {
+    parallel_tiles(exec, numel * (24 + variance.bytes()), numel, [&](int64_t begin, int64_t end) {
         if (grads != nullptr) momentum.write(begin, end, exp_avg + begin, false);
         each_part(segments, begin, end, [&](const PartOfTile &part) {
-            descend(part, *descent, exp_avg + part.begin, exp_avg_sq + part.begin, nullptr);
+            descend(part, *descent, exp_avg + part.begin, variance, nullptr);
         });
         const float *m = exp_avg + begin;
         float *sum = local_update + begin;
@@ -125,7 +177,7 @@ int32_t local_step(float *exp_avg, const float *exp_avg_sq, float *local_update,
     return CO_OK;
 }
 
-int32_t sync_parameters(const co_average *average, float *exp_avg, float *anchor, const float *exp_avg_sq,
+int32_t sync_parameters(const co_average *average, float *exp_avg, float *anchor, const co_variance *exp_avg_sq,
                         float *local_update, const co_segment *params, int64_t count, float lr_sum,
                         const co_descent *descent, const co_exec *exec) {
     Segments segments(params, count);
@@ -133,13 +185,14 @@ int32_t sync_parameters(const co_average *average, float *exp_avg, float *anchor
     Average y(*average);
     Denominator denominator(descent->eps, descent->eps_inside_sqrt);
     Bound bound(descent->bound);
+    Variance variance(exp_avg_sq);
     Vec decay = set1(descent->decay), rates = set1(lr_sum);
-    parallel_tiles(exec, average->numel * 28, average->numel, [&](int64_t begin, int64_t end) {
+    parallel_tiles(exec, average->numel * (24 + variance.bytes()), average->numel, [&](int64_t begin, int64_t end) {
         alignas(64) float scratch[kTile];
         const float *values = y.read(begin, end, scratch);
         each_part(segments, begin, end, [&](const PartOfTile &part) {
             bool still = part.still();
-            const float *mine = values + (part.begin - begin), *v = exp_avg_sq + part.begin;
+            const float *mine = values + (part.begin - begin);
             float *m = exp_avg + part.begin, *from = anchor + part.begin;
             each_vector(part.n, [&](int64_t i, auto lanes) {
                 lanes.put(m + i, still ? set1(0.0f) : lanes.get(mine + i) / rates);
@@ -147,11 +200,13 @@ int32_t sync_parameters(const co_average *average, float *exp_avg, float *anchor
             if (part.param == nullptr) return;
             with_dtype(part.segment.dtype, [&](auto type) {
                 auto *p = static_cast<typename decltype(type)::type *>(part.param);
-                each_vector(part.n, [&](int64_t i, auto lanes) {
-                    Vec step = still ? set1(0.0f) : bound(lanes.get(mine + i) / denominator(lanes.get(v + i)));
-                    Vec now = lanes.get(from + i) * decay - step;
-                    lanes.put(from + i, now);
-                    lanes.put(p + i, now);
+                variance.each(part, denominator, [&](const auto &below) {
+                    each_vector(part.n, [&](int64_t i, auto lanes) {
+                        Vec step = still ? set1(0.0f) : bound(lanes.get(mine + i) / below(i, lanes));
+                        Vec now = lanes.get(from + i) * decay - step;
+                        lanes.put(from + i, now);
+                        lanes.put(p + i, now);
+                    });
                 });
             });
         });
@@ -175,10 +230,11 @@ inline float greatest(Vec a) {
     return most;
 }
 
-template <class T>
-inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, float *m, float *fresh, const float *v,
-                          float factor, const co_lamb_options &o) {
-    Denominator denominator(o.eps, o.eps_inside_sqrt);
+/* below: the denominators of v, as Variance gives them */
+template <class T, class Below>
+inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, float *m, float *fresh,
+                          const Below &below, const Denominator &denominator, float factor,
+                          const co_lamb_options &o) {
     Vec beta1 = set1(o.beta1), rest1 = set1(o.one_minus_beta1), beta2 = set1(o.beta2), rest2 = set1(o.one_minus_beta2);
     Vec f = set1(factor), decay = set1(o.weight_decay), zero = set1(0.0f), most = zero;
     bool still = part.still(), decays = p != nullptr && o.weight_decay != 0;
@@ -189,7 +245,7 @@ inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, fl
         Vec learnt = beta2 * lanes.get(fresh + i) + rest2 * (gradient * gradient);
         lanes.put(m + i, now);
         lanes.put(fresh + i, learnt);
-        Vec frozen = denominator(lanes.get(v + i)), direction = still ? zero : now / frozen;
+        Vec frozen = below(i, lanes), direction = still ? zero : now / frozen;
         Vec update = decays ? direction + decay * lanes.get(p + i) : direction;
         Vec ratio = frozen / denominator(learnt);
         directions.add(lanes.only(direction));
@@ -199,24 +255,28 @@ inline LambSums lamb_part(const PartOfTile &part, const T *p, const float *y, fl
     return {directions.total(), updates.total(), still ? 1.0 : static_cast<double>(greatest(most))};
 }
 
-int32_t lamb_moments(const co_average *average, float *exp_avg, float *fresh, const float *exp_avg_sq,
+int32_t lamb_moments(const co_average *average, float *exp_avg, float *fresh, const co_variance *exp_avg_sq,
                      const co_segment *params, int64_t count, const float *factors, double *sums,
                      const co_lamb_options *options, const co_exec *exec) {
     Segments segments(params, count);
     Array<LambSums, 64> parts(ceil_div(average->numel, kTile) + count); /* of tile t and segment s: t + s */
     if (segments.missing() || parts.data == nullptr) return out_of_memory();
     Average y(*average);
+    Variance variance(exp_avg_sq);
+    Denominator denominator(options->eps, options->eps_inside_sqrt);
     auto number = [&](int64_t begin, const PartOfTile &part) { return begin / kTile + (&part.segment - params); };
-    parallel_tiles(exec, average->numel * 28, average->numel, [&](int64_t begin, int64_t end) {
+    parallel_tiles(exec, average->numel * (24 + variance.bytes()), average->numel, [&](int64_t begin, int64_t end) {
         alignas(64) float scratch[kTile];
         const float *values = y.read(begin, end, scratch);
         each_part(segments, begin, end, [&](const PartOfTile &part) {
             float factor = factors[part.segment.index];
             with_dtype(part.segment.dtype, [&](auto type) {
                 const auto *p = static_cast<const typename decltype(type)::type *>(part.param);
-                parts[number(begin, part)] =
-                    lamb_part(part, p, values + (part.begin - begin), exp_avg + part.begin, fresh + part.begin,
-                              exp_avg_sq + part.begin, factor, *options);
+                variance.each(part, denominator, [&](const auto &below) {
+                    parts[number(begin, part)] =
+                        lamb_part(part, p, values + (part.begin - begin), exp_avg + part.begin, fresh + part.begin,
+                                  below, denominator, factor, *options);
+                });
             });
         });
     });
@@ -232,24 +292,27 @@ int32_t lamb_moments(const co_average *average, float *exp_avg, float *fresh, co
     return CO_OK;
 }
 
-int32_t lamb_apply(const float *exp_avg, const float *exp_avg_sq, const co_segment *params, int64_t count,
+int32_t lamb_apply(const float *exp_avg, const co_variance *exp_avg_sq, const co_segment *params, int64_t count,
                    int64_t numel, const float *rates, const co_lamb_options *options, const co_exec *exec) {
     Segments segments(params, count);
     if (segments.missing()) return out_of_memory();
     Denominator denominator(options->eps, options->eps_inside_sqrt);
+    Variance variance(exp_avg_sq);
     Vec decay = set1(options->weight_decay);
-    parallel_tiles(exec, numel * 16, numel, [&](int64_t begin, int64_t end) {
+    parallel_tiles(exec, numel * (12 + variance.bytes()), numel, [&](int64_t begin, int64_t end) {
         each_part(segments, begin, end, [&](const PartOfTile &part) {
             if (part.param == nullptr) return;
             Vec rate = set1(rates[part.segment.index]);
-            const float *m = exp_avg + part.begin, *v = exp_avg_sq + part.begin;
+            const float *m = exp_avg + part.begin;
             with_dtype(part.segment.dtype, [&](auto type) {
                 auto *p = static_cast<typename decltype(type)::type *>(part.param);
-                each_vector(part.n, [&](int64_t i, auto lanes) {
-                    Vec old = lanes.get(p + i);
-                    Vec direction = part.still() ? set1(0.0f) : lanes.get(m + i) / denominator(lanes.get(v + i));
-                    Vec update = options->weight_decay != 0 ? direction + decay * old : direction;
-                    lanes.put(p + i, old - rate * update);
+                variance.each(part, denominator, [&](const auto &below) {
+                    each_vector(part.n, [&](int64_t i, auto lanes) {
+                        Vec old = lanes.get(p + i);
+                        Vec direction = part.still() ? set1(0.0f) : lanes.get(m + i) / below(i, lanes);
+                        Vec update = options->weight_decay != 0 ? direction + decay * old : direction;
+                        lanes.put(p + i, old - rate * update);
+                    });
                 });
             });
         });

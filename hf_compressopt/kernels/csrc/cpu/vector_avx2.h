@@ -159,6 +159,36 @@ struct Table {
     }
 };
 
+/* The number whose pattern is of + power; 0 where the code says so. */
+inline __m256 number_of(__m256i codes, __m256i of, __m256i power) {
+    __m256i zero = _mm256_cmpeq_epi32(codes, _mm256_set1_epi32(kZeroCode));
+    return _mm256_castsi256_ps(_mm256_andnot_si256(zero, _mm256_add_epi32(of, power)));
+}
+inline __m256 variance_of(__m256i codes, int32_t top) {
+    __m256i k = _mm256_sub_epi32(_mm256_set1_epi32(top), codes);
+    __m256i power = _mm256_slli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(7), k), 20);
+    /* of k the lowest three bits count */
+    return number_of(codes, _mm256_permutevar8x32_epi32(_mm256_setr_epi32(CO_POINTS), k), power);
+}
+inline __m256 root_of(__m256i codes, int32_t top) {
+    __m256i k = _mm256_sub_epi32(_mm256_set1_epi32(top), codes);
+    __m256i power = _mm256_slli_epi32(_mm256_andnot_si256(_mm256_set1_epi32(15), k), 19);
+    __m256i low = _mm256_permutevar8x32_epi32(_mm256_setr_epi32(CO_LOW_ROOTS), k);
+    __m256i high = _mm256_permutevar8x32_epi32(_mm256_setr_epi32(CO_HIGH_ROOTS), k);
+    __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(k, 28));
+    __m256 root = _mm256_blendv_ps(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high), fourth);
+    return number_of(codes, _mm256_castps_si256(root), power);
+}
+inline __m256i eight_codes(const uint8_t *p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
+}
+inline Vec decode_variance(const uint8_t *codes, int32_t top) {
+    return {variance_of(eight_codes(codes), top), variance_of(eight_codes(codes + 8), top)};
+}
+inline Vec decode_root(const uint8_t *codes, int32_t top) {
+    return {root_of(eight_codes(codes), top), root_of(eight_codes(codes + 8), top)};
+}
+
 inline Vec bounded(Vec x, Vec low, Vec high) { /* of two numbers one of which is NaN both take the second */
     return {_mm256_max_ps(low.a, _mm256_min_ps(high.a, x.a)), _mm256_max_ps(low.b, _mm256_min_ps(high.b, x.b))};
 }

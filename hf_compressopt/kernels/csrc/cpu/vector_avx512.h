@@ -160,6 +160,24 @@ struct Table {
     }
 };
 
+/* Sixteen codes: the numbers 2^(k / kPoints), k = top - code, from a table whose entry is taken by the lowest bits of k. */
+template <int kPoints>
+inline Vec decode_codes(const uint8_t *p, int32_t top, __m512i table) {
+    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
+    __m512i k = _mm512_sub_epi32(_mm512_set1_epi32(top), codes);
+    __m512i whole = _mm512_andnot_si512(_mm512_set1_epi32(kPoints - 1), k);
+    __m512i power = _mm512_slli_epi32(whole, kPoints == 8 ? 20 : 19);
+    __mmask16 there = _mm512_cmpneq_epi32_mask(codes, _mm512_set1_epi32(kZeroCode));
+    return {_mm512_castsi512_ps(_mm512_maskz_add_epi32(there, _mm512_permutexvar_epi32(k, table), power))};
+}
+inline Vec decode_variance(const uint8_t *codes, int32_t top) {
+    return decode_codes<8>(codes, top, _mm512_broadcast_i32x8(_mm256_setr_epi32(CO_POINTS)));
+}
+inline Vec decode_root(const uint8_t *codes, int32_t top) {
+    __m512i low = _mm512_castsi256_si512(_mm256_setr_epi32(CO_LOW_ROOTS));
+    return decode_codes<16>(codes, top, _mm512_inserti64x4(low, _mm256_setr_epi32(CO_HIGH_ROOTS), 1));
+}
+
 inline Vec bounded(Vec a, Vec low, Vec high) { /* of two numbers one of which is NaN both take the second */
     return {_mm512_max_ps(low.v, _mm512_min_ps(high.v, a.v))};
 }

@@ -150,6 +150,28 @@ struct Table {
     }
 };
 
+/* The variances that sixteen codes stand for. */
+inline Vec decode_variance(const uint8_t *codes, int32_t top) {
+    static const uint32_t points[8] = {CO_POINTS};
+    Vec r;
+    for (int i = 0; i < 16; ++i) {
+        uint32_t k = static_cast<uint32_t>(top) - codes[i];
+        r.v[i] = float_of(codes[i] == kZeroCode ? 0 : points[k & 7] + ((k & ~7u) << 20));
+    }
+    return r;
+}
+
+/* The square roots of the same. */
+inline Vec decode_root(const uint8_t *codes, int32_t top) {
+    static const uint32_t roots[16] = {CO_LOW_ROOTS, CO_HIGH_ROOTS};
+    Vec r;
+    for (int i = 0; i < 16; ++i) {
+        uint32_t k = static_cast<uint32_t>(top) - codes[i];
+        r.v[i] = float_of(codes[i] == kZeroCode ? 0 : roots[k & 15] + ((k & ~15u) << 19));
+    }
+    return r;
+}
+
 /* x, or the bound that it passes; NaN stays. */
 inline Vec bounded(const Vec &x, const Vec &low, const Vec &high) {
     Vec r;

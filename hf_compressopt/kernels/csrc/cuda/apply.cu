@@ -1,5 +1,6 @@
 // Element by element, in one pass: decompress, combine, and what the optimizers do with the average.
 #include "message.cuh"
+#include "variance.cuh"
 
 namespace compressopt {
 namespace {
@@ -33,8 +34,10 @@ struct Decompress {
     __device__ void operator()(const Run&, int64_t i, Span span) const { store(out + i, y.at(i, span), span); }
 };
 
+template <class First>
 struct Combine {
-    const float *x, *factors;
+    First first;
+    const float* factors;
     Real alpha, beta;
     bool add;
     float* out;
@@ -42,7 +45,7 @@ struct Combine {
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
         RawQuad g = {};
         if (run.grad) g = run.load_grad(i, span);
-        Quad z = x ? load(x + i, span) * alpha : same(0.0f);
+        Quad z = first.given() ? first.at(run, i, span) * alpha : same(0.0f);
         if (run.grad) z = z + run.grad_of(g) * beta;
         if (factors) z = z * Real(factors[run.index]);
         if (add) z = z + load(out + i, span);
@@ -50,27 +53,57 @@ struct Combine {
     }
 };
 
+template <class Variance>
 struct ApplyAdam {
     Average y;
-    float* exp_avg;
-    const float *exp_avg_sq, *corrections;
+    float* exp_avg;  // or null: m is not kept
+    Variance exp_avg_sq;
+    const float* corrections;
     Real beta;
     Descent descent;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
         RawQuad p = {};
-        Quad v = same(0.0f), old = v;
+        typename Variance::Raw raw = {};
+        Quad old = same(0.0f);
         if (run.param) {
-            v = load(exp_avg_sq + i, span);
+            raw = exp_avg_sq.load_raw(run, i, span);
             p = run.load_param(i, span);
         }
-        const bool lerp = beta.value != 1.0f;
-        if (lerp) old = load(exp_avg + i, span);
-        Quad m = y.at(i, span);
-        if (lerp) m = old + (m - old) * beta;
+        if (beta.value != 1.0f) old = load(exp_avg + i, span);
+        apply(run, i, span, raw, p, old, y.at(i, span));
+    }
+
+    struct Asked {
+        typename Variance::Raw raw;
+        RawQuad p;
+        Quad old;
+        Average::Raw y;
+    };
+
+    __device__ Asked ask(const Run& run, int64_t i, Span span) const {
+        Asked asked = {};
+        if (run.param) {
+            asked.raw = exp_avg_sq.load_raw(run, i, span);
+            asked.p = run.load_param(i, span);
+        }
+        if (beta.value != 1.0f) asked.old = load(exp_avg + i, span);
+        asked.y = y.load_raw(i, span);
+        return asked;
+    }
+
+    __device__ void operator()(const Run& run, int64_t i, Span span, const Asked& asked) const {
+        apply(run, i, span, asked.raw, asked.p, asked.old, y.of(asked.y, i));
+    }
+
+private:
+    __device__ void apply(const Run& run, int64_t i, Span span, const typename Variance::Raw& raw, const RawQuad& p,
+                          const Quad& old, Quad m) const {
+        if (beta.value != 1.0f) m = old + (m - old) * beta;
         if (run.still) m = same(0.0f);
-        store(exp_avg + i, m, span);
+        if (exp_avg) store(exp_avg + i, m, span);
         if (!run.param) return;
+        Quad v = exp_avg_sq.of(raw);
         bool moves = true;
         if (corrections) {
             const float first = corrections[2 * run.index];
@@ -82,9 +115,10 @@ struct ApplyAdam {
     }
 };
 
+template <class Variance>
 struct LocalStep {
     float* exp_avg;
-    const float* exp_avg_sq;
+    Variance exp_avg_sq;
     float* local_update;
     Real alpha, beta;
     bool with_grads;
@@ -92,11 +126,12 @@ struct LocalStep {
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
         RawQuad g = {}, p = {};
-        Quad m = load(exp_avg + i, span), v = same(0.0f);
+        typename Variance::Raw v = {};
+        Quad m = load(exp_avg + i, span);
         const Quad u = load(local_update + i, span);
         if (run.grad) g = run.load_grad(i, span);
         if (run.param) {
-            v = load(exp_avg_sq + i, span);
+            v = exp_avg_sq.load_raw(run, i, span);
             p = run.load_param(i, span);
         }
         if (with_grads) {
@@ -105,36 +140,41 @@ struct LocalStep {
             store(exp_avg + i, m, span);
         }
         store(local_update + i, u + m * descent.lr, span);
-        if (run.param) descent.move(run, i, span, run.param_of(p), m / descent.denominator.of(v));
+        if (run.param) descent.move(run, i, span, run.param_of(p), m / descent.denominator.of(exp_avg_sq.of(v)));
     }
 };
 
+template <class Variance>
 struct SyncParameters {
     Average y;
     float *exp_avg, *anchor;
-    const float* exp_avg_sq;
+    Variance exp_avg_sq;
     float* local_update;
     Real lr_sum, decay, bound;
     Denominator denominator;
 
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
         const Quad value = y.at(i, span);
-        Quad v = same(0.0f), own = v;
+        typename Variance::Raw v = {};
+        Quad own = same(0.0f);
         if (run.param) {
-            v = load(exp_avg_sq + i, span);
+            v = exp_avg_sq.load_raw(run, i, span);
             own = load(anchor + i, span);
         }
         store(exp_avg + i, run.still ? same(0.0f) : value / lr_sum, span);
         store(local_update + i, same(0.0f), span);
         if (!run.param) return;
-        own = own * decay - (run.still ? same(0.0f) : bounded(value / denominator.of(v), bound));
+        own = own * decay - (run.still ? same(0.0f) : bounded(value / denominator.of(exp_avg_sq.of(v)), bound));
         store(anchor + i, own, span);
         run.store_param(i, own, span);
     }
 };
 
+template <class Variance>
 struct LambApply {
-    const float *exp_avg, *exp_avg_sq, *rates;
+    const float* exp_avg;
+    Variance exp_avg_sq;
+    const float* rates;
     Real weight_decay;
     Denominator denominator;
 
@@ -143,8 +183,8 @@ struct LambApply {
         const RawQuad raw = run.load_param(i, span);
         Quad update = same(0.0f);
         if (!run.still) {
-            const Quad m = load(exp_avg + i, span), v = load(exp_avg_sq + i, span);
-            update = m / denominator.of(v);
+            const Quad m = load(exp_avg + i, span);
+            update = m / denominator.of(exp_avg_sq.of(exp_avg_sq.load_raw(run, i, span)));
         }
         const Quad p = run.param_of(raw);
         if (weight_decay.value != 0.0f) update = update + p * weight_decay;
@@ -154,8 +194,15 @@ struct LambApply {
 
 }  // namespace
 
+template <>
+constexpr int kAheadOf<ApplyAdam<LogVariance>> = 2;  // what it reads is small
+
 co_status combine(const co_combination& z, float* out, int64_t numel, bool add, const Place& place) {
-    return run(Combine{z.x, z.factors, z.alpha, z.beta, add, out}, RunsOf(nullptr, z.grads, numel), z.count, place);
+    const RunsOf runs(nullptr, z.grads, numel);
+    if (!z.x && z.last) {
+        return run(Combine<FirstTerm>{FirstTerm(z), z.factors, z.alpha, z.beta, add, out}, runs, z.count, place);
+    }
+    return run(Combine<PlainTerm>{PlainTerm(z), z.factors, z.alpha, z.beta, add, out}, runs, z.count, place);
 }
 
 }  // namespace compressopt
@@ -178,57 +225,69 @@ int32_t co_combine(const co_combination* z, float* out, int64_t numel, const co_
     return combine(*z, out, numel, false, Place(*exec));
 }
 
-int32_t co_apply_adam(const co_average* y, float* exp_avg, const float* exp_avg_sq, const co_segment* params,
+int32_t co_apply_adam(const co_average* y, float* exp_avg, const co_variance* exp_avg_sq, const co_segment* params,
                       int64_t count, const float* corrections, float beta, const co_descent* descent,
                       const co_exec* exec) {
     CO_REQUIRE(exec && descent, "exec or descent is null");
     CO_TRY(check_average(y));
     if (y->numel == 0) return CO_OK;
-    CO_REQUIRE(exp_avg && exp_avg_sq && params, "exp_avg, exp_avg_sq or params is null");
+    CO_REQUIRE(params, "params is null");
+    CO_REQUIRE(exp_avg || beta == 1.0f, "exp_avg is null, and beta is not 1");
+    CO_TRY(check_variance(exp_avg_sq));
     CO_TRY(check_segments(params, count, y->numel, "params"));
-    return run(ApplyAdam{Average(*y), exp_avg, exp_avg_sq, corrections, beta, Descent(*descent)},
-               RunsOf(params, nullptr, y->numel), count, Place(*exec));
+    return with_variance(*exp_avg_sq, [&](auto v) {
+        return run(ApplyAdam<decltype(v)>{Average(*y), exp_avg, v, corrections, beta, Descent(*descent)},
+                   RunsOf(params, nullptr, y->numel), count, Place(*exec));
+    });
 }
 
-int32_t co_local_step(float* exp_avg, const float* exp_avg_sq, float* local_update, const co_segment* grads,
+int32_t co_local_step(float* exp_avg, const co_variance* exp_avg_sq, float* local_update, const co_segment* grads,
                       const co_segment* params, int64_t count, int64_t numel, float alpha, float beta,
                       const co_descent* descent, const co_exec* exec) {
     CO_REQUIRE(exec && descent, "exec or descent is null");
     CO_REQUIRE(numel >= 0, "numel < 0");
     if (numel == 0) return CO_OK;
-    CO_REQUIRE(exp_avg && exp_avg_sq && local_update && params, "exp_avg, exp_avg_sq, local_update or params is null");
+    CO_REQUIRE(exp_avg && local_update && params, "exp_avg, local_update or params is null");
+    CO_TRY(check_variance(exp_avg_sq));
     CO_TRY(check_segments(params, count, numel, "params"));
     if (grads) CO_TRY(check_segments(grads, count, numel, "grads"));
     for (int64_t k = 0; grads && k < count; ++k) {
         CO_REQUIRE(grads[k].numel == params[k].numel, "grads and params are cut at different places");
     }
-    return run(LocalStep{exp_avg, exp_avg_sq, local_update, alpha, beta, grads != nullptr, Descent(*descent)},
-               RunsOf(params, grads, numel), count, Place(*exec));
+    return with_variance(*exp_avg_sq, [&](auto v) {
+        return run(LocalStep<decltype(v)>{exp_avg, v, local_update, alpha, beta, grads != nullptr, Descent(*descent)},
+                   RunsOf(params, grads, numel), count, Place(*exec));
+    });
 }
 
-int32_t co_sync_parameters(const co_average* y, float* exp_avg, float* anchor, const float* exp_avg_sq,
+int32_t co_sync_parameters(const co_average* y, float* exp_avg, float* anchor, const co_variance* exp_avg_sq,
                            float* local_update, const co_segment* params, int64_t count, float lr_sum,
                            const co_descent* descent, const co_exec* exec) {
     CO_REQUIRE(exec && descent, "exec or descent is null");
     CO_TRY(check_average(y));
     if (y->numel == 0) return CO_OK;
-    CO_REQUIRE(exp_avg && anchor && exp_avg_sq && local_update && params,
-               "exp_avg, anchor, exp_avg_sq, local_update or params is null");
+    CO_REQUIRE(exp_avg && anchor && local_update && params, "exp_avg, anchor, local_update or params is null");
+    CO_TRY(check_variance(exp_avg_sq));
     CO_TRY(check_segments(params, count, y->numel, "params"));
     const Descent with(*descent);
-    return run(SyncParameters{Average(*y), exp_avg, anchor, exp_avg_sq, local_update, lr_sum, with.decay,
-                              with.bound, with.denominator},
-               RunsOf(params, nullptr, y->numel), count, Place(*exec));
+    return with_variance(*exp_avg_sq, [&](auto v) {
+        return run(SyncParameters<decltype(v)>{Average(*y), exp_avg, anchor, v, local_update, lr_sum, with.decay,
+                                               with.bound, with.denominator},
+                   RunsOf(params, nullptr, y->numel), count, Place(*exec));
+    });
 }
 
-int32_t co_lamb_apply(const float* exp_avg, const float* exp_avg_sq, const co_segment* params, int64_t count,
+int32_t co_lamb_apply(const float* exp_avg, const co_variance* exp_avg_sq, const co_segment* params, int64_t count,
                       int64_t numel, const float* rates, const co_lamb_options* options, const co_exec* exec) {
     CO_REQUIRE(exec && options, "exec or options is null");
     CO_REQUIRE(numel >= 0, "numel < 0");
     if (numel == 0) return CO_OK;
-    CO_REQUIRE(exp_avg && exp_avg_sq && params && rates, "exp_avg, exp_avg_sq, params or rates is null");
+    CO_REQUIRE(exp_avg && params && rates, "exp_avg, params or rates is null");
+    CO_TRY(check_variance(exp_avg_sq));
     CO_TRY(check_segments(params, count, numel, "params"));
-    return run(LambApply{exp_avg, exp_avg_sq, rates, options->weight_decay,
-                         Denominator{options->eps, options->eps_inside_sqrt != 0}},
-               RunsOf(params, nullptr, numel), count, Place(*exec));
+    return with_variance(*exp_avg_sq, [&](auto v) {
+        return run(LambApply<decltype(v)>{exp_avg, v, rates, options->weight_decay,
+                                          Denominator{options->eps, options->eps_inside_sqrt != 0}},
+                   RunsOf(params, nullptr, numel), count, Place(*exec));
+    });
 }

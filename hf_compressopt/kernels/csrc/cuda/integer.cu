@@ -1,14 +1,11 @@
 // The kernels of b-bit integers. A warp takes four blocks of 128 elements, of which each thread keeps four consecutive
 // ones in registers: one pass over memory.
-#include "integer.cuh"
+#include "errors.cuh"
 
 namespace compressopt {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;
-constexpr unsigned kHugePattern = 0x7f000000u;  // of 2^127: beyond it a block counts as not finite
-constexpr float kTinyScale = 0x1p-120f;         // below it a block counts as zero
-constexpr unsigned kNaNPattern = 0x7fc00000u;
 constexpr int kMessageGroup = 4;  // messages that are summed by themselves
 
 // The mean of the messages of one chunk.
@@ -41,102 +38,68 @@ struct IntegerMean {
     }
 };
 
-struct BlockScale {
-    Real scale, inverse;  // inverse == 0: all integers are 0
-};
-
-// most: the largest pattern of the block, without sign; limit: the largest integer.
-__device__ inline BlockScale block_scale(unsigned most, Real limit) {
-    if (most > kHugePattern) return {__uint_as_float(kNaNPattern), 0.0f};
-    const Real exact = Real(__uint_as_float(most)) / limit;
-    const Real scale = __uint_as_float((__float_as_uint(exact.value) + 0xffffu) & 0xffff0000u);
-    if (scale.value < kTinyScale) return {0.0f, 0.0f};
-    return {scale, Real(1.0f) / scale};
+// The tile of a warp, the n-th of all chunks; empty where the last chunk has fewer.
+__device__ inline Tile<kWarp> warp_tile(const Integers& chunks, int64_t n, int64_t tiles_of_chunk) {
+    const int64_t j = quotient(n, tiles_of_chunk), inside = (n - j * tiles_of_chunk) * kWarpTile;
+    const int64_t left = chunks.size(j) - inside, length = left < kWarpTile ? left : kWarpTile;
+    return {j * chunks.chunk + inside, j, inside, 0, static_cast<int>(length > 0 ? length : 0),
+            static_cast<int>(kQuad * (threadIdx.x % kWarp))};
 }
 
-__device__ inline unsigned largest_pattern(const Quad& u) {
-    unsigned most = 0;
-#pragma unroll
-    for (int k = 0; k < kQuad; ++k) {
-        const unsigned pattern = __float_as_uint(u.of[k].value) & 0x7fffffffu;
-        most = most < pattern ? pattern : most;
-    }
-    return most;
-}
-
-// Messages <- Q(u), and new_error <- u - Q(u) unless that is null. The tiles from `first` on, `count` of them.
-template <class Source>
+// Messages <- Q(u), and new_error <- u - Q(u) unless there is none. The tiles from `first` on, `count` of them.
+template <class Source, class Errors>
 __global__ void __launch_bounds__(kThreads, 3)
-    compress_tiles(const Source __grid_constant__ source, const float* error, float* new_error,
-                   const Integers __grid_constant__ to, const int64_t first, const int64_t count,
-                   const int64_t tiles_of_chunk) {
-    static_assert(sizeof(Source) + sizeof(Integers) + 5 * sizeof(int64_t) <= kMaxParameters);
-    const int lane = threadIdx.x % kWarp;
+    compress_tiles(const Source __grid_constant__ source, const Errors __grid_constant__ error,
+                   const Errors __grid_constant__ new_error, const Integers __grid_constant__ to, const int64_t first,
+                   const int64_t count, const int64_t tiles_of_chunk) {
+    static_assert(sizeof(Source) + 2 * sizeof(Errors) + sizeof(Integers) + 3 * sizeof(int64_t) <= kMaxParameters);
     const int64_t number = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
     if (number >= count) return;  // the whole warp
-    const int64_t j = quotient(first + number, tiles_of_chunk), size = to.size(j);
-    const int64_t inside = (first + number - j * tiles_of_chunk) * kWarpTile, left = size - inside;
-    if (left <= 0) return;  // the last chunk is shorter
-    const Tile<kWarp> tile = {j * to.chunk + inside, inside, 0, static_cast<int>(left < kWarpTile ? left : kWarpTile),
-                              kQuad * lane};
+    const Tile<kWarp> tile = warp_tile(to, first + number, tiles_of_chunk);
+    if (tile.length == 0) return;
     Quad u[kTileQuads];
+    const typename Errors::Raw raw = error.load_raw(tile);
     source.get(u, tile);
-    unsigned most[kTileQuads];
 #pragma unroll
     for (int q = 0; q < kTileQuads; ++q) {
-        const Span span = tile.has(q) ? tile.span(q) : Span{0, 0};
-        if (tile.has(q)) u[q] = u[q] + load(error + tile.start + tile.offset(q), span);
-        u[q] = each([&](int k) { return span.has(k) ? u[q].of[k] : Real(0.0f); });
-        most[q] = largest_pattern(u[q]);
+        if (tile.has(q)) u[q] = u[q] + error.at(raw, tile, q);
     }
+    quantize(u, to, tile);
+    if (!new_error.given()) return;
 #pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-#pragma unroll
-        for (int q = 0; q < kTileQuads; ++q) {
-            const unsigned other = __shfl_xor_sync(kAllLanes, most[q], distance);
-            most[q] = most[q] < other ? other : most[q];
-        }
-    }
-    uint8_t* const message = to.messages + j * to.stride;
-    uint8_t* const scales = message + integers_nbytes(size, to.bits);
-    const Real limit = to.bits == 8 ? 127.0f : 7.0f;
-#pragma unroll
-    for (int q = 0; q < kTileQuads; ++q) {
-        const int offset = tile.offset(q);
-        if (offset - kQuad * lane >= tile.length) continue;  // no such block
-        const BlockScale scale = block_scale(most[q], limit);
-        const int64_t place = inside + offset;
-        if (lane == 0) {
-            reinterpret_cast<uint16_t*>(scales)[place / kIntegerBlock] =
-                static_cast<uint16_t>(__float_as_uint(scale.scale.value) >> 16);
-        }
-        unsigned word = 0;
-        const Quad rest = each([&](int k) {
-            const int integer = scale.inverse.value == 0.0f ? 0 : __float2int_rn((u[q].of[k] * scale.inverse).value);
-            word |= to.bits == 8 ? (static_cast<unsigned>(integer) & 0xffu) << (8 * k)
-                                 : (static_cast<unsigned>(integer) & 15u) << (4 * k);
-            return u[q].of[k] - Real(static_cast<float>(integer)) * scale.scale;
-        });
-        if (offset < (tile.length + 7) / 8 * 8) { /* the integers of eight elements are written together */
-            if (to.bits == 8) {
-                *reinterpret_cast<unsigned*>(message + place) = word;
-            } else {
-                *reinterpret_cast<uint16_t*>(message + place / 2) = static_cast<uint16_t>(word);
-            }
-        }
-        if (new_error && tile.has(q)) store(new_error + tile.start + offset, rest, tile.span(q));
-    }
-    if (inside + tile.length == size) {
-        const int64_t used = integers_nbytes(size, to.bits) + 2 * ceil_div(size, kIntegerBlock);
-        if (used + lane < integer_message_nbytes(size, to.bits)) message[used + lane] = 0;
-    }
+    for (int q = 0; q < kTileQuads; ++q) new_error.put(tile, q, u[q]);
+    new_error.put_all(tile, u);
 }
 
-template <class Source>
-co_status compress_tiles_from(const Source& source, const float* error, float* new_error, const Integers& to,
+template <class Source, class Errors>
+co_status compress_tiles_from(const Source& source, const Errors& error, const Errors& new_error, const Integers& to,
                               int64_t first, int64_t count, const Place& place) {
-    return launch(compress_tiles<Source>, ceil_div(count, kWarps), place, source, error, new_error, to, first, count,
-                  to.tiles_of_chunk());
+    return launch(compress_tiles<Source, Errors>, ceil_div(count, kWarps), place, source, error, new_error, to, first,
+                  count, to.tiles_of_chunk());
+}
+
+// error <- z + error - (what `own` stands for), and the average goes to the parameters, for errors in 8 bits, of which a
+// warp rounds whole blocks.
+template <class Source>
+__global__ void __launch_bounds__(kThreads, 3)
+    commit_tiles(const Source __grid_constant__ source, const CompactErrors __grid_constant__ error,
+                 const Integers __grid_constant__ own, const Integers __grid_constant__ average,
+                 const Real output_scale, const int64_t first, const int64_t count, const int64_t tiles_of_chunk) {
+    static_assert(sizeof(Source) + sizeof(CompactErrors) + 2 * sizeof(Integers) + 4 * sizeof(int64_t) <=
+                  kMaxParameters);
+    const int64_t number = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+    if (number >= count) return;  // the whole warp
+    const Tile<kWarp> tile = warp_tile(own, first + number, tiles_of_chunk);
+    if (tile.length == 0) return;
+    Quad u[kTileQuads];
+    const Integers::RawTile raw = error.load_raw(tile), sent = own.load_raw(tile), received = average.load_raw(tile);
+    source.get(u, tile);
+#pragma unroll
+    for (int q = 0; q < kTileQuads; ++q) {
+        if (tile.has(q)) u[q] = u[q] + error.at(raw, tile, q) - own.of(sent, q);
+    }
+    error.put_all(tile, u);
+    source.store_params(tile, [&](int q) { return average.of(received, q) * output_scale; });
 }
 
 // ---- gradients of many tensors ---------------------------------------------------------------------------------------
@@ -144,7 +107,9 @@ co_status compress_tiles_from(const Source& source, const float* error, float* n
 // Tables of runs, each of which covers whole tiles: a run that lies in two tables is in both.
 class TablesOfTiles {
 public:
-    TablesOfTiles(const co_combination& z, const Integers& to) : z_(z), to_(to) {}
+    // outputs: of as many segments as z has, or null.
+    TablesOfTiles(const co_segment* outputs, const co_combination& z, const Integers& to, int64_t count)
+        : outputs_(outputs), grads_(z.grads), any_(outputs ? outputs : z.grads), count_(count), to_(to) {}
 
     // Fill the next table. Returns the number of tiles that it covers from done() on; 0: there are no more.
     template <class Filled>
@@ -152,15 +117,15 @@ public:
         table.count = 0;
         table.tile_bits = kTileBits;
         int64_t k = segment_, start = start_, stop = to_.numel;
-        if (!z_.grads) {
-            table.entries[table.count++] = Run{nullptr, nullptr, 0, to_.numel, 0, 0, 0, false};
+        if (!any_) {
+            Run& run = table.entries[table.count++] = {};
+            run.numel = to_.numel;
         } else {
-            for (; k < z_.count && table.count < Filled::capacity; start += z_.grads[k++].numel) {
-                const co_segment& segment = z_.grads[k];
-                if (segment.numel == 0) continue;
-                table.entries[table.count++] =
-                    Run{nullptr, segment.data, start, segment.numel, segment.index, 0,
-                        static_cast<int8_t>(segment.dtype), false};
+            for (; k < count_ && table.count < Filled::capacity; start += any_[k++].numel) {
+                if (any_[k].numel == 0) continue;
+                Run& run = table.entries[table.count++];
+                run = run_of(outputs_ ? outputs_ + k : nullptr, grads_ ? grads_ + k : nullptr);
+                run.start = start;
             }
             if (start < to_.numel) stop = start;
         }
@@ -173,13 +138,11 @@ public:
         done_ += tiles;
         const int64_t j = done_ / to_.tiles_of_chunk();
         const int64_t element = j * to_.chunk + (done_ - j * to_.tiles_of_chunk()) * kWarpTile;
-        while (z_.grads && segment_ < z_.count && start_ + z_.grads[segment_].numel <= element) {
-            start_ += z_.grads[segment_++].numel;
-        }
+        while (any_ && segment_ < count_ && start_ + any_[segment_].numel <= element) start_ += any_[segment_++].numel;
     }
 
     int64_t done() const { return done_; }
-    bool few() const { return !z_.grads || z_.count - segment_ <= FewRuns::capacity; }
+    bool few() const { return !any_ || count_ - segment_ <= FewRuns::capacity; }
 
 private:
     int64_t tile_of(int64_t element) const {
@@ -187,19 +150,31 @@ private:
         return j * to_.tiles_of_chunk() + (element - j * to_.chunk) / kWarpTile;
     }
 
-    const co_combination& z_;
+    const co_segment *outputs_, *grads_, *any_;
+    int64_t count_;
     const Integers& to_;
     int64_t segment_ = 0, start_ = 0, done_ = 0;
 };
 
-template <class Runs>
-co_status compress_next(const co_combination& z, const float* error, const Integers& to, TablesOfTiles& tables,
-                        const Place& place) {
-    Combination<Runs> source{z.x, z.factors, z.alpha, z.beta, 0.0f, {}};
+template <class Runs, class Launch>
+co_status run_next(const co_combination& z, TablesOfTiles& tables, Launch& run) {
+    Combination<Runs> source{FirstTerm(z), z.factors, z.alpha, z.beta, 0.0f, {}};
     const int64_t tiles = tables.fill(source.runs);
     if (tiles > 0) {
-        CO_TRY(compress_tiles_from(source, error, nullptr, to, tables.done(), tiles, place));
+        CO_TRY(run(source, tables.done(), tiles));
         tables.advance(tiles);
+    }
+    return CO_OK;
+}
+
+// Call run(source, first, count) for all tiles.
+template <class Launch>
+co_status over_tiles(const co_segment* outputs, const co_combination& z, const Integers& to, int64_t count,
+                     Launch run) {
+    TablesOfTiles tables(outputs, z, to, count);
+    const int64_t all = to.chunks() * to.tiles_of_chunk();
+    while (tables.done() < all) {
+        CO_TRY(tables.few() ? run_next<FewRuns>(z, tables, run) : run_next<ManyRuns>(z, tables, run));
     }
     return CO_OK;
 }
@@ -213,7 +188,8 @@ struct DecodeIntegers {
 };
 
 struct CommitIntegers {
-    const float *x, *factors;
+    FirstTerm first;
+    const float* factors;
     Real alpha, beta;
     float* error;
     Integers own, average;
@@ -222,7 +198,7 @@ struct CommitIntegers {
     __device__ void operator()(const Run& run, int64_t i, Span span) const {
         RawQuad g = {};
         if (run.grad) g = run.load_grad(i, span);
-        Quad z = x ? load(x + i, span) * alpha : same(0.0f);
+        Quad z = first.given() ? first.at(run, i, span) * alpha : same(0.0f);
         const Quad old = load(error + i, span), sent = own.at(i);
         if (run.grad) z = z + run.grad_of(g) * beta;
         if (factors) z = z * Real(factors[run.index]);
@@ -254,39 +230,44 @@ co_status check_integers(const co_integers* y) {
 
 using namespace compressopt;
 
-int32_t co_compress_integers(const co_combination* z, const float* error, uint8_t* messages, int64_t numel,
+int32_t co_compress_integers(const co_combination* z, const co_errors* error, uint8_t* messages, int64_t numel,
                              int32_t bits, int32_t world_size, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
     CO_TRY(check_integers(messages, numel, bits, world_size));
     CO_TRY(check_combination(z, numel));
     if (numel == 0) return CO_OK;
-    CO_REQUIRE(error, "error is null");
+    CO_TRY(check_errors(error, "error"));
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
     const Integers to(messages, numel, world_size, bits);
-    TablesOfTiles tables(*z, to);
-    const int64_t all = to.chunks() * to.tiles_of_chunk();
-    while (tables.done() < all) {
-        CO_TRY(tables.few() ? compress_next<FewRuns>(*z, error, to, tables, place)
-                            : compress_next<ManyRuns>(*z, error, to, tables, place));
-    }
-    return CO_OK;
+    return with_errors(*error, numel, world_size, [&](const auto& errors) {
+        return over_tiles(nullptr, *z, to, z->count, [&](const auto& source, int64_t first, int64_t count) {
+            return compress_tiles_from(source, errors, no_errors(errors), to, first, count, place);
+        });
+    });
 }
 
-int32_t co_average_integers(const uint8_t* messages, const float* error, float* new_error, uint8_t* out, int64_t numel,
-                            int32_t bits, int32_t world_size, const co_exec* exec) {
+int32_t co_average_integers(const uint8_t* messages, const co_errors* error, const co_errors* new_error, uint8_t* out,
+                            int64_t numel, int32_t bits, int32_t world_size, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
     CO_TRY(check_integers(messages, numel, bits, world_size));
     CO_TRY(check_integers(out, numel, bits, 1));
     if (numel == 0) return CO_OK;
-    CO_REQUIRE(error && new_error, "error or new_error is null");
+    CO_TRY(check_errors(error, "error"));
+    CO_TRY(check_errors(new_error, "new_error"));
+    CO_REQUIRE(!error->values == !new_error->values, "error and new_error are of different forms");
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
     const IntegerMean mean = {Integers(messages, numel, 1, bits), world_size, static_cast<float>(1.0 / world_size)};
     const Integers to(out, numel, 1, bits);
-    return compress_tiles_from(mean, error, new_error, to, 0, to.tiles_of_chunk(), place);
+    if (error->values) {
+        const FloatErrors old{error->values}, fresh{new_error->values};
+        return compress_tiles_from(mean, old, fresh, to, 0, to.tiles_of_chunk(), place);
+    }
+    const CompactErrors old = compact_errors(*error, numel, 1), fresh = compact_errors(*new_error, numel, 1);
+    return compress_tiles_from(mean, old, fresh, to, 0, to.tiles_of_chunk(), place);
 }
 
 int32_t co_decode_integers(const co_integers* y, float* out, const co_exec* exec) {
@@ -298,13 +279,14 @@ int32_t co_decode_integers(const co_integers* y, float* out, const co_exec* exec
                RunsOf(nullptr, nullptr, y->numel), 0, Place(*exec));
 }
 
-int32_t co_commit_integers(const co_combination* z, float* error, const uint8_t* own, const co_integers* y,
+int32_t co_commit_integers(const co_combination* z, const co_errors* error, const uint8_t* own, const co_integers* y,
                            const co_segment* outputs, int64_t count, float output_scale, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
     CO_TRY(check_integers(y));
     CO_TRY(check_combination(z, y->numel));
     if (y->numel == 0) return CO_OK;
-    CO_REQUIRE(error && own && outputs, "error, own or outputs is null");
+    CO_TRY(check_errors(error, "error"));
+    CO_REQUIRE(own && outputs, "own or outputs is null");
     CO_REQUIRE(reinterpret_cast<uintptr_t>(own) % kAlignment == 0, "own messages are not aligned to 16 bytes");
     CO_TRY(check_segments(outputs, count, y->numel, "outputs"));
     CO_REQUIRE(!z->grads || z->count == count, "outputs and gradients are cut at different places");
@@ -312,8 +294,19 @@ int32_t co_commit_integers(const co_combination* z, float* error, const uint8_t*
         CO_REQUIRE(z->grads[k].numel == outputs[k].numel && z->grads[k].index == outputs[k].index,
                    "outputs and gradients are cut at different places, or have different indices");
     }
-    const CommitIntegers commit = {z->x, z->factors, z->alpha, z->beta, error,
-                                   Integers(own, y->numel, y->world_size, y->bits),
-                                   Integers(y->messages, y->numel, y->world_size, y->bits, y->stride), output_scale};
-    return run(commit, RunsOf(outputs, z->grads, y->numel), count, Place(*exec));
+    const Place place(*exec);
+    const Integers sent(own, y->numel, y->world_size, y->bits);
+    const Integers average(y->messages, y->numel, y->world_size, y->bits, y->stride);
+    if (error->values) {
+        const CommitIntegers commit = {FirstTerm(*z), z->factors, z->alpha, z->beta, error->values, sent, average,
+                                       output_scale};
+        return run(commit, RunsOf(outputs, z->grads, y->numel), count, place);
+    }
+    const DeviceGuard guard(place.device);
+    CO_TRY(guard.status());
+    const CompactErrors errors = compact_errors(*error, y->numel, y->world_size);
+    return over_tiles(outputs, *z, sent, count, [&](const auto& source, int64_t first, int64_t tiles) {
+        return launch(commit_tiles<std::decay_t<decltype(source)>>, ceil_div(tiles, kWarps), place, source, errors, sent,
+                      average, Real(output_scale), first, tiles, sent.tiles_of_chunk());
+    });
 }

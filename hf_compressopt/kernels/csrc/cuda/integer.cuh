@@ -1,4 +1,4 @@
-// Messages of b-bit integers, as kernels/integers.py describes them: where they lie, and how they are read.
+// Messages of b-bit integers, as kernels/integers.py describes them: where they lie, and how they are read and written.
 #pragma once
 
 #include "tile.cuh"
@@ -7,6 +7,9 @@ namespace compressopt {
 
 constexpr int kIntegerBlock = kQuad * kWarp;
 constexpr int kWarpTile = kTileQuads * kIntegerBlock;  // elements of a warp
+constexpr unsigned kHugePattern = 0x7f000000u;         // of 2^127: beyond it a block counts as not finite
+constexpr float kTinyScale = 0x1p-120f;                // below it a block counts as zero
+constexpr unsigned kNaNPattern = 0x7fc00000u;
 
 __host__ __device__ inline int64_t integers_nbytes(int64_t numel, int bits) { return ceil_div(numel, 8) * bits; }
 
@@ -38,21 +41,129 @@ struct Integers {
         return quad(message, message + integers_nbytes(size(j), bits), inside);
     }
 
+    // The quads of a tile as they lie in memory: all are asked for before of() looks at the first.
+    struct RawTile {
+        unsigned word[kTileQuads], scale[kTileQuads];
+    };
+
+    template <int kGroup>
+    __device__ RawTile load_raw(const Tile<kGroup>& tile) const {
+        const uint8_t* const message = messages + tile.chunk * stride;
+        const uint16_t* const scales =
+            reinterpret_cast<const uint16_t*>(message + integers_nbytes(size(tile.chunk), bits));
+        RawTile raw;
+#pragma unroll
+        for (int q = 0; q < kTileQuads; ++q) {
+            const int64_t inside = tile.inside + tile.offset_or_0(q);
+            raw.scale[q] = scales[inside / kIntegerBlock];
+            raw.word[q] = bits == 8 ? *reinterpret_cast<const unsigned*>(message + inside)
+                                    : *reinterpret_cast<const uint16_t*>(message + inside / 2);
+        }
+        return raw;
+    }
+
+    __device__ Quad of(const RawTile& raw, int q) const { return values_of(raw.word[q], raw.scale[q]); }
+
     // The same of the quad at `inside` in a chunk, whose scales begin at `scales`.
     __device__ Quad quad(const uint8_t* message, const uint8_t* scales, int64_t inside) const {
         const unsigned half = reinterpret_cast<const uint16_t*>(scales)[inside / kIntegerBlock];
+        return values_of(bits == 8 ? *reinterpret_cast<const unsigned*>(message + inside)
+                                   : *reinterpret_cast<const uint16_t*>(message + inside / 2),
+                         half);
+    }
+
+    __device__ Quad values_of(unsigned word, unsigned half) const {
         const Real scale = __uint_as_float(half << 16);
         if (bits == 8) {
-            const unsigned word = *reinterpret_cast<const unsigned*>(message + inside);
             return each([&](int k) {
                 return Real(static_cast<float>(static_cast<int8_t>(word >> (8 * k) & 0xffu))) * scale;
             });
         }
-        const unsigned word = *reinterpret_cast<const uint16_t*>(message + inside / 2);
         return each([&](int k) {
             return Real(static_cast<float>(static_cast<int>((word >> (4 * k) & 15u) ^ 8u) - 8)) * scale;
         });
     }
 };
+
+// ---- quantizing ------------------------------------------------------------------------------------------------------
+
+struct BlockScale {
+    Real scale, inverse;  // inverse == 0: all integers are 0
+};
+
+// most: the largest pattern of the block, without sign; limit: the largest integer.
+__device__ inline BlockScale block_scale(unsigned most, Real limit) {
+    if (most > kHugePattern) return {__uint_as_float(kNaNPattern), 0.0f};
+    const Real exact = Real(__uint_as_float(most)) / limit;
+    const Real scale = __uint_as_float((__float_as_uint(exact.value) + 0x8000u) & 0xffff0000u);
+    if (scale.value < kTinyScale) return {0.0f, 0.0f};
+    return {scale, Real(1.0f) / scale};
+}
+
+__device__ inline unsigned largest_pattern(const Quad& u) {
+    unsigned most = 0;
+#pragma unroll
+    for (int k = 0; k < kQuad; ++k) {
+        const unsigned pattern = __float_as_uint(u.of[k].value) & 0x7fffffffu;
+        most = most < pattern ? pattern : most;
+    }
+    return most;
+}
+
+// Write Q(u) of a tile to its chunk's message, with what follows the last scale where the chunk ends, and leave u - Q(u)
+// in u. The tile begins with a block: the quads of a warp with the same q are one, and all lanes call.
+template <int kGroup>
+__device__ inline void quantize(Quad (&u)[kTileQuads], const Integers& to, const Tile<kGroup>& tile) {
+    const int lane = threadIdx.x % kWarp;
+    unsigned most[kTileQuads];
+#pragma unroll
+    for (int q = 0; q < kTileQuads; ++q) {
+        const Span span = tile.has(q) ? tile.span(q) : Span{0, 0};
+        u[q] = each([&](int k) { return span.has(k) ? u[q].of[k] : Real(0.0f); });
+        most[q] = largest_pattern(u[q]);
+    }
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+#pragma unroll
+        for (int q = 0; q < kTileQuads; ++q) {
+            const unsigned other = __shfl_xor_sync(kAllLanes, most[q], distance);
+            most[q] = most[q] < other ? other : most[q];
+        }
+    }
+    const int64_t size = to.size(tile.chunk);
+    uint8_t* const message = to.messages + tile.chunk * to.stride;
+    uint8_t* const scales = message + integers_nbytes(size, to.bits);
+    const Real limit = to.bits == 8 ? 127.0f : 7.0f;
+#pragma unroll
+    for (int q = 0; q < kTileQuads; ++q) {
+        const int offset = tile.offset(q);
+        if (offset - kQuad * lane >= tile.length) continue;  // no such block
+        const BlockScale scale = block_scale(most[q], limit);
+        const int64_t place = tile.inside + offset;
+        if (lane == 0) {
+            reinterpret_cast<uint16_t*>(scales)[place / kIntegerBlock] =
+                static_cast<uint16_t>(__float_as_uint(scale.scale.value) >> 16);
+        }
+        unsigned word = 0;
+        u[q] = each([&](int k) {
+            const int integer = scale.inverse.value == 0.0f ? 0 : __float2int_rn((u[q].of[k] * scale.inverse).value);
+            word |= to.bits == 8 ? (static_cast<unsigned>(integer) & 0xffu) << (8 * k)
+                                 : (static_cast<unsigned>(integer) & 15u) << (4 * k);
+            return u[q].of[k] - Real(static_cast<float>(integer)) * scale.scale;
+        });
+        if (offset < (tile.length + 7) / 8 * 8) { /* the integers of eight elements are written together */
+            if (to.bits == 8) {
+                *reinterpret_cast<unsigned*>(message + place) = word;
+            } else {
+                *reinterpret_cast<uint16_t*>(message + place / 2) = static_cast<uint16_t>(word);
+            }
+        }
+    }
+    if (tile.inside + tile.length == size) {
+        const int64_t used = integers_nbytes(size, to.bits) + 2 * ceil_div(size, kIntegerBlock);
+        const int thread = tile.first / kQuad;
+        if (used + thread < integer_message_nbytes(size, to.bits)) message[used + thread] = 0;
+    }
+}
 
 }  // namespace compressopt

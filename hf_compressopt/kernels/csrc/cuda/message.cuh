@@ -42,6 +42,7 @@ struct Average {
     int64_t chunk, scale_block, stride;
     int64_t blocks, last_chunk, last_blocks;  // the last chunk may have fewer blocks
 
+    Average() = default;
     explicit Average(const co_average& y)
         : messages(y.messages),
           values(y.values),
@@ -54,7 +55,38 @@ struct Average {
 
     // The elements of the span are meant; the others hold anything.
     __device__ Quad at(int64_t i, Span span) const {
-        if (!messages) return load(values + i, span);
+        return messages ? decoded(i) : load(values + i, span);
+    }
+
+    // The same in two steps: what was loaded, and what it stands for.
+    struct Raw {
+        unsigned word[kQuad];  // values; of messages the byte with the signs, and the scale
+    };
+
+    __device__ Raw load_raw(int64_t i, Span span) const {
+        Raw raw = {};
+        if (messages) {
+            const int64_t j = quotient(i, chunk), inside = i - j * chunk;
+            const uint8_t* const message = messages + j * stride;
+            raw.word[1] = __float_as_uint(scale_at(message, quotient(inside, scale_block)));
+            raw.word[0] = message[4 * (j == last_chunk ? last_blocks : blocks) + (inside >> 3)];
+        } else {
+            const Quad quad = load(values + i, span);
+#pragma unroll
+            for (int k = 0; k < kQuad; ++k) raw.word[k] = __float_as_uint(quad.of[k].value);
+        }
+        return raw;
+    }
+
+    __device__ Quad of(const Raw& raw, int64_t i) const {
+        const float scale = __uint_as_float(raw.word[1]);
+        const unsigned signs = raw.word[0] >> (i & 7);  // a chunk begins at a multiple of 8
+        if (messages) return each([&](int k) { return with_sign(scale, signs >> k); });
+        return each([&](int k) { return Real(__uint_as_float(raw.word[k])); });
+    }
+
+    // The quad at i of messages.
+    __device__ Quad decoded(int64_t i) const {
         const int64_t j = quotient(i, chunk), inside = i - j * chunk;
         const uint8_t* const message = messages + j * stride;
         const float scale = scale_at(message, quotient(inside, scale_block));
@@ -78,6 +110,30 @@ inline co_status check_average(const co_average* y) {
     return CO_OK;
 }
 
+// The first term of what is to be sent: values, what messages stand for, or nothing.
+struct FirstTerm {
+    const float* values;
+    Average last;
+
+    explicit FirstTerm(const co_combination& z)
+        : values(z.x), last(z.x || !z.last ? Average{} : Average(*z.last)) {}
+    __device__ bool given() const { return values || last.messages; }
+
+    // What is given, of a quad that lies in the run.
+    __device__ Quad at(const Run& run, int64_t i, Span span) const {
+        if (values) return load(values + i, span);
+        return run.grad_still ? same(0.0f) : last.decoded(i);
+    }
+};
+
+// The same where it is no messages.
+struct PlainTerm {
+    const float* values;
+    explicit PlainTerm(const co_combination& z) : values(z.x) {}
+    __device__ bool given() const { return values; }
+    __device__ Quad at(const Run&, int64_t i, Span span) const { return load(values + i, span); }
+};
+
 // out <- z, or out <- z + out where `add` is set. Arguments have been checked.
 co_status combine(const co_combination& z, float* out, int64_t numel, bool add, const Place& place);
 
@@ -86,6 +142,11 @@ inline co_status check_combination(const co_combination* z, int64_t numel) {
     CO_REQUIRE(numel >= 0, "numel < 0");
     if (numel == 0) return CO_OK;
     CO_REQUIRE(z->grads || !z->factors, "z: factors without segments that say whose they are");
+    if (!z->x && z->last) {
+        CO_TRY(check_average(z->last));
+        CO_REQUIRE(z->last->messages, "z.last has no messages");
+        CO_REQUIRE(z->last->numel == numel, "z.last has another number of elements");
+    }
     return z->grads ? check_segments(z->grads, z->count, numel, "z.grads") : CO_OK;
 }
 

@@ -17,7 +17,7 @@ struct Run {
     int64_t numel;
     int32_t index;
     int8_t param_dtype, grad_dtype;
-    bool still;
+    bool still, grad_still;  // the flags of the parameters' segment, or of the only one; of the gradients'
 
     __device__ int64_t stop() const { return start + numel; }
     // What load_... has loaded, ..._of makes numbers of.
@@ -80,6 +80,25 @@ __device__ inline void for_quads(const Item& item, Body body) {
     }
 }
 
+// The same for bodies with little to load: ask(i, span) of kAhead quads, and then body(what was asked for, i, span).
+template <int kAhead, class Ask, class Body>
+__device__ inline void for_quads_ahead(const Item& item, Ask ask, Body body) {
+    constexpr int kStep = kQuad * kThreads;
+    for (int64_t i = item.low / kQuad * kQuad + kQuad * threadIdx.x; i < item.high; i += kAhead * kStep) {
+        decltype(ask(i, Span{})) asked[kAhead];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const int64_t at = i + a * kStep < item.high ? i + a * kStep : i;  // no branch: a quad is asked for twice
+            asked[a] = ask(at, span_of(at, item.low, item.high));
+        }
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+            const int64_t at = i + a * kStep;
+            if (at < item.high) body(asked[a], at, span_of(at, item.low, item.high));
+        }
+    }
+}
+
 // ---- host ------------------------------------------------------------------------------------------------------------
 
 inline co_status check_segments(const co_segment* segments, int64_t count, int64_t numel, const char* name) {
@@ -99,6 +118,26 @@ inline co_status check_segments(const co_segment* segments, int64_t count, int64
     return CO_OK;
 }
 
+// A run, but for its place in the bucket. A segment that is null is not given.
+inline Run run_of(const co_segment* param, const co_segment* grad) {
+    const co_segment* const any = param ? param : grad;
+    Run run = {};
+    if (!any) return run;
+    run.numel = any->numel;
+    run.index = any->index;
+    run.still = any->flags & CO_STILL;
+    if (param) {
+        run.param = param->data;
+        run.param_dtype = static_cast<int8_t>(param->dtype);
+    }
+    if (grad) {
+        run.grad = grad->data;
+        run.grad_dtype = static_cast<int8_t>(grad->dtype);
+        run.grad_still = grad->flags & CO_STILL;
+    }
+    return run;
+}
+
 // The runs of a bucket whose parameters, gradients or both are given; one run of neither where none are.
 class RunsOf {
 public:
@@ -107,20 +146,9 @@ public:
     int64_t count(int64_t given) const { return params_ || grads_ ? given : 1; }
 
     Run operator()(int64_t k) {
-        const co_segment* const any = params_ ? params_ + k : grads_ ? grads_ + k : nullptr;
-        Run run = {};
+        Run run = run_of(params_ ? params_ + k : nullptr, grads_ ? grads_ + k : nullptr);
+        if (!params_ && !grads_) run.numel = numel_;
         run.start = start_;
-        run.numel = any ? any->numel : numel_;
-        run.index = any ? any->index : 0;
-        run.still = any && (any->flags & CO_STILL);
-        if (params_) {
-            run.param = params_[k].data;
-            run.param_dtype = static_cast<int8_t>(params_[k].dtype);
-        }
-        if (grads_) {
-            run.grad = grads_[k].data;
-            run.grad_dtype = static_cast<int8_t>(grads_[k].dtype);
-        }
         start_ += run.numel;
         return run;
     }
@@ -163,6 +191,10 @@ co_status for_tables(int64_t count, int tile_bits, EntryAt entry_at, Launch run)
 
 // ---- one pass over elements -------------------------------------------------------------------------------------------
 
+// Quads that an operation asks for ahead: where there are several, by ask(run, i, span), and it is called with that too.
+template <class Operation>
+constexpr int kAheadOf = 1;
+
 // An Operation is called with a run, the place i of a quad in the bucket, and which of its elements belong to the run.
 template <class Runs, class Operation>
 __global__ void __launch_bounds__(kThreads, 4)
@@ -170,7 +202,13 @@ __global__ void __launch_bounds__(kThreads, 4)
     static_assert(sizeof(Runs) + sizeof(Operation) <= kMaxParameters);
     const Item item = find_item(runs);
     const Run& run = runs.entries[item.entry];
-    for_quads(item, [&](int64_t i, Span span) { operation(run, i, span); });
+    if constexpr (kAheadOf<Operation> > 1) {
+        for_quads_ahead<kAheadOf<Operation>>(
+            item, [&](int64_t i, Span span) { return operation.ask(run, i, span); },
+            [&](const auto& asked, int64_t i, Span span) { operation(run, i, span, asked); });
+    } else {
+        for_quads(item, [&](int64_t i, Span span) { operation(run, i, span); });
+    }
 }
 
 template <class Operation>

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "message.cuh"
+#include "variance.cuh"
 
 namespace compressopt {
 namespace {
@@ -38,10 +39,12 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) sums[runs.entries[run].index] = squares;
 }
 
+template <class Variance>
 struct LambMoments {
     Average y;
     float *exp_avg, *fresh;
-    const float *exp_avg_sq, *factors;
+    Variance exp_avg_sq;
+    const float* factors;
     co_lamb_options options;
 
     __device__ Quad denominator(const Quad& v) const {
@@ -50,17 +53,18 @@ struct LambMoments {
     }
 };
 
-template <class Runs>
+template <class Runs, class Variance>
 __global__ void __launch_bounds__(kThreads, 3)
-    lamb_items(const Runs __grid_constant__ runs, const LambMoments __grid_constant__ lamb, double* of_item) {
-    static_assert(sizeof(Runs) + sizeof(LambMoments) + sizeof(double*) <= kMaxParameters);
+    lamb_items(const Runs __grid_constant__ runs, const LambMoments<Variance> __grid_constant__ lamb, double* of_item) {
+    static_assert(sizeof(Runs) + sizeof(LambMoments<Variance>) + sizeof(double*) <= kMaxParameters);
     const Item item = find_item(runs);
     const Run& run = runs.entries[item.entry];
     const co_lamb_options& options = lamb.options;
     const bool decays = run.param && options.weight_decay != 0.0f;
     double directions = 0, updates = 0, ratio = run.still ? 1.0 : 0.0;
     for_quads(item, [&](int64_t i, Span span) {
-        const Quad old = load(lamb.exp_avg + i, span), v = load(lamb.exp_avg_sq + i, span);
+        const Quad old = load(lamb.exp_avg + i, span);
+        const auto v = lamb.exp_avg_sq.load_raw(run, i, span);
         Quad fresh = load(lamb.fresh + i, span);
         RawQuad p = {};
         if (decays) p = run.load_param(i, span);
@@ -69,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 3)
         fresh = fresh * Real(options.beta2) + g * g * Real(options.one_minus_beta2);
         store(lamb.fresh + i, fresh, span);
         store(lamb.exp_avg + i, m, span);
-        const Quad frozen = lamb.denominator(v);
+        const Quad frozen = lamb.denominator(lamb.exp_avg_sq.of(v));
         const Quad direction = run.still ? same(0.0f) : m / frozen;
         directions += square_sum(direction, span);
         updates += square_sum(decays ? direction + run.param_of(p) * Real(options.weight_decay) : direction, span);
@@ -166,14 +170,15 @@ int32_t co_square_sums(const co_segment* segments, int64_t count, double* sums, 
         });
 }
 
-int32_t co_lamb_moments(const co_average* y, float* exp_avg, float* fresh, const float* exp_avg_sq,
+int32_t co_lamb_moments(const co_average* y, float* exp_avg, float* fresh, const co_variance* exp_avg_sq,
                         const co_segment* params, int64_t count, const float* factors, double* sums,
                         const co_lamb_options* options, const co_exec* exec) {
     CO_REQUIRE(exec && options, "exec or options is null");
     CO_TRY(check_average(y));
     if (y->numel == 0) return CO_OK;
-    CO_REQUIRE(exp_avg && fresh && exp_avg_sq && params && factors && sums,
-               "exp_avg, fresh, exp_avg_sq, params, factors or sums is null");
+    CO_REQUIRE(exp_avg && fresh && params && factors && sums,
+               "exp_avg, fresh, params, factors or sums is null");
+    CO_TRY(check_variance(exp_avg_sq));
     CO_TRY(check_segments(params, count, y->numel, "params"));
     CO_REQUIRE(indices_differ(params, count), "two segments of one call have the same index");
     const Place place(*exec);
@@ -181,14 +186,16 @@ int32_t co_lamb_moments(const co_average* y, float* exp_avg, float* fresh, const
     CO_TRY(guard.status());
     const Scratch scratch(place.device, place.stream, scratch_nbytes(3));
     CO_TRY(scratch.status());
-    const LambMoments lamb = {Average(*y), exp_avg, fresh, exp_avg_sq, factors, *options};
     double* const of_item = scratch.as<double>();
-    return for_tables<FewRuns, ManyRuns>(
-        count, tile_bits_for(params, count), RunsOf(params, nullptr, y->numel),
-        [&](const auto& table, int64_t items) -> co_status {
-            using Runs = std::decay_t<decltype(table)>;
-            if (items == 0) return CO_OK;
-            CO_TRY(launch(lamb_items<Runs>, items, place, table, lamb, of_item));
-            return launch(lamb_runs<Runs>, table.count, place, table, of_item, sums);
-        });
+    return with_variance(*exp_avg_sq, [&](auto v) {
+        const LambMoments<decltype(v)> lamb = {Average(*y), exp_avg, fresh, v, factors, *options};
+        return for_tables<FewRuns, ManyRuns>(
+            count, tile_bits_for(params, count), RunsOf(params, nullptr, y->numel),
+            [&](const auto& table, int64_t items) -> co_status {
+                using Runs = std::decay_t<decltype(table)>;
+                if (items == 0) return CO_OK;
+                CO_TRY(launch(lamb_items<Runs, decltype(v)>, items, place, table, lamb, of_item));
+                return launch(lamb_runs<Runs>, table.count, place, table, of_item, sums);
+            });
+    });
 }

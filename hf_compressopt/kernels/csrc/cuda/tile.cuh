@@ -10,6 +10,7 @@ namespace compressopt {
 template <int kGroup>
 struct Tile {
     int64_t start;  // in the bucket
+    int64_t chunk;  // which chunk
     int64_t inside; // in the chunk; a multiple of 8
     int64_t scale;  // which of the chunk's scales
     int length;
@@ -17,6 +18,8 @@ struct Tile {
 
     __device__ int offset(int q) const { return first + q * kQuad * kGroup; }
     __device__ bool has(int q) const { return offset(q) < length; }
+    // The same, of a quad that is there in any case: what is loaded without asking needs no branch.
+    __device__ int offset_or_0(int q) const { return has(q) ? offset(q) : 0; }
     __device__ Span span(int q) const { return {0, length - offset(q) < kQuad ? length - offset(q) : kQuad}; }
 };
 
@@ -24,20 +27,40 @@ struct Tile {
 
 template <class Runs>
 struct Combination {
-    const float *x, *factors;
-    Real alpha, beta, nothing;
+    FirstTerm first;
+    const float* factors;
+    Real alpha, beta, nothing;  // nothing: what gradients are added to where there is no first term
     Runs runs;
 
     template <int kGroup>
     __device__ void get(Quad (&z)[kTileQuads], const Tile<kGroup>& tile) const {
         Cursor cursor = find(tile.start);
         if (cursor.stop >= tile.length) return get_from_run(z, tile, runs.entries[cursor.run]);
+        get_first(z, tile, false);
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) {
             if (!tile.has(q)) continue;
-            z[q] = load_x(tile, q);
-            if (x) z[q] = z[q] * alpha;
+            if (first.given()) z[q] = z[q] * alpha;
             add_grads(z[q], tile.start, tile.offset(q), tile.span(q).last, cursor);
+        }
+    }
+
+    const Combination& of_any_tile() const { return *this; }
+
+    // Store value(q) in the parameters of the runs, for the quads that are there.
+    template <int kGroup, class Value>
+    __device__ void store_params(const Tile<kGroup>& tile, Value value) const {
+        Cursor cursor = find(tile.start);
+        const bool in_one_run = cursor.stop >= tile.length;
+        if (in_one_run && !runs.entries[cursor.run].param) return;
+#pragma unroll
+        for (int q = 0; q < kTileQuads; ++q) {
+            if (!tile.has(q)) continue;
+            const int offset = tile.offset(q);
+            const Quad values = value(q);
+            for_parts(tile.start, offset, tile.span(q).last, cursor, [&](const Run& run, Span part) {
+                if (run.param) run.store_param(tile.start + offset, values, part);
+            });
         }
     }
 
@@ -46,18 +69,47 @@ private:
         int run, stop;  // stop: offset in the tile
     };
 
+    // What messages stand for. Mostly a tile has one scale.
     template <int kGroup>
-    __device__ Quad load_x(const Tile<kGroup>& tile, int q) const {
-        return x ? load(x + tile.start + tile.offset(q), tile.span(q)) : same(nothing);
+    __device__ static void get_last(Quad (&z)[kTileQuads], const Tile<kGroup>& tile, const Average& last) {
+        const int64_t j = quotient(tile.start, last.chunk), inside = tile.start - j * last.chunk;
+        const int64_t block = quotient(inside, last.scale_block);
+        if (inside + tile.length <= last.chunk && inside + tile.length <= (block + 1) * last.scale_block) {
+            const uint8_t* const message = last.messages + j * last.stride;
+            const uint8_t* const bits = message + 4 * (j == last.last_chunk ? last.last_blocks : last.blocks);
+            const float scale = scale_at(message, block);
+            unsigned signs[kTileQuads];
+#pragma unroll
+            for (int q = 0; q < kTileQuads; ++q) signs[q] = signs_at(bits, inside + tile.offset_or_0(q));
+#pragma unroll
+            for (int q = 0; q < kTileQuads; ++q) z[q] = each([&](int k) { return with_sign(scale, signs[q] >> k); });
+        } else {
+#pragma unroll
+            for (int q = 0; q < kTileQuads; ++q) {
+                if (tile.has(q)) z[q] = last.decoded(tile.start + tile.offset(q));
+            }
+        }
+    }
+
+    // Each form has a loop of its own, so that all loads of one are asked for at once.
+    template <int kGroup>
+    __device__ void get_first(Quad (&z)[kTileQuads], const Tile<kGroup>& tile, bool still) const {
+        if (first.values) {
+#pragma unroll
+            for (int q = 0; q < kTileQuads; ++q) {
+                if (tile.has(q)) z[q] = load(first.values + tile.start + tile.offset(q), tile.span(q));
+            }
+        } else if (first.last.messages && !still) {
+            get_last(z, tile, first.last);
+        } else {
+#pragma unroll
+            for (int q = 0; q < kTileQuads; ++q) z[q] = same(first.last.messages ? Real(0.0f) : nothing);
+        }
     }
 
     // The tile lies in one run: everything is asked for at once.
     template <int kGroup>
     __device__ void get_from_run(Quad (&z)[kTileQuads], const Tile<kGroup>& tile, const Run& run) const {
-#pragma unroll
-        for (int q = 0; q < kTileQuads; ++q) {
-            if (tile.has(q)) z[q] = load_x(tile, q);
-        }
         RawQuad g[kTileQuads] = {};
         if (run.grad) {
 #pragma unroll
@@ -65,10 +117,11 @@ private:
                 if (tile.has(q)) g[q] = run.load_grad(tile.start + tile.offset(q), tile.span(q));
             }
         }
+        get_first(z, tile, run.grad_still);
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) {
             if (!tile.has(q)) continue;
-            if (x) z[q] = z[q] * alpha;
+            if (first.given()) z[q] = z[q] * alpha;
             if (run.grad) z[q] = z[q] + run.grad_of(g[q]) * beta;
             if (factors) z[q] = z[q] * Real(factors[run.index]);
         }
@@ -93,21 +146,27 @@ private:
         return {run, stop_of(run, start)};
     }
 
-    // A quad may lie in several runs.
-    __device__ void add_grads(Quad& z, int64_t start, int offset, int last, Cursor& cursor) const {
+    // Call body(run, part) for the runs that a quad lies in.
+    template <class Body>
+    __device__ void for_parts(int64_t start, int offset, int last, Cursor& cursor, Body body) const {
         for (int k = 0; k < last;) {
             while (offset + k >= cursor.stop) {
                 ++cursor.run;
                 cursor.stop = stop_of(cursor.run, start);
             }
-            const Run& run = runs.entries[cursor.run];
             const Span part = {k, cursor.stop - offset < last ? cursor.stop - offset : last};
-            Quad sum = z;
+            body(runs.entries[cursor.run], part);
+            k = part.last;
+        }
+    }
+
+    __device__ void add_grads(Quad& z, int64_t start, int offset, int last, Cursor& cursor) const {
+        for_parts(start, offset, last, cursor, [&](const Run& run, Span part) {
+            Quad sum = first.last.messages && run.grad_still ? same(Real(0.0f) * alpha) : z;
             if (run.grad) sum = sum + run.grad_of(run.load_grad(start + offset, part)) * beta;
             if (factors) sum = sum * Real(factors[run.index]);
             z = each([&](int e) { return part.has(e) ? sum.of[e] : z.of[e]; });
-            k = part.last;
-        }
+        });
     }
 };
 

@@ -1,0 +1,88 @@
+/* The errors of a bucket in their two forms: float32 values, and messages of 8-bit integers. */
+#pragma once
+#include "integer_block.h"
+
+namespace compressopt {
+namespace CO_VECTOR {
+namespace {
+
+/* The values of errors, which are worked on where they lie. A tile of chunk j has the elements [begin, end) of it. */
+struct FloatErrors {
+    float *values;
+    int64_t chunk;
+    static constexpr int64_t kBytes = 4; /* of an element */
+
+    /* The errors of a tile: where they lie. */
+    const float *read(int64_t j, int64_t begin, int64_t, float *) const { return values + j * chunk + begin; }
+    /* Where to leave the new errors of a tile, before they are written. */
+    float *place(int64_t j, int64_t begin, float *) const { return values + j * chunk + begin; }
+    void write(int64_t, int64_t, int64_t, float *) const {}
+    void write_padding() const {}
+    static void fetch(const float *ahead) { prefetch_far(ahead); }
+    FloatErrors another(const co_errors &errors) const { return {errors.values, chunk}; } /* of the same bucket */
+};
+
+/* Messages that stand for errors: tiles begin at multiples of kIntegerBlock, unless said. */
+struct IntegerErrors {
+    IntegerMessages<8> messages;
+    static constexpr int64_t kBytes = 1;
+
+    /* The errors of a tile, decoded to scratch. */
+    const float *read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
+        messages.from(j, begin).decode(end - begin, scratch);
+        return scratch;
+    }
+    /* Scratch, aligned to 64 bytes, with room for whole blocks. */
+    float *place(int64_t, int64_t, float *scratch) const { return scratch; }
+    /* Writes what was left there, of at most kIntegerTile elements. */
+    void write(int64_t j, int64_t begin, int64_t end, float *place) const {
+        write_blocks<Rest::kNone>(place, messages.from(j, begin), end - begin, nullptr);
+    }
+    void write_padding() const { messages.write_padding(); }
+    static void fetch(const float *) {}
+    IntegerErrors another(const co_errors &errors) const {
+        return {{errors.messages, messages.chunks, messages.stride}};
+    }
+};
+
+/* Errors that are only read: they are worked on in a cache. Tiles of integers begin at multiples of kIntegerBlock. */
+struct KeptFloats {
+    const float *values;
+    int64_t chunk;
+    static constexpr int64_t kBytes = 2; /* half of those of errors that are written too */
+
+    void read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
+        memcpy(scratch, values + j * chunk + begin, static_cast<size_t>(end - begin) * 4);
+    }
+    void write(int64_t, int64_t, int64_t, float *) const {}
+    void write_padding() const {}
+};
+
+struct KeptIntegers {
+    IntegerMessages<8> messages;
+    static constexpr int64_t kBytes = 1;
+
+    void read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
+        messages.from(j, begin).decode(end - begin, scratch);
+    }
+    void write(int64_t, int64_t, int64_t, float *) const {}
+    void write_padding() const {}
+};
+
+/* use(the errors of a bucket of world_size chunks) */
+template <class Use>
+inline int32_t with_errors(const co_errors &errors, int64_t numel, int64_t world_size, const Use &use) {
+    if (errors.values != nullptr) return use(FloatErrors{errors.values, Chunks(numel, world_size).chunk});
+    return use(IntegerErrors{integer_messages<8>(errors.messages, numel, world_size)});
+}
+
+/* The same of errors that are only read. */
+template <class Use>
+inline int32_t with_kept_errors(const co_errors &errors, int64_t numel, int64_t world_size, const Use &use) {
+    if (errors.values != nullptr) return use(KeptFloats{errors.values, Chunks(numel, world_size).chunk});
+    return use(KeptIntegers{integer_messages<8>(errors.messages, numel, world_size)});
+}
+
+}  // namespace
+}  // namespace CO_VECTOR
+}  // namespace compressopt

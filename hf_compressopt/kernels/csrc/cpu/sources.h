@@ -1,0 +1,247 @@
+/* What is compressed: the values that a rank sends, and the mean of what it received. */
+#pragma once
+#include "messages.h"
+
+namespace compressopt {
+namespace CO_VECTOR {
+namespace {
+
+constexpr int kGroup = 4;                    /* messages that are summed by themselves */
+constexpr int64_t kRound = 2 * kGroup;       /* messages whose signs are read together */
+constexpr int64_t kAhead = 512;              /* bytes of a message */
+constexpr int64_t kStep = 1024;              /* elements that are worked on, and fetched, at a time */
+
+const co_average kNoAverage = {nullptr, nullptr, 1, 0, 0, 1, 0};
+
+/* ---- what is compressed ------------------------------------------------------------------------------------------ */
+
+/* z of co_combination. */
+struct Combination {
+    const co_combination &z;
+    Segments segments;
+    Average last; /* read where z has no x, but this */
+    explicit Combination(const co_combination &combination)
+        : z(combination),
+          segments(combination.grads, combination.grads == nullptr ? 0 : combination.count),
+          last(combination.last == nullptr ? kNoAverage : *combination.last) {}
+    bool missing() const { return segments.missing(); }
+    bool decodes() const { return z.x == nullptr && z.last != nullptr; }
+    int64_t bytes() const { return (z.x != nullptr ? 4 : 0) + (z.grads != nullptr ? 4 : 0); }
+
+    /* out <- z of elements [begin, end), or z + out; out points to the element begin. For this function and the next
+     * two, begin is a multiple of 8, and there are at most kStep elements. */
+    void write(int64_t begin, int64_t end, float *out, bool add) const {
+        each_run(begin, end, [&](int64_t start, int64_t n, const auto &value) { put(value, n, out + (start - begin), add); });
+    }
+
+    /* use(first element, elements, value) of the pieces of tensors in [begin, end), with the value that run() gives. */
+    template <class Use>
+    void each_run(int64_t begin, int64_t end, const Use &use) const {
+        alignas(64) float scratch[kStep];
+        const float *x = values(begin, end, scratch);
+        if (z.grads == nullptr) {
+            run(x, nullptr, CO_FLOAT32, 1.0f, [&](const auto &value) { use(begin, end - begin, value); });
+            return;
+        }
+        segments.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
+            const float *from = x == nullptr ? nullptr : x + (start - begin);
+            keep_still(segment, scratch + (start - begin), n);
+            run(from, data(segment, offset), segment.dtype, factor(segment),
+                [&](const auto &value) { use(start, n, value); });
+        });
+    }
+
+    /* out <- z + out, whose squares are added to the sum. */
+    void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
+        auto add = [&](const auto &value) {
+            sum.add(end - begin, [&value, out](int64_t i, auto lanes) {
+                Vec u = value(i, lanes) + lanes.get(out + i);
+                lanes.put(out + i, u);
+                return u;
+            });
+        };
+        alignas(64) float scratch[kStep];
+        if (z.grads == nullptr) {
+            run(values(begin, end, scratch), nullptr, CO_FLOAT32, 1.0f, add);
+            return;
+        }
+        int64_t s = segments.starts.find(begin);
+        if (segments.starts.at[s + 1] < end) { /* in several tensors: lanes are counted from the block's beginning */
+            write(begin, end, out, true);
+            sum.add(out, end - begin);
+            return;
+        }
+        const co_segment &segment = segments.table[s];
+        const float *x = values(begin, end, scratch);
+        keep_still(segment, scratch, end - begin);
+        run(x, data(segment, begin - segments.starts.at[s]), segment.dtype, factor(segment), add);
+    }
+
+    /* Fetches what z will need of the elements [begin, end). */
+    void fetch(int64_t begin, int64_t end) const {
+        if (z.x != nullptr) fetch(z.x + begin, z.x + end);
+        if (z.grads == nullptr) return;
+        segments.each(begin, end, [](const co_segment &segment, int64_t offset, int64_t, int64_t n) {
+            if (segment.data == nullptr) return;
+            fetch(element(segment.data, segment.dtype, offset), element(segment.data, segment.dtype, offset + n));
+        });
+    }
+    static void fetch(const void *begin, const void *end) {
+        const char *p = static_cast<const char *>(begin);
+        for (; p < static_cast<const char *>(end); p += 64) prefetch_far(p);
+    }
+
+    /* x of [begin, end): where it lies, or decoded to scratch; or NULL. */
+    const float *values(int64_t begin, int64_t end, float *scratch) const {
+        if (z.x != nullptr) return z.x + begin;
+        if (z.last == nullptr) return nullptr;
+        last.write(begin, end, scratch);
+        return scratch;
+    }
+
+    /* What was decoded of a tensor that keeps still counts as 0. */
+    void keep_still(const co_segment &segment, float *scratch, int64_t n) const {
+        if (decodes() && (segment.flags & CO_STILL) != 0) memset(scratch, 0, static_cast<size_t>(n) * 4);
+    }
+
+    float factor(const co_segment &segment) const { return z.factors == nullptr ? 1.0f : z.factors[segment.index]; }
+
+    static const void *data(const co_segment &segment, int64_t offset) {
+        return segment.data == nullptr ? nullptr : element(segment.data, segment.dtype, offset);
+    }
+
+    /* use(value), value(i, lanes) being z of the elements from i on; x and the gradient g are given, or NULL. */
+    template <class Use>
+    void run(const float *x, const void *g, int32_t dtype, float factor, const Use &use) const {
+        Vec alpha = set1(z.alpha), beta = set1(z.beta), f = set1(factor), zero = set1(0.0f);
+        if (g == nullptr && x == nullptr) {
+            use([&](int64_t, auto) { return zero * f; });
+        } else if (g == nullptr) {
+            if (z.alpha == 1.0f && factor == 1.0f) return use([x](int64_t i, auto lanes) { return lanes.get(x + i); });
+            use([=](int64_t i, auto lanes) { return alpha * lanes.get(x + i) * f; });
+        } else {
+            with_dtype(dtype, [&](auto type) {
+                const auto *grad = static_cast<const typename decltype(type)::type *>(g);
+                if (x == nullptr) {
+                    use([&](int64_t i, auto lanes) { return (zero + beta * lanes.get(grad + i)) * f; });
+                } else {
+                    use([&](int64_t i, auto lanes) {
+                        return (alpha * lanes.get(x + i) + beta * lanes.get(grad + i)) * f;
+                    });
+                }
+            });
+        }
+    }
+
+    template <class Value>
+    static void put(const Value &value, int64_t n, float *out, bool add) {
+        if (add) {
+            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes) + lanes.get(out + i)); });
+        } else {
+            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes)); });
+        }
+    }
+};
+
+/* The mean of world_size messages of one chunk. A group of messages has sixteen sums in a block, one for each pattern of
+ * their signs: they make a table, and an element takes its own by its signs. */
+struct Mean {
+    const uint8_t *messages;
+    int64_t scale_block, world_size, stride;
+    int64_t offset; /* of the signs in a message */
+    Mean(const uint8_t *m, int64_t numel, int64_t block, int64_t count)
+        : messages(m),
+          scale_block(block),
+          world_size(count),
+          stride(message_nbytes(numel, block)),
+          offset(signs_offset(numel, block)) {}
+    bool missing() const { return false; }
+    void fetch(int64_t, int64_t) const {} /* few bytes, which add_to fetches */
+    int64_t bytes() const { return world_size / 8; }
+
+    /* out <- mean + out of elements [begin, end) of one block, whose squares are added to the sum; begin is a multiple
+     * of 8. */
+    void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
+        const uint8_t *scales = messages + (scale_block == 0 ? 0 : 4 * (begin / scale_block));
+        const uint8_t *signs = messages + offset;
+        Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
+        static_assert(kStep % kTransposed == 0);
+        alignas(64) uint8_t patterns[kStep];
+        alignas(64) float sums[kStep]; /* of the rounds before */
+        for (; begin < end; begin += kStep, out += kStep) {
+            int64_t n = least(kStep, end - begin);
+            for (int64_t j = 0; j < world_size; j += kRound) {
+                write_patterns(j, signs + begin / 8, n, patterns);
+                with_sums(j, scales, patterns, sums, [&](const auto &sum_at) {
+                    if (j + kRound < world_size) {
+                        for (int64_t i = 0; i < n; i += kLanes) store(sums + i, sum_at(i));
+                        return;
+                    }
+                    sum.add(n, [&](int64_t i, auto lanes) {
+                        Vec u = sum_at(i) * inverse + lanes.get(out + i);
+                        lanes.put(out + i, u);
+                        return u;
+                    });
+                });
+            }
+        }
+    }
+
+    /* The signs of a round of messages, from the j-th on: a byte for each of n elements. */
+    void write_patterns(int64_t j, const uint8_t *signs, int64_t n, uint8_t *patterns) const {
+        int count = static_cast<int>(least(kRound, world_size - j));
+        for (int64_t i = 0; i < n; i += kTransposed) {
+            const uint8_t *bits = signs + j * stride + i / 8;
+            /* so many slow streams escape the hardware's own prefetching */
+            for (int k = 0; k < count; ++k) prefetch(bits + k * stride + kAhead);
+            transpose_signs(bits, stride, count, ceil_div(least(n - i, kTransposed), 8), patterns + i);
+        }
+    }
+
+    /* use(sum_at), sum_at(i) being the sums of all messages up to those of this round. */
+    template <class Use>
+    void with_sums(int64_t j, const uint8_t *scales, const uint8_t *patterns, const float *sums, const Use &use) const {
+        Table low = table(j, scales), high = table(j + kGroup, scales);
+        if (j > 0) {
+            use([&](int64_t i) { return load(sums + i) + low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
+        } else if (world_size > kGroup) {
+            use([&](int64_t i) { return low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
+        } else {
+            use([&](int64_t i) { return low.at<0>(patterns + i); });
+        }
+    }
+
+    /* The sums of the group from the j-th message on. -0, for what is missing, changes no bit of what it is added to. */
+    Table table(int64_t j, const uint8_t *scales) const {
+        const uint32_t negative[kGroup] = {0xaaaa, 0xcccc, 0xf0f0, 0xff00}; /* for which patterns */
+        Vec sums = set1(-0.0f);
+        for (int k = 0; k < kGroup && j + k < world_size; ++k) {
+            sums = sums + Scale(load_scale(scales + (j + k) * stride)).with_signs(negative[k]);
+        }
+        return Table(sums);
+    }
+
+    static float load_scale(const uint8_t *p) {
+        float scale;
+        memcpy(&scale, p, 4);
+        return scale;
+    }
+};
+
+int32_t combine(const co_combination *z, float *out, int64_t numel, const co_exec *exec) {
+    Combination source(*z);
+    if (source.missing()) return out_of_memory();
+    parallel_tiles(exec, numel * (4 + source.bytes()), numel,
+                   [&](int64_t begin, int64_t end) { source.write(begin, end, out + begin, false); });
+    return CO_OK;
+}
+
+int32_t copy(const float *in, float *out, int64_t numel, const co_exec *exec) {
+    parallel_tiles(exec, 8 * numel, numel,
+                   [&](int64_t begin, int64_t end) { stream_copy(out + begin, in + begin, end - begin); });
+    return CO_OK;
+}
+
+}  // namespace
+}  // namespace CO_VECTOR
+}  // namespace compressopt

@@ -1,0 +1,119 @@
+"""The frozen variance, as float32 values or in 8 bits on a logarithmic scale.
+
+The grid has eight points in an octave: 2^(k/8), that is float32(2^((k mod 8) / 8)) times 2^floor(k/8). An element is
+rounded to the point that is nearest by its logarithm, at most 4.5 % away, and so its square root at most 2.2 %. The
+code of an element is the distance of its point from that of the largest element of its tensor. So a code says the same
+in any bucket and on any number of ranks, and to encode what codes stand for gives the same codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+#: Points of the grid in an octave.
+POINTS = 8
+#: The code of a variance of 0.
+ZERO_CODE = 255
+#: The largest code of another one, 31.75 octaves below the largest: smaller variances are raised to it.
+LAST_CODE = 254
+_LOWEST, _HIGHEST = -126 * POINTS, 128 * POINTS - 1  # points that are normal float32 numbers
+_MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
+_RUN = 1 << 18  # elements that are encoded at once, so that what this needs stays near 5 MiB
+
+
+@dataclass(frozen=True)
+class LogVariance:
+    """The variances of a bucket in 8 bits.
+
+    Attributes:
+        codes: [n] uint8.
+        tops: [tensors] int32, the point k of the largest element of each tensor.
+    """
+
+    codes: Tensor
+    tops: Tensor
+
+
+#: The frozen variance of a bucket in one of two forms: float32 values [n], or 8 bits.
+Variance = Tensor | LogVariance
+
+
+def point_table(device: torch.device) -> Tensor:
+    """Return the values of the points, [2032] float32, from 2^-126 on."""
+    return _point_table(device)
+
+
+@lru_cache
+def _point_table(device: torch.device) -> Tensor:
+    points = torch.arange(_LOWEST, _HIGHEST + 1, device="cpu")
+    exponents = torch.div(points, POINTS, rounding_mode="floor")
+    mantissas = (2.0 ** ((points - POINTS * exponents).double() / POINTS)).float()
+    patterns = mantissas.view(torch.int32) + (exponents.to(torch.int32) << _MANTISSA_BITS)
+    return patterns.view(torch.float32).to(device)
+
+
+@lru_cache
+def _bounds(device: torch.device) -> Tensor:
+    """Return the mantissas, as integers, at which the nearest point changes, [8] int32."""
+    bounds = (2.0 ** ((torch.arange(POINTS, dtype=torch.float64, device="cpu") + 0.5) / POINTS)).float()
+    return bounds.view(torch.int32).bitwise_and_((1 << _MANTISSA_BITS) - 1).to(device)
+
+
+def _points(values: Tensor) -> Tensor:
+    """Return the nearest point of each value, [n] int32; below all others for a value under 2^-126."""
+    patterns = values.contiguous().view(torch.int32)
+    mantissas = patterns & ((1 << _MANTISSA_BITS) - 1)
+    exponents = (patterns >> _MANTISSA_BITS) - _EXPONENT_BIAS
+    found = exponents * POINTS + torch.bucketize(mantissas, _bounds(values.device), right=True, out_int32=True)
+    return found.clamp_(max=_HIGHEST)
+
+
+def encode_variance_(values: Tensor, codes: Tensor) -> int:
+    """Encode the variances of one tensor.
+
+    Args:
+        values: [n] float32, not negative, read.
+        codes: [n] uint8, written. It may be the first quarter of the memory of ``values``, or lie before it.
+
+    Returns:
+        The point of the largest element; 0 if all are 0.
+    """
+    runs = torch.split(values, _RUN)
+    top = max((int(_points(run).max()) for run in runs if run.numel()), default=_LOWEST - 1)
+    if top < _LOWEST:
+        codes.fill_(ZERO_CODE)
+        return 0
+    for start, run in zip(range(0, values.numel(), _RUN), runs, strict=False):
+        points = _points(run)
+        code = (top - points).clamp_(max=LAST_CODE).masked_fill_(points < _LOWEST, ZERO_CODE)
+        codes[start : start + run.numel()] = code.to(torch.uint8)
+    return top
+
+
+def decode_variance(codes: Tensor, top: int | Tensor) -> Tensor:
+    """Return the variances of one tensor. codes: any shape, uint8; top: its largest point. Returns float32."""
+    table = point_table(codes.device)
+    rows = (top - _LOWEST - codes.to(torch.int32)).clamp_(min=0)
+    return torch.where(codes == ZERO_CODE, 0.0, table[rows])
+
+
+def values_of_variance(variance: Variance, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the variances of a bucket, [n] float32. Do not change them: they may be the variance itself.
+
+    Args:
+        variance: The variance.
+        spans: The elements of each of the bucket's segments, and the index of its tensor.
+    """
+    if isinstance(variance, Tensor):
+        return variance
+    values = torch.empty(variance.codes.numel(), dtype=torch.float32, device=variance.codes.device)
+    start = 0
+    for numel, index in spans:
+        values[start : start + numel] = decode_variance(variance.codes[start : start + numel], variance.tops[index])
+        start += numel
+    return values

@@ -1,0 +1,193 @@
+"""The moments of one param group in little memory: what they become after the first stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.flat import Bucket, FlatLayout
+from hf_compressopt.kernels import Average, LogVariance, Variance, on
+from hf_compressopt.kernels.variance import ZERO_CODE, decode_variance, encode_variance_
+from hf_compressopt.optim.functional import is_zero
+
+#: Legal values of the option ``state``.
+STATES = ("compact", "float32")
+#: Its default, where an optimizer has none of its own.
+STATE = "float32"
+
+
+class Moments:
+    """The two moments of a param group: flat float32 buffers, or a compact form that takes their place.
+
+    A frozen variance becomes 8 bits an element. A momentum that is what the servers' last messages say becomes these
+    messages. Until they are there, in the first compressed step and after a load, it is float32.
+
+    Attributes:
+        exp_avg: [numel] float32, or [0] while messages take its place.
+        exp_avg_sq: [numel] float32, or [0] while codes take its place.
+        codes: [numel] uint8, the frozen variance, or [0].
+        tops: [parameters] int32, see :class:`~hf_compressopt.kernels.LogVariance`.
+        last: The momentum of the buckets whose messages have come, by the buckets' first elements.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        """Allocate float32 buffers of zeros."""
+        self._layout = layout
+        self.exp_avg = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.codes = torch.zeros(0, dtype=torch.uint8, device=device)
+        self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
+        self.last: dict[int, Average] = {}
+        self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: a save reads all its tensors
+
+    def to(self, device: torch.device) -> None:
+        """Move everything."""
+        for name in ("exp_avg", "exp_avg_sq", "codes", "tops"):
+            setattr(self, name, getattr(self, name).to(device))
+        self._recent = None
+        for start, average in self.last.items():
+            assert average.messages is not None
+            self.last[start] = Average(
+                average.numel,
+                None,
+                average.messages.to(device),
+                average.world_size,
+                average.scale_block,
+                average.stride,
+            )
+
+    # -- the variance -------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Encode the variance. The codes lie in its own memory until :meth:`settle`, so that there is no peak."""
+        if self.codes.numel() or not self._layout.numel:
+            return
+        codes = self.exp_avg_sq.view(torch.uint8)[: self._layout.numel]
+        tops = []
+        for start, numel in zip(self._layout.starts, self._layout.numels, strict=True):
+            tops.append(encode_variance_(self.exp_avg_sq[start : start + numel], codes[start : start + numel]))
+        self.tops.copy_(torch.tensor(tops, dtype=torch.int32, device="cpu"))
+        self.codes, self.exp_avg_sq = codes, self.exp_avg_sq[:0]
+
+    def variance(self, start: int, stop: int) -> Variance:
+        """Return the variances of the elements [start, stop), as kernels take them."""
+        if self.codes.numel():
+            return LogVariance(self.codes[start:stop], self.tops)
+        return self.exp_avg_sq[start:stop]
+
+    # -- the momentum -------------------------------------------------------------------------------------------------
+
+    def keep(self, bucket: Bucket, average: Average) -> None:
+        """Take the messages of an average as the momentum of a bucket."""
+        self.last[bucket.start], self._recent = average, None
+
+    def momentum(self, bucket: Bucket) -> Average:
+        """Return the momentum of a bucket, as values or as messages."""
+        return self.last.get(bucket.start) or Average.of(self.exp_avg[bucket.start : bucket.stop])
+
+    def settle(self) -> None:
+        """Free the float32 buffers whose place compact forms have taken."""
+        if len(self.last) == len(self._layout.buckets):
+            self.exp_avg = self.exp_avg.new_empty(0)
+        if self.codes.numel() and self.codes.untyped_storage().nbytes() > self.codes.numel():
+            self.codes = self.codes.clone()
+            self.exp_avg_sq = self.exp_avg_sq.new_empty(0)
+
+    # -- both in float32 ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether a part of the moments lies in a compact form."""
+        return bool(self.last) or self.codes.numel() > 0
+
+    def as_float32(self) -> Moments:
+        """Return these moments if they lie in float32 buffers, else room for such."""
+        return Moments(self._layout, self.codes.device) if self.is_compact else self
+
+    # -- both, decoded ------------------------------------------------------------------------------------------------
+
+    def exp_avg_of(self, index: int, still: bool) -> Tensor:
+        """Return a parameter's first moment, [n] float32: a view of the buffer, or decoded values.
+
+        Args:
+            index: The parameter.
+            still: Whether it stands still, so that the momentum that messages tell counts as 0.
+        """
+        start, numel = self._layout.starts[index], self._layout.numels[index]
+        if not self.last:
+            return self.exp_avg[start : start + numel]
+        out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
+        near = (bucket for bucket in self._layout.buckets if bucket.start < start + numel and start < bucket.stop)
+        for bucket in near if not still else ():
+            values = self._decoded(bucket)
+            first, end = max(start, bucket.start), min(start + numel, bucket.stop)
+            out[first - start : end - start] = values[first - bucket.start : end - bucket.start]
+        return out
+
+    def _decoded(self, bucket: Bucket) -> Tensor:
+        if self._recent is None or self._recent[0] != bucket.start:
+            values = torch.empty(bucket.numel, dtype=torch.float32, device=self.codes.device)
+            on(values).decompress_(self.momentum(bucket), values)
+            self._recent = bucket.start, values
+        return self._recent[1]
+
+    def exp_avg_sq_of(self, index: int) -> Tensor:
+        """Return a parameter's second moment, [n] float32: a view of the buffer, or decoded values."""
+        start = self._layout.starts[index]
+        stop = start + self._layout.numels[index]
+        if self.codes.numel():
+            return decode_variance(self.codes[start:stop], self.tops[index])
+        return self.exp_avg_sq[start:stop]
+
+    def has_variance(self, index: int) -> bool:
+        """Return whether an element of a parameter has a variance."""
+        start = self._layout.starts[index]
+        stop = start + self._layout.numels[index]
+        if self.codes.numel():
+            return start < stop and int(self.codes[start:stop].min()) != ZERO_CODE
+        return not is_zero(self.exp_avg_sq[start:stop])
+
+
+class ParameterState(dict[str, Any]):
+    """The entry of ``optimizer.state`` of one parameter, whose moments are decoded whenever they are read.
+
+    While the moments are float32 buffers, they are views of these.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, Callable[[], Any]]]) -> None:
+        """Take the function that returns what reads each value."""
+        super().__init__(dict.fromkeys(read()))
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a value, now."""
+        readers = self._read()
+        return readers[name]() if name in readers else super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names; with a method of its own, ``dict(entry)`` asks for each value."""
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or the default."""
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        """Return names and values."""
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        """Return the values."""
+        return [self[name] for name in self]
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy the values that there are now."""
+        return dict, (dict(self.items()),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterState:
+        """Return an entry of the copied optimizer."""
+        return ParameterState(deepcopy(self._read, memo))

@@ -1,0 +1,137 @@
+"""The errors of one param group: buffers of float32 values or of messages in 8 bits, and their parts by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
+from hf_compressopt.flat import FlatLayout, chunk_range
+from hf_compressopt.kernels import CompactErrors, Errors, SignFormat
+from hf_compressopt.kernels.errors import keep_errors_, values_of_errors
+
+
+class GroupErrors:
+    """The errors of a param group.
+
+    A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step. Those
+    are float32 values.
+
+    Attributes:
+        compact: Whether errors lie in 8 bits.
+        worker: Worker errors: [numel] float32, or their bytes; [0] if there are none.
+        server: Server errors: [elements whose server this rank is] float32, or their bytes; [0] if there are none.
+        feedback: One per bucket, views of the two.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        form: SignFormat,
+        communicator: Communicator,
+        device: torch.device,
+        *,
+        compact: bool,
+        used: bool,
+    ) -> None:
+        """Allocate errors of 0; none unless they are ``used``."""
+        self._layout, self._format, self._communicator = layout, form, communicator
+        self.compact = compact and communicator.world_size > 1
+        dtype = torch.uint8 if self.compact else torch.float32
+        sizes = self.sizes_of(dtype) if used and communicator.world_size > 1 else (0, 0)
+        self.worker, self.server = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+        self.feedback = self._by_bucket(self.worker, self.server)
+
+    def sizes_of(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the elements of the two buffers in use: uint8 for errors in 8 bits, float32 for values."""
+        ranks, buckets = self._communicator, self._layout.buckets
+        owned = [server_numel(bucket.numel, ranks) for bucket in buckets]
+        if dtype != torch.uint8:
+            return self._layout.numel, sum(owned)
+        worker = sum(CompactErrors.nbytes(bucket.numel, ranks.world_size) for bucket in buckets)
+        return worker, sum(map(CompactErrors.nbytes, owned))
+
+    def _by_bucket(self, worker: Tensor, server: Tensor) -> list[ErrorFeedback]:
+        """Return the parts of two buffers, of either form, that belong to each bucket."""
+        ranks = self._communicator
+
+        def parts_of(buffer: Tensor, counts: Sequence[int], chunks: int) -> list[Errors]:
+            counts = counts if buffer.numel() else [0] * len(counts)
+            if buffer.dtype != torch.uint8:
+                return list(torch.split(buffer, list(counts)))
+            parts = torch.split(buffer, [CompactErrors.nbytes(count, chunks) for count in counts])
+            return [CompactErrors(part, count, chunks) for part, count in zip(parts, counts, strict=True)]
+
+        numels = [bucket.numel for bucket in self._layout.buckets]
+        owned = [server_numel(numel, ranks) for numel in numels]
+        pairs = zip(parts_of(worker, numels, ranks.world_size), parts_of(server, owned, 1), strict=True)
+        return [ErrorFeedback(*pair, self._format) for pair in pairs]
+
+    def take(self, worker: Tensor, server: Tensor) -> None:
+        """Set the errors that a single rank sends next, [numel] float32 both, or [0] for none."""
+        device = self.worker.device
+        self.worker, self.server = worker.to(device), server.to(device)
+        self.feedback = self._by_bucket(self.worker, self.server)
+
+    def to(self, device: torch.device) -> None:
+        """Move the buffers."""
+        self.take(self.worker.to(device), self.server.to(device))
+
+    def copy_(self, worker: Tensor, server: Tensor) -> None:
+        """Take over the values of two buffers, of either form."""
+        if worker.dtype == self.worker.dtype:
+            self.worker.copy_(worker)
+            self.server.copy_(server)
+            return
+        device = self.worker.device
+        for mine, other in zip(self.feedback, self._by_bucket(worker.to(device), server.to(device)), strict=True):
+            keep_errors_(mine.worker_error, values_of_errors(other.worker_error))
+            keep_errors_(mine.server_error, values_of_errors(other.server_error))
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Return the worker errors and the server errors as float32 values."""
+        return self.worker_values(), self.server_values()
+
+    def worker_values(self) -> Tensor:
+        """Return the worker errors as float32 values."""
+        return self._joined([feedback.worker_error for feedback in self.feedback])
+
+    def server_values(self) -> Tensor:
+        """Return the server errors as float32 values."""
+        return self._joined([feedback.server_error for feedback in self.feedback])
+
+    def _joined(self, errors: Sequence[Errors]) -> Tensor:
+        joined = torch.empty(sum(error.numel() for error in errors), dtype=torch.float32, device=self.worker.device)
+        for part, error in zip(torch.split(joined, [error.numel() for error in errors]), errors, strict=True):
+            part.copy_(values_of_errors(error))
+        return joined
+
+    def as_float32(self) -> GroupErrors:
+        """Return these errors if they are float32 values, else room for such."""
+        if not self.compact:
+            return self
+        used = self.worker.numel() > 0
+        return GroupErrors(self._layout, self._format, self._communicator, self.worker.device, compact=False, used=used)
+
+    def zero_(self) -> None:
+        """Set all errors to 0."""
+        self.worker.zero_()
+        self.server.zero_()
+
+    def scale_(self, factors: Sequence[float]) -> None:
+        """Multiply the errors of each parameter by its factor."""
+        if not self.worker.numel():
+            return
+        for bucket, feedback in zip(self._layout.buckets, self.feedback, strict=True):
+            first, stop = chunk_range(bucket.numel, self._communicator.world_size, self._communicator.rank)
+            worker, server = (values_of_errors(error) for error in (feedback.worker_error, feedback.server_error))
+            for piece in bucket.pieces:
+                start, factor = piece.offset - bucket.start, factors[piece.index]
+                end = start + piece.numel
+                worker[start:end].mul_(factor)
+                server[max(start - first, 0) : max(min(end, stop) - first, 0)].mul_(factor)
+            keep_errors_(feedback.worker_error, worker)
+            keep_errors_(feedback.server_error, server)

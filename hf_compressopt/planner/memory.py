@@ -1,0 +1,77 @@
+"""Bytes of the state of the compressed optimizers, in each of its forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+
+from hf_compressopt.flat import FLOAT_BYTES, chunk_numel
+from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels.integer_messages import integer_message_nbytes
+from hf_compressopt.kernels.messages import message_nbytes
+from hf_compressopt.optim.compressed import CompressedOptimizer
+
+#: The forms of a state: "float32", and the two stages of "compact".
+FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, first stage", "compact, then"
+_MOMENTS = 2
+_SCALE_BLOCK = signature(CompressedOptimizer).parameters["scale_block"].default
+
+
+def error_bytes(params: int, world_size: int) -> int:
+    """Bytes of the errors of a rank, as float32 values; one rank alone has none."""
+    return FLOAT_BYTES * (params + -(-params // world_size)) if world_size > 1 else 0
+
+
+def compressed_states(
+    optimizer_class: type[CompressedOptimizer], params: int, world_size: int, bucket_numel: int
+) -> dict[str, int]:
+    """Bytes of the state of a compressed optimizer on each rank, by the form of the state.
+
+    These are moments, both errors, and the algorithm's own values. In the first step with a frozen variance, a compact
+    state holds some of its moments in both forms for a moment: that is 1/8 byte per element more than in the first
+    stage, or 1 byte if the momentum stays float32. These are left out.
+
+    Args:
+        optimizer_class: One of the compressed optimizers.
+        params: Trainable parameters.
+        world_size: Number of ranks.
+        bucket_numel: Elements that are sent together.
+    """
+    own = FLOAT_BYTES * params * sum(state.per == "element" for state in optimizer_class.extra_state)
+    errors, momentum = _compact_errors(params, world_size, bucket_numel), FLOAT_BYTES * params
+    if optimizer_class.momentum_is_message and world_size > 1:
+        momentum = _messages(params, world_size, bucket_numel)
+    moments = FLOAT_BYTES * params * _MOMENTS
+    return {
+        FLOAT32: own + moments + error_bytes(params, world_size),
+        COMPACT_FIRST: own + moments + errors,
+        COMPACT_THEN: own + momentum + params + errors,  # a byte for the variance
+    }
+
+
+def _compact_errors(params: int, world_size: int, bucket_numel: int) -> int:
+    """Bytes of the errors in 8 bits, on the rank that serves the longest chunks."""
+
+    def of_bucket(numel: int) -> int:
+        chunk = min(chunk_numel(numel, world_size), numel)
+        if not chunk:
+            return 0
+        whole, rest = divmod(numel, chunk)
+        one = integer_message_nbytes(chunk, ERROR_BITS)
+        return (whole + 1) * one + integer_message_nbytes(rest, ERROR_BITS)
+
+    return _of_buckets(of_bucket, params, bucket_numel) if world_size > 1 else 0
+
+
+def _messages(params: int, world_size: int, bucket_numel: int) -> int:
+    """Bytes of the servers' messages, which lie as far apart as the longest one is."""
+
+    def of_bucket(numel: int) -> int:
+        return world_size * message_nbytes(min(chunk_numel(numel, world_size), numel), _SCALE_BLOCK)
+
+    return _of_buckets(of_bucket, params, bucket_numel)
+
+
+def _of_buckets(of_bucket: Callable[[int], int], params: int, bucket_numel: int) -> int:
+    whole, rest = divmod(params, bucket_numel)
+    return whole * of_bucket(bucket_numel) + of_bucket(rest)

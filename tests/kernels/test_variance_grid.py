@@ -1,0 +1,51 @@
+"""The logarithmic grid of a frozen variance: how far it rounds, what it keeps, and that its codes are stable."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_compressopt.kernels.variance import ZERO_CODE, decode_variance, encode_variance_
+
+
+def encoded(values: Tensor) -> tuple[Tensor, int]:
+    codes = torch.full((values.numel(),), 9, dtype=torch.uint8)
+    return codes, encode_variance_(values.clone(), codes)
+
+
+def variances(octaves: float, numel: int = 20_000) -> Tensor:
+    """Values over this many octaves, spread evenly by their logarithms."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.exp2(octaves * (torch.rand(numel, generator=generator, dtype=torch.float64) - 0.5)).float()
+
+
+@pytest.mark.parametrize("octaves", [0.01, 1, 31, 60, 240])
+def test_a_variance_is_rounded_by_half_a_step_at_most(octaves: float) -> None:
+    values = variances(octaves)
+    kept = decode_variance(*encoded(values))
+    steps = 8 * (torch.log2(kept.double()) - torch.log2(values.double()))
+    near = values.double() > values.max() / 2**31.5
+    assert steps[near].abs().max() <= 0.5 + 1e-6
+    assert (kept[~near].double() >= kept.max() / 2**31.751).all()  # smaller ones are raised
+
+
+@pytest.mark.invariant(38)
+@pytest.mark.parametrize("octaves", [0.01, 1, 31, 60, 240])
+def test_the_codes_of_what_codes_stand_for_are_the_same(octaves: float) -> None:
+    values = variances(octaves)
+    values[::7] = 0
+    codes, top = encoded(values)
+    again, same_top = encoded(decode_variance(codes, top))
+    assert top == same_top and torch.equal(codes, again)
+
+
+def test_zeros_and_tiny_values_are_zero() -> None:
+    codes, top = encoded(torch.tensor([0.0, 1.0, 2.0**-127, 2.0**-126]))
+    assert codes.tolist() == [ZERO_CODE, 0, ZERO_CODE, 254] and top == 0
+    assert encoded(torch.zeros(3))[1] == 0 and decode_variance(*encoded(torch.zeros(3))).tolist() == [0, 0, 0]
+
+
+def test_codes_may_lie_in_the_memory_of_the_values() -> None:
+    values = variances(20, (1 << 20) + 77)  # more than are encoded at once
+    expected, top = encoded(values)
+    codes = values.view(torch.uint8)[: values.numel()]
+    assert encode_variance_(values, codes) == top and torch.equal(codes, expected)

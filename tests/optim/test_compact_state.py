@@ -1,0 +1,279 @@
+"""state="compact": its arithmetic against float64 simulations, its bytes, and what users see of it."""
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hf_compressopt
+from hf_compressopt import average_gradients
+from tests.oracles.cases import (
+    MASK,
+    ODD,
+    Case,
+    Problem,
+    bucket_cap,
+    first_safe,
+    flat_params,
+    make_params,
+    missing_gradients,
+    mixed_groups,
+    run_simulation,
+    simulated_params,
+)
+from tests.oracles.simulation_compact import CompactOnebitAdam, CompactOnebitLamb, CompactZeroOneAdam
+from tests.support.harness import run_ranks
+
+SIMULATIONS = {"OnebitAdam": CompactOnebitAdam, "OnebitLamb": CompactOnebitLamb, "ZeroOneAdam": CompactZeroOneAdam}
+ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2}
+CASES = [
+    Case("groups", mixed_groups(0.02), {"bucket_cap_mb": bucket_cap(37), "weight_decay": 0.1}),
+    Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"max_grad_norm": 0.5, "lr": 0.01}),
+    Case("blocks", [{"shapes": [(11, 13), (150,)]}], {"scale_block": 64, "lr": 0.01, "eps": 1e-3}),
+    missing_gradients({"lr": 0.01, "scale_block": 8}),
+]
+
+
+def options_of(problem: Problem, name: str) -> dict[str, Any]:
+    return ZERO_ONE if name == "ZeroOneAdam" else {"freeze_step": problem.case.freeze_step}
+
+
+def solve(rank: int, problem: Problem, name: str) -> dict[str, Any]:
+    params, groups = make_params(problem)
+    options = {**problem.case.kwargs, **options_of(problem, name), "state": "compact", "max_update": 0}
+    optimizer = getattr(hf_compressopt, name)(groups, **options)
+    history = []
+    for t in range(1, problem.case.steps + 1):
+        for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
+            for p, grad in zip(group, grads, strict=True):
+                p.grad = None if grad is None else torch.from_numpy(grad.copy())
+        average_gradients(optimizer)
+        optimizer.step()
+        history.append(flat_params(params))
+    errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]
+    return {"history": np.stack(history), "errors": errors}
+
+
+def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str]]) -> list[dict[str, Any]]:
+    return [solve(rank, *row) for row in rows]
+
+
+def simulate(problem: Problem, name: str) -> tuple[Any, list[Any]]:
+    def observe(simulation: Any) -> Any:
+        if name == "ZeroOneAdam":
+            return [simulation.params_of(rank) for rank in range(problem.world_size)]
+        return [simulated_params(simulation)] * problem.world_size
+
+    return run_simulation(problem, SIMULATIONS[name], observe, bits=4, **options_of(problem, name))
+
+
+@pytest.mark.invariant(29)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_the_simulation_in_both_stages(world_size: int) -> None:
+    rows, expected = [], []
+    for case in CASES:
+        for name in SIMULATIONS:
+            problem, *solution = first_safe(case, world_size, Problem, partial(simulate, name=name))
+            rows.append((problem, name))
+            expected.append(solution)
+    ranks = run_ranks(world_size, solve_all, rows, timeout=240)
+    for (problem, name), (simulation, history), results in zip(rows, expected, zip(*ranks, strict=True), strict=True):
+        for rank, got in enumerate(results):
+            context = f"{name}, case {problem.case.name}, rank {rank}"
+            mine = np.stack([row[rank] for row in history])
+            np.testing.assert_allclose(got["history"], mine, rtol=0, atol=4e-6, err_msg=context)
+            for g, group in enumerate(simulation.groups if world_size > 1 else ()):
+                for number, key in enumerate(("worker_errors", "server_errors")):
+                    errors = np.concatenate([np.zeros(0), *(bucket[rank] for bucket in getattr(group, key))])
+                    np.testing.assert_allclose(got["errors"][g][number], errors, rtol=1e-5, atol=5e-6, err_msg=context)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def bytes_per_parameter(optimizer: Any) -> float:
+    """Bytes of all storages that the state of a run lies in, each counted once."""
+    tensors = [*optimizer._tensors.values()]
+    for state in optimizer._states:
+        moments, errors = state.moments, state.errors
+        messages = [average.messages for average in moments.last.values()]
+        tensors += [moments.exp_avg, moments.exp_avg_sq, moments.codes, moments.tops, errors.worker, errors.server]
+        tensors += [*messages, *state.extra.values()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values()) / sum(p.numel() for p in optimizer.trainable_parameters)
+
+
+def memory_of_a_run(rank: int, world_size: int, freeze: int) -> tuple[list[float], list[float]]:
+    """After each step, and in each step just before what it has used up is freed."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(300, 200)) for _ in range(4)]
+    optimizer = hf_compressopt.OnebitAdam(params, freeze_step=freeze, state="compact", bucket_cap_mb=0.25)
+    before, after = [], []
+    for state in optimizer._states:
+        settle = state.moments.settle
+
+        def watched(settle: Any = settle) -> None:
+            before.append(bytes_per_parameter(optimizer))
+            settle()
+
+        state.moments.settle = watched  # type: ignore[method-assign]
+    for step in range(2 * freeze):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * rank + step))
+        average_gradients(optimizer)
+        optimizer.step()
+        after.append(bytes_per_parameter(optimizer))
+    return before, after
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_bytes_of_the_state_and_of_the_peak(world_size: int) -> None:
+    freeze = 3
+    for before, after in run_ranks(world_size, memory_of_a_run, freeze):
+        first, then = after[:freeze], after[freeze:]
+        assert max(then) <= 2.2 + 1.1 / world_size, "after the switch"
+        assert max([*before, *first]) <= 8 + 2.2, "AdamW holds 8"
+        assert max(before) <= max(first) + 0.13, "the switch adds the messages, and nothing else"
+
+
+# -- what users see ---------------------------------------------------------------------------------------------------
+
+SHAPES = [(20, 17), (64,), (0, 3), (130,)]
+
+
+def make(rank: int, stop: int, name: str = "OnebitAdam", **options: Any) -> tuple[list[nn.Parameter], Any]:
+    """An optimizer after some steps; the first stage ends with step 3."""
+    torch.manual_seed(1)
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    settings = {"lr": 1e-2, "bucket_cap_mb": bucket_cap(200), "state": "compact", **options}
+    if name != "ZeroOneAdam":
+        settings.setdefault("freeze_step", 3)
+    optimizer = getattr(hf_compressopt, name)(params, **settings)
+    go_on(rank, params, optimizer, range(stop))
+    return params, optimizer
+
+
+def go_on(rank: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for index, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * rank + 10 * step + index))
+        average_gradients(optimizer)
+        optimizer.step()
+
+
+def values_of(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
+    entries = [dict(optimizer.state[p]) for p in params]
+    errors = [error for state in optimizer._states for error in state.errors.values()]
+    return [*(p.detach().clone() for p in params), *(t.clone() for e in entries for t in e.values()), *errors]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def look_at_the_state(rank: int, world_size: int) -> None:
+    params, optimizer = make(rank, 6)
+    state = optimizer._states[0]
+    assert state.exp_avg.numel() == state.exp_avg_sq.numel() == 0
+    for number, p in enumerate(params):
+        entry = optimizer.state[p]
+        assert list(entry) == ["step", "exp_avg", "exp_avg_sq"] == list(dict(entry)) == [k for k, _ in entry.items()]
+        assert entry["exp_avg"].shape == entry["exp_avg_sq"].shape == p.shape and entry["step"] == 6
+        assert entry.get("nothing") is None and (entry["exp_avg_sq"] > 0).all()
+        assert len(entry.values()) == 3 and entry["exp_avg"].abs().unique().numel() <= 3 * world_size
+        saved = optimizer.state_dict()["state"][number]
+        assert type(saved) is dict and all(torch.equal(saved[name], entry[name]) for name in entry)
+    with pytest.raises(KeyError):
+        optimizer.state[params[0]]["nothing"]
+
+
+def test_the_state_shows_decoded_moments() -> None:
+    run_ranks(2, look_at_the_state)
+
+
+def copy_and_load(rank: int, world_size: int, stop: int, saved_as: str, loaded_as: str) -> list[bool]:
+    """A deep copy goes on alike; so does a fresh optimizer that loads the state dict of one of the same form."""
+    params, optimizer = make(rank, stop, state=saved_as)
+    copied_params, copied = copy.deepcopy((params, optimizer))
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    fresh_params, fresh = make(rank, 5, state=loaded_as)  # a state that is in the way
+    with torch.no_grad():
+        for p, q in zip(fresh_params, params, strict=True):
+            p.copy_(q)
+    fresh.load_state_dict(state_dict)
+    runs = [(params, optimizer), (copied_params, copied), (fresh_params, fresh)]
+    for run in runs:
+        go_on(rank, *run, range(stop, 7))
+    whole, of_copy, of_load = (values_of(*run) for run in runs)
+    close = all(bool((a - b).abs().sum() <= 5e-3 * a.numel()) for a, b in zip(whole[:4], of_load[:4], strict=True))
+    return [same(whole, of_copy), same(whole, of_load), close]
+
+
+@pytest.mark.invariant(20)
+@pytest.mark.parametrize("stop", [2, 3, 4, 6])
+@pytest.mark.parametrize(("saved_as", "loaded_as"), [("compact",) * 2, ("compact", "float32"), ("float32", "compact")])
+def test_copies_and_state_dicts_go_on(stop: int, saved_as: str, loaded_as: str) -> None:
+    for of_copy, of_load, close in run_ranks(3, copy_and_load, stop, saved_as, loaded_as):
+        assert of_copy and close and (of_load or saved_as != loaded_as)
+
+
+def crossing(rank: int, world_size: int, folder: str, stop: int) -> list[bool]:
+    """Checkpoints load into the other form, and into AdamW, with the moments that the optimizer showed."""
+    found = []
+    for name, other in (("compact", "float32"), ("float32", "compact")):
+        params, optimizer = make(rank, stop, state=name)
+        hf_compressopt.save_state(optimizer, f"{folder}/{name}")
+        shown = [optimizer.state[p][key].clone() for p in params for key in ("exp_avg", "exp_avg_sq")]
+        loaded_params, loaded = make(rank, 5, state=other)
+        hf_compressopt.load_state(loaded, f"{folder}/{name}")
+        loaded_shown = [loaded.state[p][key] for p in loaded_params for key in ("exp_avg", "exp_avg_sq")]
+        found.append(all(torch.equal(a, b) for a, b in zip(shown, loaded_shown, strict=True)))
+        adamw = torch.optim.AdamW(params)
+        hf_compressopt.load_state(adamw, f"{folder}/{name}")
+        entries = [adamw.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq") if p in adamw.state]
+        found.append(len(entries) >= 6 and all(t.isfinite().all() for t in entries))
+        go_on(rank, loaded_params, loaded, range(stop, 7))
+        found.append(all(p.isfinite().all().item() for p in loaded_params))
+    return found
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+def test_checkpoints_cross_to_the_other_form_and_to_adamw(stop: int, tmp_path: Path) -> None:
+    for found in run_ranks(2, crossing, str(tmp_path), stop):
+        assert all(found)
+
+
+def with_a_bad_gradient(rank: int, world_size: int, stop: int) -> list[str]:
+    params, optimizer = make(rank, stop)
+    before = [t.clone() for t in values_of(params, optimizer)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    if rank == world_size - 1:
+        params[0].grad.view(-1)[7] = torch.nan  # type: ignore[union-attr]
+    average_gradients(optimizer)
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    return [] if same(before, values_of(params, optimizer)) else ["changed"]
+
+
+@pytest.mark.invariant(13)
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_a_gradient_that_is_not_finite_changes_nothing(stop: int) -> None:
+    assert run_ranks(2, with_a_bad_gradient, stop) == [[], []]
+
+
+def refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"state must be one of \['compact', 'float32'\], got 'small'"):
+        make(rank, 0, state="small")
+    params, optimizer = make(rank, 0, state=("compact", "float32")[rank])
+    with pytest.raises(ValueError, match="differ"):
+        go_on(rank, params, optimizer, range(1))
+
+
+def test_bad_values_are_refused() -> None:
+    run_ranks(2, refused)
