@@ -38,7 +38,9 @@ def losses(result: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in result["history"] if "loss" in row]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name == "torch_compile" else ()) for name in VARIANTS]
+)
 def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
     arguments = {"output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 1e-3, **arguments}

@@ -73,7 +73,7 @@ def simulate(problem: Problem, name: str) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_the_simulation_in_both_stages(world_size: int) -> None:
     rows, expected = [], []
     for case in CASES:

@@ -123,7 +123,7 @@ def solve(rank, problem):
 
 
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_simulation(world_size):
     """Parameters after every step alike on all ranks, bit for bit, and equal to the simulation's."""
     solved = [safe_problem(case, world_size) for case in CASES]
