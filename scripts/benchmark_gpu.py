@@ -84,7 +84,7 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
     nbytes = chunk_message_nbytes(numel, WORLD_SIZE, SCALE_BLOCK)
     messages = torch.zeros(sum(nbytes), dtype=torch.uint8, device=device)
     one_scale = torch.zeros(sum(chunk_message_nbytes(numel, WORLD_SIZE, None)), dtype=torch.uint8, device=device)
-    kernels.SignFormat(SCALE_BLOCK).compress_(Combination.of(x), error, messages, WORLD_SIZE)
+    kernels.SignFormat(SCALE_BLOCK).compress_with_feedback_(Combination.of(x), error, messages, WORLD_SIZE)
     stride = nbytes[0]
     gathered = torch.zeros(WORLD_SIZE * stride, dtype=torch.uint8, device=device)
     gathered[: messages.numel()] = messages
@@ -102,10 +102,10 @@ def kernel_cases(numel: int, device: torch.device, dtype: torch.dtype) -> list[C
     last = Combination(numel, device, None, 0.9, grads, 0.1, last=y)
 
     def compress(z: Combination, out: Tensor, scale_block: int | None, error: Errors = error) -> Callable[[], object]:
-        return lambda: kernels.SignFormat(scale_block).compress_(z, error, out, WORLD_SIZE)
+        return lambda: kernels.SignFormat(scale_block).compress_with_feedback_(z, error, out, WORLD_SIZE)
 
     def average(error: Errors) -> Callable[[], object]:
-        return lambda: kernels.SignFormat(SCALE_BLOCK).average_compress_(received, error, served, WORLD_SIZE)
+        return lambda: kernels.SignFormat(SCALE_BLOCK).average_with_feedback_(received, error, served, WORLD_SIZE)
 
     return [
         ("compress x", compress(Combination.of(x), messages, SCALE_BLOCK), 12 * numel + signs),

@@ -121,13 +121,13 @@ class Buffers:
         sent = 1 / 8 + 4 / BLOCK
 
         def compress(z: Combination, message: Tensor, block: int | None) -> None:
-            kernels.SignFormat(block).compress_(z, self.error, message, 1)
+            kernels.SignFormat(block).compress_with_feedback_(z, self.error, message, 1)
 
         def average_compress(count: int) -> Kernel:
             received = self.messages[:count].view(-1)
 
             def call() -> None:
-                kernels.SignFormat(BLOCK).average_compress_(received, self.error, self.message, count)
+                kernels.SignFormat(BLOCK).average_with_feedback_(received, self.error, self.message, count)
 
             return Kernel(call, 8 + (count + 1) * sent, "a *= c")
 
@@ -157,14 +157,16 @@ class Buffers:
         def average_compress(count: int) -> Kernel:
             received = self.messages[:count].view(-1)
             return Kernel(
-                lambda: form.average_compress_(received, error, self.message, count),
+                lambda: form.average_with_feedback_(received, error, self.message, count),
                 2 * IN_8_BITS + (count + 1) * sent,
                 "a *= c",
             )
 
         of = {
             "momentum + compress": Kernel(
-                lambda: form.compress_(momentum, error, self.message, 1), 4 + 2 * IN_8_BITS + 2 * sent, "dot(a, b)"
+                lambda: form.compress_with_feedback_(momentum, error, self.message, 1),
+                4 + 2 * IN_8_BITS + 2 * sent,
+                "dot(a, b)",
             ),
             **{f"decompress + average of {count}, compress": average_compress(count) for count in AVERAGED},
             "decompress + apply": Kernel(lambda: kernels.on(CPU).apply_adam_(update), 9 + sent, "a *= c"),

@@ -152,12 +152,12 @@ def round_trip(x: Tensor, grad: Tensor, error: Tensor, server_error: Tensor) -> 
     sizes = form.chunk_nbytes(NUMEL, WORLD_SIZE)
     messages = torch.zeros(sum(sizes), dtype=torch.uint8)
     z = Combination(NUMEL, CPU, x * 1.5, 0.9, [Segment(grad, 0, NUMEL, 0)], 0.1)
-    form.compress_(z, error, messages, WORLD_SIZE)
+    form.compress_with_feedback_(z, error, messages, WORLD_SIZE)
     out = torch.zeros(NUMEL)
     kernels.on(out).decompress_(form.average(NUMEL, messages, WORLD_SIZE, sizes[0]), out)
     server = torch.zeros(message_nbytes(NUMEL // 2, BLOCK), dtype=torch.uint8)
     received = messages[: 2 * server.numel()]
-    form.average_compress_(received, server_error, server, WORLD_SIZE)
+    form.average_with_feedback_(received, server_error, server, WORLD_SIZE)
     return out + 1, server
 
 

@@ -5,8 +5,9 @@
  *
  * Both export every function below, under the same name, unless a comment says "CPU only".
  * hf_compressopt/kernels/reference.py is the specification: what a function computes is written there, and the bits are
- * the same, but for sums over many elements (scales, norms), which are within 2 ulp. Every operation on an element is rounded on its own (no fused multiply-add), in the order
- * written here, so that all instruction sets, GPUs and the reference leave the same bits in parameters and states.
+ * the same, but for sums over many elements (scales, norms), which are within 2 ulp. Every operation on an element is
+ * rounded on its own (no fused multiply-add), in the order written here, so that all instruction sets, GPUs and the
+ * reference leave the same bits in parameters and states.
  *
  * All counts are 64-bit. Buffers do not overlap unless said. float and int32 pointers are aligned to 4 bytes, messages
  * to 16; nothing else is asked of alignment. A function returns 0, or a code of co_status and writes nothing, and
