@@ -16,9 +16,8 @@ from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import Per, StateTensor, TensorKey
-from hf_compressopt.kernels.errors import values_of_errors
 from hf_compressopt.optim.compact import Moments
-from hf_compressopt.optim.feedback import GroupErrors
+from hf_compressopt.optim.feedback import GroupErrors, values_of
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.options import (
@@ -297,7 +296,7 @@ class _Buffers:
         found: list[Tensor | Decoded] = []
         for feedback in self._errors.feedback:
             error = feedback.server_error
-            compact = partial(values_of_errors, error)
+            compact = partial(values_of, error)
             found.append(error if isinstance(error, Tensor) else Decoded((error.numel(),), compact))
         return found
 

@@ -97,9 +97,10 @@ def encode_variance_(values: Tensor, codes: Tensor) -> int:
 
 def decode_variance(codes: Tensor, top: int | Tensor) -> Tensor:
     """Return the variances of one tensor. codes: any shape, uint8; top: its largest point. Returns float32."""
-    table = point_table(codes.device)
-    rows = (top - _LOWEST - codes.to(torch.int32)).clamp_(min=0)
-    return torch.where(codes == ZERO_CODE, 0.0, table[rows])
+    rows = top - _LOWEST - torch.arange(ZERO_CODE + 1, device=codes.device)
+    table = point_table(codes.device)[rows.clamp_(min=0)]
+    table[ZERO_CODE] = 0.0
+    return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
 
 def values_of_variance(variance: Variance, spans: Sequence[tuple[int, int]]) -> Tensor:

@@ -10,8 +10,29 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
 from hf_compressopt.flat import FlatLayout, chunk_range
-from hf_compressopt.kernels import CompactErrors, Errors, SignFormat
-from hf_compressopt.kernels.errors import keep_errors_, values_of_errors
+from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerFormat, SignFormat
+from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes
+
+
+def values_of(error: Errors) -> Tensor:
+    """Return the values of errors, [n] float32. Do not change them: they may be the errors themselves."""
+    if isinstance(error, Tensor):
+        return error
+    values = torch.empty(error.count, dtype=torch.float32, device=error.device)
+    stride = max(chunk_integer_message_nbytes(error.count, error.world_size, ERROR_BITS))
+    average = IntegerAverage(error.count, error.messages, error.world_size, ERROR_BITS, stride)
+    IntegerFormat(ERROR_BITS).decompress_(average, values)
+    return values
+
+
+def keep_(error: Errors, values: Tensor) -> None:
+    """Take over new values, [n] float32. They may be the errors themselves."""
+    if isinstance(error, Tensor):
+        error.copy_(values)
+    else:
+        nothing = Combination(error.count, values.device)  # so that what is compressed is the values
+        IntegerFormat(ERROR_BITS).compress_(nothing, values, error.messages, error.world_size)
 
 
 class GroupErrors:
@@ -88,8 +109,8 @@ class GroupErrors:
             return
         device = self.worker.device
         for mine, other in zip(self.feedback, self._by_bucket(worker.to(device), server.to(device)), strict=True):
-            keep_errors_(mine.worker_error, values_of_errors(other.worker_error))
-            keep_errors_(mine.server_error, values_of_errors(other.server_error))
+            keep_(mine.worker_error, values_of(other.worker_error))
+            keep_(mine.server_error, values_of(other.server_error))
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Return the worker errors and the server errors as float32 values."""
@@ -106,7 +127,7 @@ class GroupErrors:
     def _joined(self, errors: Sequence[Errors]) -> Tensor:
         joined = torch.empty(sum(error.numel() for error in errors), dtype=torch.float32, device=self.worker.device)
         for part, error in zip(torch.split(joined, [error.numel() for error in errors]), errors, strict=True):
-            part.copy_(values_of_errors(error))
+            part.copy_(values_of(error))
         return joined
 
     def as_float32(self) -> GroupErrors:
@@ -127,11 +148,11 @@ class GroupErrors:
             return
         for bucket, feedback in zip(self._layout.buckets, self.feedback, strict=True):
             first, stop = chunk_range(bucket.numel, self._communicator.world_size, self._communicator.rank)
-            worker, server = (values_of_errors(error) for error in (feedback.worker_error, feedback.server_error))
+            worker, server = (values_of(error) for error in (feedback.worker_error, feedback.server_error))
             for piece in bucket.pieces:
                 start, factor = piece.offset - bucket.start, factors[piece.index]
                 end = start + piece.numel
                 worker[start:end].mul_(factor)
                 server[max(start - first, 0) : max(min(end, stop) - first, 0)].mul_(factor)
-            keep_errors_(feedback.worker_error, worker)
-            keep_errors_(feedback.server_error, server)
+            keep_(feedback.worker_error, worker)
+            keep_(feedback.server_error, server)
