@@ -246,7 +246,7 @@ class FlatState:
 
 
 class _Buffers:
-    """Where the moments and errors of a param group lie while a checkpoint is written or read.
+    """The moments and errors of a param group while a checkpoint is written or read.
 
     A checkpoint holds them as float32 values, whatever their form in the optimizer, so that any number of ranks and any
     form loads them. What is decoded and encoded again keeps its bits.

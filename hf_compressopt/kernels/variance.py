@@ -43,13 +43,9 @@ class LogVariance:
 Variance = Tensor | LogVariance
 
 
-def point_table(device: torch.device) -> Tensor:
-    """Return the values of the points, [2032] float32, from 2^-126 on."""
-    return _point_table(device)
-
-
 @lru_cache
 def _point_table(device: torch.device) -> Tensor:
+    """Return the values of the points, [2032] float32, from 2^-126 on."""
     points = torch.arange(_LOWEST, _HIGHEST + 1, device="cpu")
     exponents = torch.div(points, POINTS, rounding_mode="floor")
     mantissas = (2.0 ** ((points - POINTS * exponents).double() / POINTS)).float()
@@ -98,7 +94,7 @@ def encode_variance_(values: Tensor, codes: Tensor) -> int:
 def decode_variance(codes: Tensor, top: int | Tensor) -> Tensor:
     """Return the variances of one tensor. codes: any shape, uint8; top: its largest point. Returns float32."""
     rows = top - _LOWEST - torch.arange(ZERO_CODE + 1, device=codes.device)
-    table = point_table(codes.device)[rows.clamp_(min=0)]
+    table = _point_table(codes.device)[rows.clamp_(min=0)]
     table[ZERO_CODE] = 0.0
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,15 +51,8 @@ class Moments:
             setattr(self, name, getattr(self, name).to(device))
         self._recent = None
         for start, average in self.last.items():
-            assert average.messages is not None
-            self.last[start] = Average(
-                average.numel,
-                None,
-                average.messages.to(device),
-                average.world_size,
-                average.scale_block,
-                average.stride,
-            )
+            if average.messages is not None:
+                self.last[start] = replace(average, messages=average.messages.to(device))
 
     # -- the variance -------------------------------------------------------------------------------------------------
 
@@ -85,6 +79,14 @@ class Moments:
         """Take the messages of an average as the momentum of a bucket."""
         self.last[bucket.start], self._recent = average, None
 
+    def in_float32(self, bucket: Bucket) -> Tensor:
+        """Return float32 memory for the new momentum of a bucket, whose messages do not take its place any more."""
+        if self.exp_avg.numel() != self._layout.numel:
+            self.exp_avg = self.exp_avg.new_zeros(self._layout.numel)
+        self.last.pop(bucket.start, None)
+        self._recent = None
+        return self.exp_avg[bucket.start : bucket.stop]
+
     def momentum(self, bucket: Bucket) -> Average:
         """Return the momentum of a bucket, as values or as messages."""
         return self.last.get(bucket.start) or Average.of(self.exp_avg[bucket.start : bucket.stop])
@@ -101,7 +103,7 @@ class Moments:
 
     @property
     def is_compact(self) -> bool:
-        """Whether a part of the moments lies in a compact form."""
+        """True if a part of the moments lies in a compact form."""
         return bool(self.last) or self.codes.numel() > 0
 
     def as_float32(self) -> Moments:
@@ -184,9 +186,17 @@ class ParameterState(dict[str, Any]):
         """Return the values."""
         return [self[name] for name in self]
 
+    def copy(self) -> dict[str, Any]:
+        """Return the values that there are now."""
+        return dict(self)
+
+    def __or__(self, other: Any) -> Any:
+        """Return the values that there are now, with others beside them."""
+        return dict(self) | other
+
     def __reduce__(self) -> Any:
         """Pickle and copy the values that there are now."""
-        return dict, (dict(self.items()),)
+        return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterState:
         """Return an entry of the copied optimizer."""

@@ -44,7 +44,7 @@ _Key = tuple[int, int]  # number of the param group, first element of the bucket
 
 
 class LastNorm(NamedTuple):
-    """What the clipping of the last step that was taken found, alike on all ranks.
+    """The norms that clipping found in the last step that was taken, alike on all ranks.
 
     Attributes:
         norm: The norm of the mean gradient, before clipping.
@@ -243,12 +243,12 @@ class EarlyMessages:
 
     @property
     def not_finite(self) -> bool:
-        """Whether an average that has arrived is not finite; alike on all ranks."""
+        """True if an average that has arrived is not finite; alike on all ranks."""
         return not all(early.finite for early in self._arrived.values())
 
     @property
     def signature(self) -> list[_Key]:
-        """What has arrived, for ranks to compare."""
+        """The buckets whose messages have arrived, for ranks to compare."""
         return sorted(self._arrived)
 
     def average(self, state: GroupState, bucket: Bucket, z: Combination, feedback: ErrorFeedback) -> Task[Average]:

@@ -16,7 +16,10 @@ from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_intege
 
 
 def values_of(error: Errors) -> Tensor:
-    """Return the values of errors, [n] float32. Do not change them: they may be the errors themselves."""
+    """Return the values of errors, [n] float32, decoded by the kernels of their device.
+
+    Do not change them: they may be the errors themselves.
+    """
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
@@ -27,7 +30,7 @@ def values_of(error: Errors) -> Tensor:
 
 
 def keep_(error: Errors, values: Tensor) -> None:
-    """Take over new values, [n] float32. They may be the errors themselves."""
+    """Take over new values, [n] float32, encoded by the kernels of their device."""
     if isinstance(error, Tensor):
         error.copy_(values)
     else:
@@ -63,8 +66,7 @@ class GroupErrors:
         self.compact = compact and communicator.world_size > 1
         dtype = torch.uint8 if self.compact else torch.float32
         sizes = self.sizes_of(dtype) if used and communicator.world_size > 1 else (0, 0)
-        self.worker, self.server = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
-        self.feedback = self._by_bucket(self.worker, self.server)
+        self._set(*(torch.zeros(size, dtype=dtype, device=device) for size in sizes))
 
     def sizes_of(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return the elements of the two buffers in use: uint8 for errors in 8 bits, float32 for values."""
@@ -94,12 +96,15 @@ class GroupErrors:
     def take(self, worker: Tensor, server: Tensor) -> None:
         """Set the errors that a single rank sends next, [numel] float32 both, or [0] for none."""
         device = self.worker.device
-        self.worker, self.server = worker.to(device), server.to(device)
-        self.feedback = self._by_bucket(self.worker, self.server)
+        self._set(worker.to(device), server.to(device))
 
     def to(self, device: torch.device) -> None:
         """Move the buffers."""
-        self.take(self.worker.to(device), self.server.to(device))
+        self._set(self.worker.to(device), self.server.to(device))
+
+    def _set(self, worker: Tensor, server: Tensor) -> None:
+        self.worker, self.server = worker, server
+        self.feedback = self._by_bucket(worker, server)
 
     def copy_(self, worker: Tensor, server: Tensor) -> None:
         """Take over the values of two buffers, of either form."""

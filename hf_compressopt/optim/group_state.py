@@ -105,12 +105,12 @@ class GroupState:
 
     @property
     def worker_error(self) -> Tensor:
-        """What this rank's messages to the servers missed: see :class:`GroupErrors`."""
+        """The part of this rank's values that its messages to the servers missed: see :class:`GroupErrors`."""
         return self.errors.worker
 
     @property
     def server_error(self) -> Tensor:
-        """What this server's messages missed: see :class:`GroupErrors`."""
+        """The part of the averages that this server's messages missed: see :class:`GroupErrors`."""
         return self.errors.server
 
     @property

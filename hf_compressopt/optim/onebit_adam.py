@@ -83,7 +83,7 @@ class OnebitAdam(CompressedOptimizer):
 
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
         keeps, variance = state.keeps_messages(average), state.variance(bucket)
-        exp_avg = None if keeps else state.exp_avg[bucket.start : bucket.stop]
+        exp_avg = None if keeps else state.moments.in_float32(bucket)
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).apply_adam_(
                 AdamUpdate(average, exp_avg, variance, params, descent(state.options, self.max_update))

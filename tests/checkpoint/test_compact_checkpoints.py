@@ -1,15 +1,14 @@
 """Checkpoints of a compact state on other numbers of ranks: what stays exact, and what is rounded once more."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 import hf_compressopt
+from tests.checkpoint.test_resharding import contents
 from tests.optim.test_compact_state import SHAPES, go_on, make
 from tests.support.harness import run_ranks
 
@@ -48,18 +47,6 @@ def load(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[Tensor
     return found
 
 
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    index = json.loads((folder / "compressopt.index.json").read_text())
-    found = {}
-    for name, entry in index["tensors"].items():
-        parts = []
-        for piece in entry["pieces"]:
-            with safe_open(folder / index["shards"][piece["shard"]]["file"], framework="pt") as shard:
-                parts.append(shard.get_tensor(piece["key"]).reshape(-1))
-        found[name] = torch.cat(parts).view(entry["shape"])
-    return found
-
-
 @pytest.mark.parametrize("saved_by", [2, 3])
 @pytest.mark.parametrize("loaded_by", [1, 2, 3, 4])
 def test_any_number_of_ranks_loads(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
@@ -67,7 +54,7 @@ def test_any_number_of_ranks_loads(saved_by: int, loaded_by: int, tmp_path: Path
     loaded = run_ranks(loaded_by, load, str(tmp_path))
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     for name in NAMES:
-        workers = [tensors_of(tmp_path / name)[f"worker_error/group0/rank{rank}"] for rank in range(saved_by)]
+        workers = [contents(tmp_path / name)[f"worker_error/group0/rank{rank}"] for rank in range(saved_by)]
         mean = torch.stack(workers).double().mean(0)
         assert mean.any()
         for rank in range(loaded_by):

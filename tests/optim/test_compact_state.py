@@ -12,35 +12,22 @@ from torch import nn
 
 import hf_compressopt
 from hf_compressopt import average_gradients
+from hf_compressopt.kernels.errors import tensor_of
+from tests.optim.test_warmup_gradients import CASES as LOW_BIT_CASES
+from tests.optim.test_warmup_gradients import options_of, simulate
 from tests.oracles.cases import (
-    MASK,
-    ODD,
     Case,
     Problem,
     bucket_cap,
     first_safe,
     flat_params,
     make_params,
-    missing_gradients,
-    mixed_groups,
-    run_simulation,
-    simulated_params,
 )
 from tests.oracles.simulation_compact import CompactOnebitAdam, CompactOnebitLamb, CompactZeroOneAdam
 from tests.support.harness import run_ranks
 
 SIMULATIONS = {"OnebitAdam": CompactOnebitAdam, "OnebitLamb": CompactOnebitLamb, "ZeroOneAdam": CompactZeroOneAdam}
-ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2}
-CASES = [
-    Case("groups", mixed_groups(0.02), {"bucket_cap_mb": bucket_cap(37), "weight_decay": 0.1}),
-    Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"max_grad_norm": 0.5, "lr": 0.01}),
-    Case("blocks", [{"shapes": [(11, 13), (150,)]}], {"scale_block": 64, "lr": 0.01, "eps": 1e-3}),
-    missing_gradients({"lr": 0.01, "scale_block": 8}),
-]
-
-
-def options_of(problem: Problem, name: str) -> dict[str, Any]:
-    return ZERO_ONE if name == "ZeroOneAdam" else {"freeze_step": problem.case.freeze_step}
+CASES = [*LOW_BIT_CASES, Case("blocks", [{"shapes": [(11, 13), (150,)]}], {"scale_block": 64, "lr": 0.01, "eps": 1e-3})]
 
 
 def solve(rank: int, problem: Problem, name: str) -> dict[str, Any]:
@@ -63,22 +50,14 @@ def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str]]) -> li
     return [solve(rank, *row) for row in rows]
 
 
-def simulate(problem: Problem, name: str) -> tuple[Any, list[Any]]:
-    def observe(simulation: Any) -> Any:
-        if name == "ZeroOneAdam":
-            return [simulation.params_of(rank) for rank in range(problem.world_size)]
-        return [simulated_params(simulation)] * problem.world_size
-
-    return run_simulation(problem, SIMULATIONS[name], observe, bits=4, **options_of(problem, name))
-
-
-@pytest.mark.invariant(29)
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_equals_the_simulation_in_both_stages(world_size: int) -> None:
     rows, expected = [], []
     for case in CASES:
         for name in SIMULATIONS:
-            problem, *solution = first_safe(case, world_size, Problem, partial(simulate, name=name))
+            problem, *solution = first_safe(
+                case, world_size, Problem, partial(simulate, name=name, bits=4, simulations=SIMULATIONS)
+            )
             rows.append((problem, name))
             expected.append(solution)
     ranks = run_ranks(world_size, solve_all, rows, timeout=240)
@@ -197,7 +176,7 @@ def test_the_state_shows_decoded_moments() -> None:
 
 
 def copy_and_load(rank: int, world_size: int, stop: int, saved_as: str, loaded_as: str) -> list[bool]:
-    """A deep copy goes on alike; so does a fresh optimizer that loads the state dict of one of the same form."""
+    """Train on with the optimizer, with its deep copy, and with another one that has loaded its state dict."""
     params, optimizer = make(rank, stop, state=saved_as)
     copied_params, copied = copy.deepcopy((params, optimizer))
     state_dict = copy.deepcopy(optimizer.state_dict())
@@ -277,3 +256,39 @@ def refused(rank: int, world_size: int) -> None:
 
 def test_bad_values_are_refused() -> None:
     run_ranks(2, refused)
+
+
+def moved(rank: int, world_size: int, state: str) -> set[str]:
+    """The devices of a state after its model was moved; "meta" is a device that every machine has."""
+    _, optimizer = make(rank, 5, state=state)
+    group = optimizer._states[0]
+    group.to(torch.device("meta"))
+    messages = [average.messages for average in group.moments.last.values()]
+    tensors = [group.exp_avg, group.exp_avg_sq, group.moments.codes, group.moments.tops, *messages]
+    tensors += [group.worker_error, group.server_error]
+    tensors += [tensor_of(error) for part in group.feedback for error in (part.worker_error, part.server_error)]
+    return {tensor.device.type for tensor in tensors}
+
+
+@pytest.mark.parametrize("state", ["compact", "float32"])
+def test_all_of_the_state_moves_with_the_parameters(state: str) -> None:
+    assert run_ranks(2, moved, state) == [{"meta"}] * 2
+
+
+def with_a_mask_later(rank: int, world_size: int) -> None:
+    """A mask that comes, and goes, after messages have taken the momentum's place."""
+    params, optimizer = make(rank, 5)
+    optimizer.param_groups[0]["exp_avg_mask"] = torch.zeros(1)
+    go_on(rank, params, optimizer, range(5, 7))
+    assert all(not optimizer.state[p]["exp_avg"].any() for p in params)
+    assert optimizer._states[0].exp_avg.numel() == sum(p.numel() for p in params)
+    del optimizer.param_groups[0]["exp_avg_mask"]
+    go_on(rank, params, optimizer, range(7, 9))
+    assert all(optimizer.state[p]["exp_avg"].all() for p in params)
+    assert optimizer._states[0].exp_avg.numel() == 0
+    entry = optimizer.state[params[0]]
+    assert torch.equal(entry.copy()["exp_avg"], entry["exp_avg"]) and (entry | {"more": 1})["step"] == 9
+
+
+def test_a_mask_may_come_and_go() -> None:
+    run_ranks(2, with_a_mask_later)

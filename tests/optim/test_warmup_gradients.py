@@ -66,7 +66,9 @@ def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str, int]]) 
     return [solve(rank, *row) for row in rows]
 
 
-def simulate(problem: Problem, name: str, bits: int) -> tuple[Any, list[Any]]:
+def simulate(
+    problem: Problem, name: str, bits: int, simulations: dict[str, Any] = SIMULATIONS
+) -> tuple[Any, list[Any]]:
     """The finished simulation, and every rank's parameters after every step."""
 
     def observe(simulation: Any) -> Any:
@@ -74,7 +76,7 @@ def simulate(problem: Problem, name: str, bits: int) -> tuple[Any, list[Any]]:
             return [simulation.params_of(rank) for rank in range(problem.world_size)]
         return [simulated_params(simulation)] * problem.world_size
 
-    return run_simulation(problem, SIMULATIONS[name], observe, bits=bits, **options_of(problem, name))
+    return run_simulation(problem, simulations[name], observe, bits=bits, **options_of(problem, name))
 
 
 @pytest.mark.invariant(29)
