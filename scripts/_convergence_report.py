@@ -115,6 +115,8 @@ STEP: dict[str, Cell] = {"largest step of any element, in lr": largest_step_cell
 COLUMNS: dict[str, dict[str, Cell]] = {
     "optimizers": {**DIFFERENCE, **MEGABYTES, "rounds": lambda rows, _: values(rows, "rounds"), **SWITCH},
     "state": DIFFERENCE,
+    "rivals": {**DIFFERENCE, **MEGABYTES},
+    "rivals, rates": LOSS,
     "GPT-2": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "texts": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "fine-tuning": {**DIFFERENCE, **MEGABYTES, **SWITCH},

@@ -5,24 +5,35 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 GLOBAL_BATCH = 8  # examples per step, over all ranks
 MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
 EVALUATIONS = 10  # per run, where it has the steps for it
 PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
-UNCOMPRESSED = ("AdamW", "Lamb")
+#: Optimizers whose gradients or steps this package does not compress; the rivals' own stand in scripts/rivals.
+UNCOMPRESSED = ("AdamW", "Lamb", "DeMo", "SignSGD")
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "learning rates, GPT-2", "fine-tuning rates"), (2,)),
     "clip": (8,),
+    "rivals, rates": (4,),
     **dict.fromkeys(("texts", "fine-tuning", "warmup bits", "max_update", "short runs", "variance stage"), (4,)),
     **dict.fromkeys(("blocks", "floors", "controls"), (2, 4)),
 }
 #: Groups by which defaults were chosen: with seeds of their own.
-TUNING = ("learning rates", "fine-tuning rates", "warmup bits", "clip", "max_update", "short runs", "variance stage")
-ONE_SEED = ("learning rates", "learning rates, GPT-2", "fine-tuning rates")
+TUNING = (
+    "learning rates",
+    "fine-tuning rates",
+    "rivals, rates",
+    "warmup bits",
+    "clip",
+    "max_update",
+    "short runs",
+    "variance stage",
+)
+ONE_SEED = ("rivals, rates", "learning rates", "learning rates, GPT-2", "fine-tuning rates")
 MB = 1e6
 #: Of each text, the text itself and the text that its tokenizer was trained on.
 TOKENIZED_AS = {
@@ -72,6 +83,8 @@ class Run:
             gradients that no count has), or not at all ("").
         long: Whether it takes --steps, or --ablation-steps.
         gradients: Messages of an uncompressed optimizer's gradients: "int4", "int8", or "" for full precision.
+        rival: A key of rivals.RIVALS, a method around AdamW, or "".
+        rival_options: Its options.
         model: The model.
         text: A key of TOKENIZED_AS.
         bf16: Whether the parameters are bfloat16.
@@ -89,6 +102,8 @@ class Run:
     clip: str = "by the optimizer"
     long: bool = False
     gradients: str = ""
+    rival: str = ""
+    rival_options: dict[str, Any] = field(default_factory=dict)
     model: Model = SMALL
     text: str = "reference"
     bf16: bool = False
@@ -133,7 +148,7 @@ def of_steps(steps: int, suffix: str = "", **kept: Any) -> Run:
     return Run(f"AdamW{suffix}, {steps} steps", "AdamW", steps=steps, **kept)
 
 
-def every(name: str, names: tuple[str, ...] = (*UNCOMPRESSED, "int4", *PARTNER), **kept: Any) -> dict[str, Run]:
+def every(name: str, names: tuple[str, ...] = ("AdamW", "Lamb", "int4", *PARTNER), **kept: Any) -> dict[str, Run]:
     """Every optimizer with its defaults; "int4" is AdamW with low-bit gradients."""
     runs = []
     for optimizer in names:
@@ -155,6 +170,16 @@ def rates(adamw: Sequence[float], lamb: Sequence[float], suffix: str = "", **kep
     return named(*(Run(f"{name}, lr {lr:g}{suffix}", name, lr=lr, long=True, **kept) for name, lr in pairs))
 
 
+def rival(title: str, name: str, lr: float | None = None, **options: Any) -> Run:
+    """A method of scripts/rivals around AdamW, or an optimizer of there."""
+    kept: dict[str, Any] = {"long": True, "lr": lr}
+    if name in ("DeMo", "SignSGD"):
+        return Run(title, name, options, clip="", **kept)
+    return Run(title, "AdamW", rival=name, rival_options=options, **kept)
+
+
+#: Peak learning rates and outer learning rates of rivals, by the group "rivals, rates".
+DEMO_RATE, SIGN_RATE, OUTER_RATE = 1e-3, 5e-4, 0.7
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 SHORT = (20, 60, 100, 200, 300, 400)
 FINE_TUNING = (100, 200, 300)
@@ -167,7 +192,21 @@ RUNS: dict[str, dict[str, Run]] = {
             run
             for name in PARTNER
             for run in (Run(name, name, FLOAT32, long=True), Run(f"{name}, state=compact", name, COMPACT, long=True))
-        )
+        ),
+        Run("OnebitAdam, state=compact, clip=late", "OnebitAdam", COMPACT | {"clip": "late"}, long=True),
+    ),
+    "rivals": named(
+        Run("AdamW", "AdamW", long=True),
+        rival("AdamW, bfloat16 gradients", "bfloat16"),
+        rival("AdamW, PowerSGD rank 1", "PowerSGD", rank=1),
+        rival("AdamW, PowerSGD rank 4", "PowerSGD", rank=4),
+        rival("AdamW, LocalSGD, 8 steps", "LocalSGD", interval=8),
+        *(rival(f"DiLoCo, {steps} steps", "DiLoCo", interval=steps, outer_lr=OUTER_RATE) for steps in (8, 32, 128)),
+        *(rival(f"DeMo, k={k}", "DeMo", DEMO_RATE, k=k) for k in (8, 32)),
+        rival("signSGD, majority vote", "SignSGD", SIGN_RATE),
+        Run("AdamW, int4 gradients", "AdamW", gradients="int4", long=True),
+        Run("OnebitAdam, state=compact", "OnebitAdam", COMPACT, long=True),
+        *(Run(name, name, {}, long=True) for name in ("ZeroOneAdam", "OnebitLamb")),
     ),
     "GPT-2": every(", GPT-2", model=GPT2, long=True),
     "texts": {
@@ -236,6 +275,22 @@ RUNS: dict[str, dict[str, Run]] = {
         earlier("without error feedback", error_feedback=False),
         earlier("without warmup", freeze=0),
     ),
+    "rivals, rates": named(
+        *(
+            replace(run, name=f"{run.name}, lr {lr:g}, 300 steps", lr=lr, steps=300)
+            for name, rates_of in (("DeMo", (3e-4, 1e-3, 3e-3)), ("SignSGD", (2e-4, 5e-4, 1e-3)))
+            for lr in rates_of
+            for run in [rival(name, name)]
+        ),
+        *(
+            replace(
+                rival("DiLoCo, 32 steps", "DiLoCo", interval=32, outer_lr=outer),
+                name=f"DiLoCo, 32 steps, outer lr {outer:g}, 300 steps",
+                steps=300,
+            )
+            for outer in (0.4, 0.7, 1.0)
+        ),
+    ),
     "learning rates": rates((1e-3, 2e-3, 4e-3, 8e-3), (5e-3, 1e-2, 2e-2)),
     "learning rates, GPT-2": rates((1e-3, 2e-3, 3e-3), (3e-3, 5e-3, 1e-2, 2e-2), ", GPT-2", model=GPT2),
 }
@@ -291,12 +346,14 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
 
 def partner(run: Run) -> Run | None:
     """The uncompressed run that a compressed one is compared with, of the same length, model and text."""
-    if run.optimizer in UNCOMPRESSED and not run.gradients:
+    if run.optimizer in ("AdamW", "Lamb") and not run.gradients and not run.rival:
         return None
     optimizer = PARTNER.get(run.optimizer, run.optimizer)
+    if optimizer in ("DeMo", "SignSGD"):  # at a rate of their own
+        return RUNS["optimizers"]["AdamW"] if run.long and run.steps is None else None
     alike = ("model", "tied", "long", "text", "bf16", "pretrained", "steps", "peak_lr")
     for other in ALL_RUNS.values():
-        if other.optimizer == optimizer and not other.gradients:
+        if other.optimizer == optimizer and not other.gradients and not other.rival:
             if all(getattr(other, name) == getattr(run, name) for name in alike):
                 return other
     return None

@@ -23,10 +23,12 @@ from _convergence_runs import (
     Run,
 )
 from _convergence_text import Examples, Text, Texts
+from rivals import OPTIMIZERS, RIVALS
 from torch import Tensor
 
 from hf_compressopt import GradientCompression, average_gradients
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.gradient_round import GradientRound
 
 
 def make_model(job: Job) -> torch.nn.Module:
@@ -103,6 +105,8 @@ def make_optimizer(job: Job, model: torch.nn.Module, communicator: Communicator)
         return torch.optim.AdamW(groups, lr=run.peak_lr)
     if run.optimizer == "Lamb":
         return hf_compressopt.Lamb(groups, lr=run.peak_lr)
+    if run.optimizer in OPTIMIZERS:
+        return OPTIMIZERS[run.optimizer](groups, lr=run.peak_lr, communicator=communicator, **run.options)
     cls, given = getattr(hf_compressopt, run.optimizer), dict(run.options)
     if run.freeze is not None:
         given[cls.freeze_option] = max(1, round(run.freeze * job.steps))
@@ -128,6 +132,16 @@ def average_all(params: Sequence[Tensor], communicator: Communicator) -> None:
     communicator.all_reduce(flat).wait()
     for param, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
         param.grad = part.view_as(param)
+
+
+def send_early(optimizer: Any, params: Sequence[Tensor]) -> None:
+    """Send the messages of clip="late", as DDP's hook does while backward runs."""
+    messages = optimizer.early_messages
+    if messages.due(optimizer.plan, optimizer.last_plan):
+        current = GradientRound(messages.slots(1.0))
+        for param in reversed(params):
+            current.add(param, param.grad)
+        current.finish()
 
 
 def clip(run: Run, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], others: Communicator) -> None:
@@ -174,6 +188,7 @@ def train(job: Job, make_communicator: Callable[[], Communicator], texts: Texts)
     plain = run.optimizer in UNCOMPRESSED
     optimizer = make_optimizer(job, model, ours)
     state = GradientCompression(model.named_parameters(), run.gradients, communicator=ours) if run.gradients else None
+    rival = RIVALS[run.rival](params, ours, **run.rival_options) if run.rival else None
     scheduler = schedule(optimizer, job.steps)
     largest_step, loss_sum, loss_steps = 0.0, torch.zeros(()), 0
     interval = max(5, math.ceil(job.steps / EVALUATIONS))
@@ -184,10 +199,15 @@ def train(job: Job, make_communicator: Callable[[], Communicator], texts: Texts)
         loss_sum, loss_steps = loss_sum + loss.detach(), loss_steps + 1
         if state is not None:
             state.average_gradients()
+        elif rival is not None:
+            rival.gradients()
         elif plain:
-            average_all(params, ours)
+            if run.optimizer not in OPTIMIZERS:
+                average_all(params, ours)
         else:
             average_gradients(optimizer)
+            with torch.no_grad():
+                send_early(optimizer, params)
         clip(run, optimizer, params, others)
         lr = optimizer.param_groups[0]["lr"]
         late = step > job.steps // 5 if plain else optimizer.plan.stage.number == 1.0
@@ -195,6 +215,8 @@ def train(job: Job, make_communicator: Callable[[], Communicator], texts: Texts)
         optimizer.step()
         for old, param in zip(before, params, strict=False):
             largest_step = max(largest_step, float((param.detach() - old).abs().max()) / lr)
+        if rival is not None:
+            rival.parameters(last=step == job.steps)
         if not run.error_feedback:
             for group in optimizer._states:
                 group.worker_error.zero_()
