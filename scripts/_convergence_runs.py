@@ -278,7 +278,7 @@ RUNS: dict[str, dict[str, Run]] = {
     "rivals, rates": named(
         *(
             replace(run, name=f"{run.name}, lr {lr:g}, 300 steps", lr=lr, steps=300)
-            for name, rates_of in (("DeMo", (3e-4, 1e-3, 3e-3)), ("SignSGD", (2e-4, 5e-4, 1e-3)))
+            for name, rates_of in (("DeMo", (3e-4, 1e-3, 3e-3, 1e-2)), ("SignSGD", (2e-4, 5e-4, 1e-3, 2e-3, 4e-3)))
             for lr in rates_of
             for run in [rival(name, name)]
         ),
@@ -288,7 +288,7 @@ RUNS: dict[str, dict[str, Run]] = {
                 name=f"DiLoCo, 32 steps, outer lr {outer:g}, 300 steps",
                 steps=300,
             )
-            for outer in (0.4, 0.7, 1.0)
+            for outer in (0.2, 0.4, 0.7, 1.0)
         ),
     ),
     "learning rates": rates((1e-3, 2e-3, 4e-3, 8e-3), (5e-3, 1e-2, 2e-2)),

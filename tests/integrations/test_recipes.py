@@ -270,3 +270,21 @@ def test_the_demo_prints_its_table_and_draws_its_picture(tmp_path: Path) -> None
     runs = read(tmp_path / "results.json")["runs"]
     losses = [list(runs[name]["eval_loss"].values()) for name in ("adamw_torch", "onebit_adam")]
     assert len(losses[0]) == len(losses[1]) > 0
+
+
+@pytest.mark.full
+def test_a_pretrained_folder_is_fine_tuned_on_docstrings(tmp_path: Path) -> None:
+    """The three commands of recipes/fine_tuning, with fewer steps and tokens."""
+    text, pretrained, tuned = tmp_path / "docstrings.txt", tmp_path / "pretrained", tmp_path / "tuned"
+    run([sys.executable, str(RECIPES / "fine_tuning" / "make_text.py"), str(text)])
+    assert text.stat().st_size > 500_000
+    given = {**CAUSAL_LM, "learning_rate": 1e-3}
+    del given["optim_args"]
+    run_in_ranks(2, [*words("causal_lm", pretrained, given), "--tiny"])
+    del given["tokenizer_vocab_size"]
+    given |= {"model_name_or_path": pretrained, "train_file": text, "max_steps": 20, "eval_on_start": "true"}
+    run([*two_processes(), *words("causal_lm", tuned, given)])
+    losses = [row["eval_loss"] for row in read(tuned / "trainer_state.json")["log_history"] if "eval_loss" in row]
+    assert len(losses) == 2 and losses[-1] < losses[0]
+    assert logged(tuned, "compressopt/stage") == [0.0] * 20  # a short run stays in the first stage
+    assert logged(tuned, "compressopt/compression_ratio")[-1] > 7.5
