@@ -134,6 +134,23 @@ int32_t check_variance(const char *function, const co_variance *variance) {
 /* Whether a bucket's segments need the indices of their tensors. */
 bool indexed(const co_variance *variance) { return variance != nullptr && variance->codes != nullptr; }
 
+/* A call that compresses, or corrects errors by what was sent: z, the errors, and the messages, whose name is given. */
+int32_t check_sending(const char *function, const co_combination *z, int64_t numel, const co_errors *error,
+                      const void *messages, const char *name) {
+    CO_TRY(check_combination(function, z, numel));
+    if (numel == 0) return CO_OK;
+    CO_TRY(check_errors(function, "error", error));
+    CO_CHECK(messages != nullptr, "%s: %s is null", function, name);
+    return CO_OK;
+}
+
+int32_t check_signs(const char *function, const co_exec *exec, int64_t numel, int64_t scale_block,
+                    int32_t world_size) {
+    CO_TRY(check_exec(function, exec));
+    CO_TRY(check_numel(function, numel));
+    return check_blocks(function, scale_block, world_size);
+}
+
 int32_t check_integers(const char *function, int64_t numel, int32_t bits, int32_t world_size) {
     CO_TRY(check_numel(function, numel));
     CO_CHECK(bits == 4 || bits == 8, "%s: bits must be 4 or 8, got %d", function, bits);
@@ -191,45 +208,31 @@ const char *co_last_error(void) { return last_error; }
 
 int32_t co_compress(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel, int64_t scale_block,
                     int32_t world_size, const co_exec *exec) {
-    CO_TRY(check_exec(__func__, exec));
-    CO_TRY(check_numel(__func__, numel));
-    CO_TRY(check_blocks(__func__, scale_block, world_size));
-    CO_TRY(check_combination(__func__, z, numel));
+    CO_TRY(check_signs(__func__, exec, numel, scale_block, world_size));
+    CO_TRY(check_sending(__func__, z, numel, error, messages, "messages"));
     if (numel == 0) return CO_OK;
-    CO_TRY(check_errors(__func__, "error", error));
-    CO_NOT_NULL(messages);
     return kernels().compress(z, error, messages, numel, scale_block, world_size, exec);
 }
 
 int32_t co_compress_only(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
                          int64_t scale_block, int32_t world_size, const co_exec *exec) {
-    CO_TRY(check_exec(__func__, exec));
-    CO_TRY(check_numel(__func__, numel));
-    CO_TRY(check_blocks(__func__, scale_block, world_size));
-    CO_TRY(check_combination(__func__, z, numel));
+    CO_TRY(check_signs(__func__, exec, numel, scale_block, world_size));
+    CO_TRY(check_sending(__func__, z, numel, error, messages, "messages"));
     if (numel == 0) return CO_OK;
-    CO_TRY(check_errors(__func__, "error", error));
-    CO_NOT_NULL(messages);
     return kernels().compress_only(z, error, messages, numel, scale_block, world_size, exec);
 }
 
 int32_t co_commit(const co_combination *z, const co_errors *error, const uint8_t *own, int64_t numel,
                   int64_t scale_block, int32_t world_size, const co_exec *exec) {
-    CO_TRY(check_exec(__func__, exec));
-    CO_TRY(check_numel(__func__, numel));
-    CO_TRY(check_blocks(__func__, scale_block, world_size));
-    CO_TRY(check_combination(__func__, z, numel));
+    CO_TRY(check_signs(__func__, exec, numel, scale_block, world_size));
+    CO_TRY(check_sending(__func__, z, numel, error, own, "own"));
     if (numel == 0) return CO_OK;
-    CO_TRY(check_errors(__func__, "error", error));
-    CO_NOT_NULL(own);
     return kernels().commit(z, error, own, numel, scale_block, world_size, exec);
 }
 
 int32_t co_average_compress(const uint8_t *messages, const co_errors *error, uint8_t *out, int64_t numel, int64_t scale_block,
                             int32_t world_size, const co_exec *exec) {
-    CO_TRY(check_exec(__func__, exec));
-    CO_TRY(check_numel(__func__, numel));
-    CO_TRY(check_blocks(__func__, scale_block, world_size));
+    CO_TRY(check_signs(__func__, exec, numel, scale_block, world_size));
     if (numel == 0) return CO_OK;
     CO_NOT_NULL(messages);
     CO_TRY(check_errors(__func__, "error", error));
@@ -258,10 +261,8 @@ int32_t co_compress_integers(const co_combination *z, const co_errors *error, ui
                              int32_t bits, int32_t world_size, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_integers(__func__, numel, bits, world_size));
-    CO_TRY(check_combination(__func__, z, numel));
+    CO_TRY(check_sending(__func__, z, numel, error, messages, "messages"));
     if (numel == 0) return CO_OK;
-    CO_TRY(check_errors(__func__, "error", error));
-    CO_NOT_NULL(messages);
     return kernels().compress_integers(z, error, messages, numel, bits, world_size, exec);
 }
 

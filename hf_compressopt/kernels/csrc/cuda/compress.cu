@@ -422,13 +422,9 @@ co_status compress(const co_combination& z, const CompactErrors& error, const Bu
     return compress(combination(z, 0.0f, StoredRuns{count, entries}), error, bucket, one_scale, place);
 }
 
-co_status check_messages(const void* messages, int64_t numel, int64_t scale_block, int32_t world_size) {
-    CO_REQUIRE(numel >= 0, "numel < 0");
+co_status check_signs(const void* messages, int64_t numel, int64_t scale_block, int32_t world_size) {
     CO_REQUIRE(scale_block >= 0 && scale_block % 8 == 0, "scale_block is no multiple of 8 and not 0");
-    CO_REQUIRE(world_size >= 1, "world_size < 1");
-    CO_REQUIRE(numel == 0 || messages, "the messages are null");
-    CO_REQUIRE(reinterpret_cast<uintptr_t>(messages) % kAlignment == 0, "messages are not aligned to 16 bytes");
-    return CO_OK;
+    return check_messages(messages, numel, world_size);
 }
 
 }  // namespace
@@ -439,10 +435,9 @@ using namespace compressopt;
 int32_t co_compress(const co_combination* z, const co_errors* error, uint8_t* messages, int64_t numel,
                     int64_t scale_block, int32_t world_size, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
-    CO_TRY(check_messages(messages, numel, scale_block, world_size));
-    CO_TRY(check_combination(z, numel));
+    CO_TRY(check_signs(messages, numel, scale_block, world_size));
+    CO_TRY(check_sending(z, numel, error));
     if (numel == 0) return CO_OK;
-    CO_TRY(check_errors(error, "error"));
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
@@ -455,8 +450,8 @@ int32_t co_compress(const co_combination* z, const co_errors* error, uint8_t* me
 int32_t co_average_compress(const uint8_t* messages, const co_errors* error, uint8_t* out, int64_t numel,
                             int64_t scale_block, int32_t world_size, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
-    CO_TRY(check_messages(messages, numel, scale_block, world_size));
-    CO_TRY(check_messages(out, numel, scale_block, world_size));
+    CO_TRY(check_signs(messages, numel, scale_block, world_size));
+    CO_TRY(check_signs(out, numel, scale_block, world_size));
     if (numel == 0) return CO_OK;
     CO_TRY(check_errors(error, "error"));
     const Place place(*exec);

@@ -74,6 +74,12 @@ inline co_status check_errors(const co_errors* error, const char* name) {
     return CO_OK;
 }
 
+// A call that compresses z, or corrects errors by what was sent of z.
+inline co_status check_sending(const co_combination* z, int64_t numel, const co_errors* error) {
+    CO_TRY(check_combination(z, numel));
+    return numel == 0 ? CO_OK : check_errors(error, "error");
+}
+
 inline CompactErrors compact_errors(const co_errors& error, int64_t numel, int64_t world_size) {
     return {Integers(error.messages, numel, world_size, CompactErrors::kErrorBits)};
 }

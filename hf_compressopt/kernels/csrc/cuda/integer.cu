@@ -210,12 +210,8 @@ struct CommitIntegers {
 // ---- host ------------------------------------------------------------------------------------------------------------
 
 co_status check_integers(const void* messages, int64_t numel, int32_t bits, int32_t world_size) {
-    CO_REQUIRE(numel >= 0, "numel < 0");
     CO_REQUIRE(bits == 4 || bits == 8, "bits is neither 4 nor 8");
-    CO_REQUIRE(world_size >= 1, "world_size < 1");
-    CO_REQUIRE(numel == 0 || messages, "the messages are null");
-    CO_REQUIRE(reinterpret_cast<uintptr_t>(messages) % kAlignment == 0, "messages are not aligned to 16 bytes");
-    return CO_OK;
+    return check_messages(messages, numel, world_size);
 }
 
 co_status check_integers(const co_integers* y) {
@@ -234,9 +230,8 @@ int32_t co_compress_integers(const co_combination* z, const co_errors* error, ui
                              int32_t bits, int32_t world_size, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
     CO_TRY(check_integers(messages, numel, bits, world_size));
-    CO_TRY(check_combination(z, numel));
+    CO_TRY(check_sending(z, numel, error));
     if (numel == 0) return CO_OK;
-    CO_TRY(check_errors(error, "error"));
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
@@ -283,9 +278,8 @@ int32_t co_commit_integers(const co_combination* z, const co_errors* error, cons
                            const co_segment* outputs, int64_t count, float output_scale, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
     CO_TRY(check_integers(y));
-    CO_TRY(check_combination(z, y->numel));
+    CO_TRY(check_sending(z, y->numel, error));
     if (y->numel == 0) return CO_OK;
-    CO_TRY(check_errors(error, "error"));
     CO_REQUIRE(own && outputs, "own or outputs is null");
     CO_REQUIRE(reinterpret_cast<uintptr_t>(own) % kAlignment == 0, "own messages are not aligned to 16 bytes");
     CO_TRY(check_segments(outputs, count, y->numel, "outputs"));

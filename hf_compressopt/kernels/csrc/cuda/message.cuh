@@ -137,6 +137,14 @@ struct PlainTerm {
 // out <- z, or out <- z + out where `add` is set. Arguments have been checked.
 co_status combine(const co_combination& z, float* out, int64_t numel, bool add, const Place& place);
 
+inline co_status check_messages(const void* messages, int64_t numel, int32_t world_size) {
+    CO_REQUIRE(numel >= 0, "numel < 0");
+    CO_REQUIRE(world_size >= 1, "world_size < 1");
+    CO_REQUIRE(numel == 0 || messages, "the messages are null");
+    CO_REQUIRE(reinterpret_cast<uintptr_t>(messages) % kAlignment == 0, "messages are not aligned to 16 bytes");
+    return CO_OK;
+}
+
 inline co_status check_combination(const co_combination* z, int64_t numel) {
     CO_REQUIRE(z != nullptr, "z is null");
     CO_REQUIRE(numel >= 0, "numel < 0");
