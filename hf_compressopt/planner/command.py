@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _Value = TypeVar("_Value")
 
 _MOST_RANKS = 1_000_000
+PARAMS_HELP = "number of trainable parameters: 124e6, 7e9"
 _DESCRIPTION = (
     "Estimate the memory of parameters, gradients and optimizer state on each rank. Activations and the framework's "
     "own memory come on top. With --bandwidth and --compute-seconds, also predict the seconds of a step, by the model "
@@ -30,60 +31,67 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="estimate the memory of each optimizer and, for a given network, the bytes and the time of a step",
         description=_DESCRIPTION,
     )
-    count, ranks = _argument(units.count), _argument(partial(units.count, most=_MOST_RANKS))
-    parser.add_argument("--params", type=count, required=True, help="number of trainable parameters: 124e6, 7e9")
+    ranks = argument(partial(units.count, most=_MOST_RANKS))
+    parser.add_argument("--params", type=argument(units.count), required=True, help=PARAMS_HELP)
     parser.add_argument("--nodes", type=ranks, default=1, help="number of machines (%(default)s)")
     parser.add_argument("--gpus-per-node", type=ranks, default=1, help="ranks on each machine (%(default)s)")
+    add_training_arguments(parser)
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = False) -> None:
+    """Add the arguments that do not say how many ranks there are; ``measured``: what is not given is measured."""
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="dtype of the parameters"
     )
     parser.add_argument(
         "--states-per-parameter",
-        type=_argument(partial(units.count, least=0, most=16)),
+        type=argument(partial(units.count, least=0, most=16)),
         default=2,
         help="values of state per parameter: 2 for Adam (the default), 1 for SGD with momentum",
     )
     parser.add_argument(
-        "--bucket-cap-mb", type=_argument(units.mebibytes), default=25.0, help="MiB sent together (%(default)s)"
+        "--bucket-cap-mb", type=argument(units.mebibytes), default=25.0, help="MiB sent together (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    _add_times(parser)
-    parser.add_argument_group("predicted time").add_argument(
-        "--steps",
-        type=_argument(partial(units.count, most=1e12)),
-        default=10_000,
-        help="length of the run, which sets the schedule (%(default)s)",
-    )
-    parser.set_defaults(run=_run, parser=parser)
+    _add_times(parser, measured)
 
 
-def _add_times(parser: argparse.ArgumentParser) -> None:
-    rate, time = _argument(units.bandwidth), _argument(units.seconds)
+def _add_times(parser: argparse.ArgumentParser, measured: bool) -> None:
+    rate, time = argument(units.bandwidth), argument(units.seconds)
     times = parser.add_argument_group("predicted time")
-    for name, kind, text in (
-        ("bandwidth", rate, "link of a node, each way, shared by its GPUs; with one node, link of each GPU: 25Gbit"),
-        ("compute-seconds", time, "a step without communication, AdamW's update included: measure it on one GPU"),
-        ("update-seconds", time, "AdamW's share of --compute-seconds (default: a fused AdamW at --memory-bandwidth)"),
-        ("local-bandwidth", rate, "link of a GPU to the others of its node (default: 300GB/s, as NVLink 3)"),
-        ("memory-bandwidth", rate, "memory of one rank (default: 2TB/s, as an A100)"),
-        ("host-bandwidth", rate, "messages that a rank's CPU moves while it also computes (default: no limit)"),
-        ("latency", time, "one hop between nodes (default: 20us)"),
+    for name, kind, text, default in (
+        (
+            "bandwidth",
+            rate,
+            "link of a node, each way, shared by its GPUs; with one node, link of each GPU: 25Gbit",
+            "",
+        ),
+        ("compute-seconds", time, "a step without communication, AdamW's update included: measure it on one GPU", ""),
+        ("update-seconds", time, "AdamW's share of --compute-seconds", "a fused AdamW at --memory-bandwidth"),
+        ("local-bandwidth", rate, "link of a GPU to the others of its node", "300GB/s, as NVLink 3"),
+        ("memory-bandwidth", rate, "memory of one rank", "2TB/s, as an A100"),
+        ("host-bandwidth", rate, "messages that a rank's CPU moves while it also computes", "no limit"),
+        ("latency", time, "one hop between nodes", "20us"),
     ):
-        times.add_argument(f"--{name}", type=kind, help=text)
+        told = "measured" if measured else default
+        times.add_argument(f"--{name}", type=kind, help=f"{text} (default: {told})" if told else text)
+    length = "length of the run, which sets the schedule (%(default)s)"
+    times.add_argument("--steps", type=argument(partial(units.count, most=1e12)), default=10_000, help=length)
     bits = "bits of the compressed optimizers' averaged gradients, in the first stage (default: theirs)"
     times.add_argument("--warmup-bits", type=int, choices=[4, 8, 16, 32], help=bits)
 
 
-def _argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     """A parser for argparse, which shows the message of an ArgumentTypeError and hides that of a ValueError."""
 
-    def argument(text: str) -> _Value:
+    def parsed(text: str) -> _Value:
         try:
             return parse(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    return argument
+    return parsed
 
 
 _TRAINING_OPTIONS = ("update_seconds", "warmup_bits")
@@ -102,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         memory = report.memory_rows(
             arguments.params, ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
         )
-        model = _cost_model(arguments, dtype.itemsize)
+        model = cost_model(arguments, dtype.itemsize)
     except ValueError as error:
         arguments.parser.error(str(error))
     if arguments.json:
@@ -119,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
+def cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
     """The model of time, or None if no time is asked for.
 
     Raises:

@@ -21,12 +21,21 @@ from tests.support.harness import run_ranks, run_ranks_expecting_error
 OPTIMIZERS = ("OnebitAdam", "ZeroOneAdam", "ZeroOptimizer", "AdamW")
 
 
+class Gate(threading.Event):
+    """An event that shards wait for; ``reached`` is set when one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+
+
 @contextmanager
-def held_back() -> Iterator[threading.Event]:
-    """Inside, no shard is begun before the event is set."""
-    gate, allocate = threading.Event(), os.posix_fallocate
+def held_back() -> Iterator[Gate]:
+    """Inside, no shard is begun before the gate is set."""
+    gate, allocate = Gate(), os.posix_fallocate
 
     def wait_and_allocate(*args: Any) -> None:
+        gate.reached.set()
         assert gate.wait(30)
         allocate(*args)
 

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +127,8 @@ def save_apart(rank: int, world_size: int, directory: str) -> list[str]:
         with held_back() as gate:
             thread = threading.Thread(target=lambda: told.extend(outcome(optimizer, directory)))
             thread.start()
-            while not list(Path(directory).glob("compressopt*.tmp")) and thread.is_alive():
-                time.sleep(0.01)  # the shard is begun once the lock is held
+            while not gate.reached.wait(0.01) and thread.is_alive():
+                pass  # the file of a shard is there before the lock is held; its room is allocated after it
             dist.barrier()
             dist.barrier()
             gate.set()

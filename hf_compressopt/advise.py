@@ -1,0 +1,310 @@
+"""Measure this cluster, and say which optimizer trains fastest on it.
+
+``torchrun --nproc_per_node 2 -m hf_compressopt.advise --params 350e6``
+``accelerate launch -m hf_compressopt.advise --config_name gpt2``
+
+Start it on all machines like a training. It times the collectives between the ranks, and a step of the model, and
+gives these numbers to the planner of ``hf-compressopt estimate`` (docs/planner.md). What is given is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.planner import advice, command, link, report, units
+from hf_compressopt.planner.link import Link
+
+_PROGRAM = "python -m hf_compressopt.advise"
+_START = "start it on every rank: torchrun --nproc_per_node 2 -m hf_compressopt.advise --params 350e6"
+_LONGEST_WAIT = 300.0  # seconds
+_USUAL_TOKENS = 512
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command on this rank.
+
+    Args:
+        argv: Arguments; None takes those of the command line.
+
+    Returns:
+        0 if rank 0 has printed the ranking, 2 for arguments or an environment that cannot be, 1 if the link or another
+        rank failed. In both cases every rank that is left says why.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        place = _Place(arguments.use_cpu)
+        place.join(arguments.timeout)
+    except ValueError as error:
+        return _complain(2, error)
+    except (RuntimeError, OSError) as error:
+        return _complain(1, f"the ranks did not find each other: {error}")
+    try:
+        text = _advise(arguments, place)
+    except ValueError as error:
+        code = _complain(2, error)
+    except (RuntimeError, OSError) as error:
+        return _complain(1, f"the link or another rank failed: {error}")
+    else:
+        code = 0
+        if place.everyone.rank == 0:
+            print(text, flush=True)
+    dist.destroy_process_group()
+    return code
+
+
+def _complain(code: int, what: object) -> int:
+    print(f"hf_compressopt.advise, rank {os.environ.get('RANK', '?')}: {what}", file=sys.stderr, flush=True)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config_name", help="the model: a name on the Hub, or a folder with a config.json")
+    count = command.argument(units.count)
+    model.add_argument("--params", type=count, help=f"{command.PARAMS_HELP}; a GPT-2 of about this size is timed")
+    few = command.argument(partial(units.count, most=1e6))
+    parser.add_argument("--batch-size", type=few, default=8, help="examples of a rank in a step (%(default)s)")
+    tokens = f"tokens of an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
+    parser.add_argument("--tokens", type=few, help=tokens)
+    parser.add_argument("--use_cpu", action="store_true", help="use the CPU and gloo even if there is a GPU")
+    wait = f"longest wait for another rank (default: {_LONGEST_WAIT:g}s)"
+    parser.add_argument("--timeout", type=command.argument(units.seconds), default=_LONGEST_WAIT, help=wait)
+    command.add_training_arguments(parser, measured=True)
+    return parser
+
+
+class _Place:
+    """Where this rank stands among the others, as the launcher says.
+
+    Attributes:
+        ranks: All ranks.
+        local: Ranks of each node.
+        device: This rank's device.
+        everyone: All ranks, after :meth:`join`.
+        neighbours: The ranks of this node, if there are several, and several nodes.
+    """
+
+    everyone: Communicator
+    neighbours: Communicator | None = None
+
+    def __init__(self, use_cpu: bool) -> None:
+        """Read the launcher's variables.
+
+        Raises:
+            ValueError: If there are none, or if they announce what cannot be.
+        """
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(f"a launcher sets {', '.join(missing)}, and none has: {_START}")
+        self.ranks, self.local = _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)
+        if self.ranks < 2:
+            raise ValueError(f"one rank sends nothing, so there is no link to measure: {_START}")
+        if self.ranks % self.local:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE must divide WORLD_SIZE={self.ranks}, got {self.local}: start as many ranks on "
+                "every machine"
+            )
+        self.device = torch.device("cpu")
+        use_cpu |= os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        if torch.cuda.is_available() and not use_cpu:
+            if self.local > torch.cuda.device_count():
+                raise ValueError(
+                    f"there are {self.local} ranks on this machine and {torch.cuda.device_count()} GPU(s): start one "
+                    "rank for each, or give --use_cpu"
+                )
+            self.device = torch.device("cuda", _variable("LOCAL_RANK", 0))
+
+    @property
+    def nodes(self) -> int:
+        """The number of machines."""
+        return self.ranks // self.local
+
+    def join(self, timeout: float) -> None:
+        """Wait for the others, at most ``timeout`` seconds.
+
+        Raises:
+            ValueError: If the launcher's variables cannot be, or differ between ranks.
+            RuntimeError: If the others do not come.
+        """
+        wait = timedelta(seconds=timeout)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl", timeout=wait, device_id=self.device)
+        else:
+            dist.init_process_group("gloo", timeout=wait)
+        self.everyone = TorchCommunicator(device=self.device)
+        self.everyone.require_equal("the ranks of a machine (LOCAL_WORLD_SIZE)", self.local)
+        if self.nodes > 1 and self.local > 1:
+            starts = range(0, self.ranks, self.local)
+            groups = [dist.new_group(list(range(start, start + self.local)), timeout=wait) for start in starts]
+            own = groups[self.everyone.rank // self.local]
+            self.neighbours = TorchCommunicator(own, device=self.device)
+
+
+def _variable(name: str, least: int) -> int:
+    text = os.environ.get(name, str(least))
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def _advise(arguments: argparse.Namespace, place: _Place) -> str:
+    """Measure what is not given, and render the ranking. All ranks call, and raise together.
+
+    Raises:
+        ValueError: If the model cannot be made or timed, or if the planner refuses the numbers.
+        RuntimeError: If a rank is gone.
+    """
+    everyone, given = place.everyone, {key: value for key, value in vars(arguments).items() if value is not None}
+    everyone.require_equal("the arguments", given)
+    measured: dict[str, Any] = {"backend": everyone.name, "device": place.device.type}
+    _measure_step(arguments, place, measured)
+    if arguments.memory_bandwidth is None:
+        arguments.memory_bandwidth = measured["memory_bandwidth"] = link.measure_memory(everyone)
+    _measure_links(arguments, place, measured)
+
+    def render() -> str:
+        arguments.nodes, arguments.gpus_per_node = place.nodes, place.local
+        dtype = getattr(torch, arguments.dtype)
+        model = command.cost_model(arguments, dtype.itemsize)
+        if model is None:
+            raise ValueError("there is nothing to predict")
+        memory = report.memory_rows(
+            arguments.params, place.ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
+        )
+        choices = advice.ranked(model, arguments.steps, memory, arguments.warmup_bits)
+        if arguments.json:
+            times = report.as_json(model, arguments.steps)
+            found = {"measured": measured, "ranking": advice.as_json(choices), "advised": advice.advised(choices).flags}
+            return json.dumps({"ranks": place.ranks, "bytes_per_rank": memory, **times, **found}, indent=2)
+        return "\n".join([*_facts(arguments, place, measured), "", advice.table(choices), "", advice.verdict(choices)])
+
+    return everyone.run_together(render, others=ValueError)
+
+
+def _measure_step(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> None:
+    """Fill in the number of parameters, and the seconds of a step, of the slowest rank."""
+    if arguments.params is not None and arguments.compute_seconds is not None:
+        return
+    everyone, dtype = place.everyone, getattr(torch, arguments.dtype)
+
+    def step() -> tuple[float, float]:
+        from hf_compressopt.integrations import step_time
+
+        tokens = arguments.tokens or _USUAL_TOKENS
+        if arguments.config_name is None:
+            config = step_time.stand_in(arguments.params, tokens)
+        else:
+            config = step_time.named_config(arguments.config_name)
+        tokens = arguments.tokens or min(tokens, step_time.most_tokens(config) or tokens)
+        size = step_time.trainable(config)
+        arguments.params = arguments.params or size
+        if arguments.compute_seconds is not None:
+            return arguments.compute_seconds, 0.0
+        step_time.check_tokens(config, tokens)
+        if place.device.type == "cpu":
+            step_time.check_memory(size, place.local)
+        measured["step"] = {"params": size, "model": config.model_type, "batch_size": arguments.batch_size}
+        measured["step"]["tokens"] = tokens
+        found = step_time.time_step(config, place.device, dtype, arguments.batch_size, tokens)
+        return found.seconds, found.update
+
+    seconds, update = link.slowest(everyone.run_together(step, others=ValueError), everyone)
+    if arguments.compute_seconds is None:
+        arguments.compute_seconds = seconds
+        if arguments.update_seconds is None:
+            arguments.update_seconds = update
+        measured["step"] |= {"seconds": seconds, "update_seconds": update}
+
+
+def _measure_links(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> None:
+    """Fill in the rates of the links."""
+    needed = (arguments.bandwidth, arguments.latency, arguments.host_bandwidth)
+    if None in needed:
+        shape = (place.ranks, 1) if place.nodes == 1 else (place.nodes, place.local)
+        found = _link(place.everyone, place, shape, measured, "link")
+        given = {name: getattr(arguments, name) for name in ("bandwidth", "latency", "host_bandwidth")}
+        for name, value in given.items():
+            setattr(arguments, name, getattr(found, name) if value is None else value)
+    if place.neighbours is not None and arguments.local_bandwidth is None:
+        found = _link(place.neighbours, place, (place.local, 1), measured, "local_link")
+        arguments.local_bandwidth = -link.slowest([-found.bandwidth], place.everyone)[0]
+
+
+def _link(channel: Communicator, place: _Place, shape: tuple[int, int], measured: dict[str, Any], name: str) -> Link:
+    timings = link.measure(channel, place.everyone)
+
+    def fit() -> dict[str, Link]:
+        return {collective: link.fit(collective, *shape, rows) for collective, rows in timings.items()}
+
+    links = place.everyone.run_together(fit, others=ValueError)
+    measured[name] = {
+        collective: {
+            **{key: None if value == math.inf else value for key, value in asdict(links[collective]).items()},
+            "times": [asdict(row) for row in rows],
+        }
+        for collective, rows in timings.items()
+    }
+    return link.middle(list(links.values()))
+
+
+def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> list[str]:
+    """Lines on what was measured, and the command that predicts the same."""
+    lines = [
+        f"{place.ranks} ranks on {place.nodes} machine(s), {measured['backend']} on {measured['device']}; "
+        f"{arguments.params:,} {arguments.dtype} parameters"
+    ]
+    for name, title in (("link", "the link of a machine" if place.nodes > 1 else "the link"), ("local_link", "inside")):
+        for collective, row in measured.get(name, {}).items():
+            host = f", {_gigabits(row['host_bandwidth'])} by a rank's CPU" if row["host_bandwidth"] else ""
+            rate, hop = _gigabits(row["bandwidth"]), f"{row['latency'] * 1e6:,.0f} us"
+            lines.append(f"measured {title}, {collective}: {rate}, {hop} a hop{host}")
+    if "memory_bandwidth" in measured:
+        lines.append(f"measured memory of a rank: {measured['memory_bandwidth'] / 1e9:.3g} GB/s")
+    if "seconds" in measured.get("step", {}):
+        step = measured["step"]
+        lines.append(
+            f"measured a step of {step['params']:,} parameters ({step['model']}), {step['batch_size']} x "
+            f"{step['tokens']} tokens: {step['seconds']:.4g} s, of which AdamW's update {step['update_seconds']:.3g} s"
+        )
+    return [*lines, f"the same by: {_estimate(arguments, place)}"]
+
+
+def _estimate(arguments: argparse.Namespace, place: _Place) -> str:
+    """The command ``hf-compressopt estimate`` with these numbers."""
+    words = [f"hf-compressopt estimate --params {arguments.params} --nodes {place.nodes}"]
+    words.append(f"--gpus-per-node {place.local} --dtype {arguments.dtype} --steps {arguments.steps}")
+    for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
+        value = getattr(arguments, name)
+        if value is not None and value < math.inf:
+            words.append(f"--{name.replace('_', '-')} {value / 1e9:.4g}GB/s")
+    for name in ("latency", "compute_seconds", "update_seconds"):
+        value = getattr(arguments, name)
+        if value:
+            words.append(f"--{name.replace('_', '-')} {value:.4g}")
+    return " ".join(words + [f"--warmup-bits {arguments.warmup_bits}"] * (arguments.warmup_bits is not None))
+
+
+def _gigabits(rate: float) -> str:
+    return f"{8e-9 * rate:.3g} Gbit/s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""The time of a training step without communication: a model made from a configuration, on this device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    GPT2Config,
+    PretrainedConfig,
+)
+from transformers.utils import logging
+
+_KINDS = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
+_HEAD = 64  # width of an attention head of GPT-2, and, roughly, width / layers
+_VOCABULARIES = ((20_000_000, 50_257), (1_000_000, 8_000), (0, 256))  # from so many parameters on
+_WIDTHS = (8, 16, 32, *range(_HEAD, 256 * _HEAD, _HEAD))
+_MOST_LAYERS = 256
+_NEAR = 0.05  # a stand-in has the given size within this share
+_FEWEST, _MOST, _BUDGET_SECONDS, _LIMIT_SECONDS = 3, 20, 3.0, 60.0
+_STEP_BYTES = 16  # a float32 parameter, its gradient, and two moments
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        seconds: Forward, backward and the update by torch's fused AdamW: medians.
+        update: The update's share.
+    """
+
+    seconds: float
+    update: float
+
+
+def named_config(name: str) -> PretrainedConfig:
+    """Load the configuration of a model: a name on the Hub, or a folder.
+
+    Raises:
+        ValueError: If it cannot be loaded, or if it is no language model's.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"--config_name {name!r} cannot be loaded ({_first_line(error)}): give the name of a model on the Hub that "
+            "can be reached or is in the cache, a folder with a config.json, or --params"
+        ) from None
+    if _kind(config) is None:
+        raise ValueError(
+            f"--config_name {name!r} is a {config.model_type!r} model, which no language model is made from: give "
+            "--params and --compute-seconds"
+        )
+    return config
+
+
+def stand_in(params: int, tokens: int) -> GPT2Config:
+    """Make the configuration of a GPT-2 of about this many parameters, for examples of up to this many tokens.
+
+    Raises:
+        ValueError: If no GPT-2 comes near.
+    """
+    vocabulary = next(size for least, size in _VOCABULARIES if params >= least)
+    near: list[tuple[float, int, int]] = []
+    sizes: list[int] = []
+    for width in _WIDTHS:
+        block, fixed = 12 * width**2 + 13 * width, (vocabulary + tokens + 2) * width
+        layers = min(max(1, round((params - fixed) / block)), _MOST_LAYERS)
+        sizes.append(layers * block + fixed)
+        if abs(sizes[-1] / params - 1) <= _NEAR:
+            near.append((abs(math.log(width / layers / _HEAD)), layers, width))
+    if not near:
+        closest = min(sizes, key=lambda size: abs(size - params))
+        raise ValueError(
+            f"no stand-in has about {params:,} parameters, the nearest has {closest:,}: give --compute-seconds, or "
+            "--config_name"
+        )
+    _, layers, width = min(near)
+    return GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=max(1, width // _HEAD),
+        vocab_size=vocabulary,
+        n_positions=tokens,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+
+
+def trainable(config: PretrainedConfig) -> int:
+    """Count the trainable parameters of a configuration's model, without memory for them."""
+    with torch.device("meta"):
+        model = _make(config)
+    return sum(param.numel() for param in model.parameters() if param.requires_grad)
+
+
+def most_tokens(config: PretrainedConfig) -> int | None:
+    """Return the longest example that the model takes, or None if its configuration does not say."""
+    most = getattr(config, "max_position_embeddings", None)
+    return most if isinstance(most, int) and most > 0 else None
+
+
+def check_tokens(config: PretrainedConfig, tokens: int) -> None:
+    """Check that the model takes examples of so many tokens.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    most = most_tokens(config)
+    if most is not None and tokens > most:
+        raise ValueError(f"--tokens must be at most {most}, the positions of this model, got {tokens}")
+
+
+def check_memory(params: int, ranks: int) -> None:
+    """Check that a step of so many float32 parameters on each of a host's ranks fits, where the system tells.
+
+    Raises:
+        ValueError: If it does not: the system would kill the ranks.
+    """
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return
+    needed = _STEP_BYTES * params * ranks
+    if needed > free:
+        raise ValueError(
+            f"a step of {params:,} parameters takes {needed / 1e9:,.1f} GB on the {ranks} rank(s) of this machine, "
+            f"which has {free / 1e9:,.1f} GB: give --compute-seconds, measured on a machine that has them"
+        )
+
+
+def time_step(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, batch: int, tokens: int) -> StepTime:
+    """Time forward, backward and update on random tokens, after one step that is not counted.
+
+    Args:
+        config: The model's configuration; weights are random.
+        device: Where the model is.
+        dtype: Of the parameters.
+        batch: Examples.
+        tokens: Of each example.
+
+    Raises:
+        ValueError: If the model, or its step, does not fit into the device's memory.
+    """
+    logging.set_verbosity_error()  # models made from configurations warn of what only training needs
+    try:
+        with torch.device(device):
+            model = _make(config).to(dtype).train()
+            ids = torch.randint(0, config.get_text_config().vocab_size, (batch, tokens))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        return _time(lambda: model(input_ids=ids, labels=ids).loss.backward(), optimizer, device)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"a step of {batch} x {tokens} tokens does not fit into the memory of {device} ({_first_line(error)}): "
+            "give a smaller --batch-size or --tokens, or --compute-seconds"
+        ) from None
+
+
+def _time(backward: Callable[[], object], optimizer: torch.optim.Optimizer, device: torch.device) -> StepTime:
+    rows: list[tuple[float, float]] = []
+    began = time.perf_counter()
+    while True:
+        start = _now(device)
+        backward()
+        middle = _now(device)
+        optimizer.step()
+        optimizer.zero_grad()
+        end = _now(device)
+        rows.append((end - start, end - middle))
+        done, spent = len(rows) - 1, end - began
+        if done >= 1 and (spent > _LIMIT_SECONDS or done >= _MOST or (done >= _FEWEST and spent > _BUDGET_SECONDS)):
+            return StepTime(*(statistics.median(column) for column in zip(*rows[1:], strict=True)))
+
+
+def _now(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _make(config: PretrainedConfig) -> nn.Module:
+    model: nn.Module = _kind(config).from_config(config)
+    return model
+
+
+def _kind(config: PretrainedConfig) -> Any:
+    """The class that makes a model with a language model's loss from the configuration, or None."""
+    return next((kind for kind in _KINDS if type(config) in kind._model_mapping), None)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

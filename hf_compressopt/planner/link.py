@@ -1,0 +1,186 @@
+"""Measured rates of the machines that ranks run on: the link between them, and their memory.
+
+The link is measured by the collectives that training uses, each at several sizes. A line through the times of a
+collective has the rate as its slope. The latency is what is left of the time of a small message. Bytes on the wire and
+hops are those of :mod:`hf_compressopt.planner.cost`, so the planner predicts from these rates the times that were
+measured.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.planner.cost import Cluster, Message, all_to_all, ring
+
+#: How the planner predicts each collective.
+COLLECTIVES: dict[str, Callable[[Cluster, float], Message]] = {
+    "all_reduce": partial(ring, passes=2),
+    "all_to_all": all_to_all,
+    "all_gather": partial(ring, passes=1),
+}
+_SIZES = tuple(4096 * 4**power for power in range(8))  # bytes of a rank's message: 4 KiB to 64 MiB
+_SMALL_BYTES = 16384  # messages up to this size show the latency
+_ENOUGH_SECONDS, _ENOUGH_SIZES = 0.1, 4  # no larger message after one that takes so long
+_FEWEST, _MOST, _BUDGET_SECONDS = 3, 9, 0.2  # repetitions of a size, and when to stop before the most
+_MEMORY_BYTES, _MEMORY_REPEATS = 1 << 27, 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of a collective.
+
+    Attributes:
+        nbytes: Bytes of the message of a rank: what the planner calls B.
+        seconds: The median over repetitions of the slowest rank's time.
+        host: The median of the CPU seconds of the rank that took most.
+    """
+
+    nbytes: int
+    seconds: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """Rates of a link, as the planner takes them.
+
+    Attributes:
+        bandwidth: Bytes per second of a node's link, headers included.
+        latency: Seconds of one hop.
+        host_bandwidth: Bytes that a rank sends in a second of its processor; infinity if network cards move them.
+    """
+
+    bandwidth: float
+    latency: float
+    host_bandwidth: float
+
+
+def fit(collective: str, nodes: int, gpus_per_node: int, timings: Sequence[Timing]) -> Link:
+    """Find the rates by which the planner predicts these times.
+
+    Args:
+        collective: A key of :data:`COLLECTIVES`.
+        nodes: Machines. Ranks with a link each count as so many machines.
+        gpus_per_node: Ranks on each machine.
+        timings: Times of at least two sizes, in ascending order; at least one is small.
+
+    Raises:
+        ValueError: If larger messages take no longer.
+    """
+    predict = COLLECTIVES[collective]
+    whole = Cluster(nodes, gpus_per_node, bandwidth=1.0, local_bandwidth=math.inf, latency=0.0)
+    hop = Cluster(nodes, gpus_per_node, bandwidth=math.inf, local_bandwidth=math.inf, latency=1.0)
+    wire = [predict(whole, timing.nbytes).seconds for timing in timings]  # of a link of one byte per second
+    slope = statistics.linear_regression(wire, [timing.seconds for timing in timings]).slope
+    if not 0 < slope < math.inf:
+        raise ValueError(
+            f"in {collective}, {timings[-1].nbytes:,} bytes took {timings[-1].seconds:.3g} s and {timings[0].nbytes:,} "
+            f"bytes {timings[0].seconds:.3g} s, which tells no rate: repeat it, or give --bandwidth and --latency"
+        )
+    hops = predict(hop, 1.0).seconds
+    rest = [
+        (timing.seconds - slope * on_wire) / hops
+        for timing, on_wire in zip(timings, wire, strict=True)
+        if timing.nbytes <= _SMALL_BYTES
+    ]
+    last = timings[-1]
+    host = predict(whole, last.nbytes).sent / last.host if last.host else math.inf
+    return Link(1 / slope, max(0.0, statistics.median(rest)), host)
+
+
+def middle(links: Sequence[Link]) -> Link:
+    """The median rates of several links."""
+    rows = zip(*((link.bandwidth, link.latency, link.host_bandwidth) for link in links), strict=True)
+    return Link(*(statistics.median(row) for row in rows))
+
+
+def measure(channel: Communicator, everyone: Communicator) -> dict[str, list[Timing]]:
+    """Time the collectives, each at several sizes. All ranks call.
+
+    Args:
+        channel: The ranks of which the link is measured.
+        everyone: All ranks: they start together, and agree on times.
+
+    Returns:
+        Times in ascending order of size, by collective, alike on all ranks.
+
+    Raises:
+        RuntimeError: If a rank is gone, or the link fails.
+    """
+    found: dict[str, list[Timing]] = {}
+    for collective in COLLECTIVES:
+        timings = found[collective] = []
+        for size in _SIZES:
+            call, nbytes = _prepared(channel, collective, size)
+            timings.append(Timing(nbytes, *_median_seconds(call, everyone)))
+            if len(timings) >= _ENOUGH_SIZES and timings[-1].seconds > _ENOUGH_SECONDS:
+                break
+    return found
+
+
+def measure_memory(everyone: Communicator) -> float:
+    """Measure the bytes per second that a rank's copies read and write, while all ranks copy. All ranks call."""
+    source = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=everyone.device)
+    target = torch.empty_like(source)
+    seconds = [_together(lambda: target.copy_(source), everyone)[0] for _ in range(_MEMORY_REPEATS + 1)]
+    return 2 * _MEMORY_BYTES / statistics.median(seconds[1:])
+
+
+def slowest(seconds: Sequence[float], everyone: Communicator) -> list[float]:
+    """Return the largest of all ranks' values, one by one. All ranks call."""
+    values = torch.tensor(seconds, dtype=torch.float64, device=everyone.device)
+    everyone.all_reduce(values, op="max").wait()
+    return [float(value) for value in values.tolist()]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what was enqueued."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _prepared(channel: Communicator, collective: str, size: int) -> tuple[Callable[[], Handle], int]:
+    """A collective with a message of about this size, and the bytes of the message."""
+    count, device = channel.world_size, channel.device
+    part = -(-size // (count * FLOAT_BYTES)) * FLOAT_BYTES  # bytes
+    if collective == "all_reduce":
+        floats = torch.zeros(part * count // FLOAT_BYTES, device=device)
+        return lambda: channel.all_reduce(floats), part * count
+    received = torch.empty(part * count, dtype=torch.uint8, device=device)
+    if collective == "all_gather":
+        own = torch.zeros(part, dtype=torch.uint8, device=device)
+        return lambda: channel.all_gather(received, own), part * count
+    sent, splits = torch.zeros_like(received), [part] * count
+    return lambda: channel.all_to_all(received, sent, output_splits=splits, input_splits=splits), part * count
+
+
+def _median_seconds(call: Callable[[], Handle], everyone: Communicator) -> tuple[float, float]:
+    """The median seconds and CPU seconds of a collective, after a first call that sets up connections and memory."""
+    _together(lambda: call().wait(), everyone)
+    times: list[tuple[float, float]] = []
+    while len(times) < _FEWEST or (len(times) < _MOST and sum(seconds for seconds, _ in times) < _BUDGET_SECONDS):
+        times.append(_together(lambda: call().wait(), everyone))
+    seconds, host = (statistics.median(column) for column in zip(*times, strict=True))
+    return seconds, host
+
+
+def _together(action: Callable[[], object], everyone: Communicator) -> tuple[float, float]:
+    """The largest seconds, and CPU seconds, that a rank takes for an action; the agreement on them aligns the ranks.
+
+    CPU seconds are those of a process that moves its messages itself; on an accelerator they are 0.
+    """
+    start, host = time.perf_counter(), time.process_time()
+    action()
+    synchronize(everyone.device)
+    seconds, used = time.perf_counter() - start, time.process_time() - host
+    seconds, used = slowest([seconds, used if everyone.device.type == "cpu" else 0.0], everyone)
+    return seconds, used
