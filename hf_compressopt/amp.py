@@ -31,6 +31,10 @@ class GradScaler(torch.amp.GradScaler):
         for optimizer in self._partitioned or ():
             optimizer._averages.note_scaler(self.get_scale())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the scaler has: it does not know the optimizers."""
+        return {key: value for key, value in super().__getstate__().items() if key != "_partitioned"}
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

@@ -115,6 +115,7 @@ STEP: dict[str, Cell] = {"largest step of any element, in lr": largest_step_cell
 COLUMNS: dict[str, dict[str, Cell]] = {
     "optimizers": {**DIFFERENCE, **MEGABYTES, "rounds": lambda rows, _: values(rows, "rounds"), **SWITCH},
     "state": DIFFERENCE,
+    "zero": {**DIFFERENCE, **MEGABYTES},
     "GPT-2": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "texts": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "fine-tuning": {**DIFFERENCE, **MEGABYTES, **SWITCH},

@@ -72,6 +72,7 @@ class Run:
             gradients that no count has), or not at all ("").
         long: Whether it takes --steps, or --ablation-steps.
         gradients: Messages of an uncompressed optimizer's gradients: "int4", "int8", or "" for full precision.
+        zero: Options of a ZeroOptimizer around an uncompressed optimizer; empty is no ZeRO.
         model: The model.
         text: A key of TOKENIZED_AS.
         bf16: Whether the parameters are bfloat16.
@@ -89,6 +90,7 @@ class Run:
     clip: str = "by the optimizer"
     long: bool = False
     gradients: str = ""
+    zero: dict[str, Any] = field(default_factory=dict)
     model: Model = SMALL
     text: str = "reference"
     bf16: bool = False
@@ -168,6 +170,15 @@ RUNS: dict[str, dict[str, Run]] = {
             for name in PARTNER
             for run in (Run(name, name, FLOAT32, long=True), Run(f"{name}, state=compact", name, COMPACT, long=True))
         )
+    ),
+    "zero": named(
+        Run("AdamW", "AdamW", long=True),
+        Run(
+            "ZeRO-2 and AdamW, int4 both ways",
+            "AdamW",
+            zero={"stage": 2, "grad_compression": "int4", "param_compression": "int4"},
+            long=True,
+        ),
     ),
     "GPT-2": every(", GPT-2", model=GPT2, long=True),
     "texts": {
@@ -291,12 +302,12 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
 
 def partner(run: Run) -> Run | None:
     """The uncompressed run that a compressed one is compared with, of the same length, model and text."""
-    if run.optimizer in UNCOMPRESSED and not run.gradients:
+    if run.optimizer in UNCOMPRESSED and not run.gradients and not run.zero:
         return None
     optimizer = PARTNER.get(run.optimizer, run.optimizer)
     alike = ("model", "tied", "long", "text", "bf16", "pretrained", "steps", "peak_lr")
     for other in ALL_RUNS.values():
-        if other.optimizer == optimizer and not other.gradients:
+        if other.optimizer == optimizer and not other.gradients and not other.zero:
             if all(getattr(other, name) == getattr(run, name) for name in alike):
                 return other
     return None

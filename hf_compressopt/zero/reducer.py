@@ -127,9 +127,9 @@ class GradientReducer:
             ValueError: If they differ, on all ranks.
         """
         if not self._checked:
-            layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype) for g in self.slices]
+            layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype, *g.forms) for g in self.slices]
             self._communicator.require_equal(
-                "trainable parameters, their sizes or dtypes, or bucket size",
+                "trainable parameters, their sizes or dtypes, bucket size or compression",
                 [len(layout), crc32(repr(layout).encode())],
             )
             self._checked = True

@@ -80,6 +80,11 @@ class SliceGradients:
         return self.average[span.offset : span.offset + span.numel]
 
     @property
+    def forms(self) -> tuple[IntegerFormat | None, IntegerFormat | None]:
+        """Forms of the messages of gradients and of parameters; None is full precision."""
+        return None if self.errors is None else self.errors.form, self.param_form
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole message."""
         return self.cut.numel * self.sent_dtype.itemsize

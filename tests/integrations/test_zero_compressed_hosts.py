@@ -102,7 +102,9 @@ def test_accelerate(tmp_path: Path) -> None:
     resumed = run_ranks(2, ask_by_variables, "plugin2", str(tmp_path), True)[0]
     assert equal_params(whole["params"], resumed["params"]) and not equal_params(plain["params"], whole["params"])
     for name, value in plain["params"].items():
-        torch.testing.assert_close(whole["params"][name], value, rtol=0, atol=0.02)
+        assert (
+            float((whole["params"][name] - value).abs().mean()) < 0.005
+        )  # of six steps of Adagrad with a rate of 0.01
     masters, replicas = (stored(tmp_path / "3", kind) for kind in ("master", "replica"))
     model = load_file(tmp_path / "3" / "model.safetensors")
     assert masters and same_as(model, masters) and not same_as(model, replicas)

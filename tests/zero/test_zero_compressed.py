@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.zero.memory import memory_report
 from tests.oracles.simulation_zero import ZeroSimulation
-from tests.support.harness import run_ranks
+from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import Case, Net, bits, different, gradients, loss_of, train_zero
 from tests.zero.test_zero_gradients import Stack, stack_loss
@@ -208,7 +208,7 @@ def test_bytes_and_memory_are_those_of_the_formulas() -> None:
 
 
 def everything_else(rank: int, world_size: int) -> None:
-    """Lamb, ranks that run out of inputs, parameters that thaw, param groups of some ranks, copies."""
+    """Lamb, ranks that run out of inputs, parameters that thaw, and copies."""
     _, lamb = (pair := train_zero(rank, Case("lamb", {**INT4, "reduce_bucket_size": 700}, groups=True)))
     assert same_on_all_ranks(pair[0].parameters()) and lamb.steps == 3
 
@@ -238,22 +238,33 @@ def everything_else(rank: int, world_size: int) -> None:
     assert same_on_all_ranks(model.parameters())
     assert not torch.equal(model.frozen.weight, twin.frozen.weight)
 
-    pair = dist.new_group([0, 1])
+
+def experts(rank: int, world_size: int) -> None:
+    """Ranks 0 and 2 share one expert, 1 and 3 another; all share the rest."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(0)
-    dense, expert = nn.Parameter(torch.randn(40, 9)), nn.Parameter(torch.randn(30, 9))
-    groups: list[dict[str, Any]] = [{"params": [dense]}]
-    if rank < 2:
-        groups.append({"params": [expert], "process_group": pair})
-    else:
-        groups.append({"params": [expert], "process_group": dist.new_group([2], use_local_synchronization=True)})
+    dense, expert = nn.Parameter(torch.randn(40, 9)), nn.Parameter(torch.randn(30, 9) + rank % 2)
+    groups = [{"params": [dense]}, {"params": [expert], "process_group": pairs[rank % 2]}]
     optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.01, **INT4)
     start = expert.detach().clone()
     for _ in range(3):
         ((rank + 1) * dense.square().sum() + expert.sum() * (rank + 1)).backward()
         optimizer.step()
-    mean = 1.5 if rank < 2 else 3.0
-    torch.testing.assert_close(optimizer.get_full_param(expert), start - 0.03 * mean, rtol=0, atol=1e-3)
-    assert same_on_all_ranks([dense]) and optimizer.partition.has_replicas
+    torch.testing.assert_close(optimizer.get_full_param(expert), start - 0.03 * (2.0 + rank % 2), rtol=0, atol=1e-3)
+    assert same_on_all_ranks([dense]) and not same_on_all_ranks([expert])
+
+
+def different_options(rank: int, world_size: int) -> None:
+    option = {"grad_compression": "int4"} if rank else {"param_compression": "int4"}
+    optimizer = ZeroOptimizer([dense := nn.Parameter(torch.ones(8, 8))], torch.optim.SGD, lr=0.1, **option)
+    dense.sum().backward()
+    optimizer.step()
+
+
+def test_groups_of_some_ranks_and_ranks_that_differ() -> None:
+    run_ranks(4, experts)
+    errors = run_ranks_expecting_error(2, different_options)
+    assert all("bucket size or compression" in error for error in errors.values()), errors
 
 
 def test_what_zero_can_it_can_with_small_messages() -> None:

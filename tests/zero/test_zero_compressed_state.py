@@ -74,16 +74,18 @@ def test_another_number_of_ranks_goes_on_from_the_same_masters_and_parameters(tm
     plan = [(2, {"reduce_bucket_size": 600}), (3, {"reduce_bucket_size": 900, "stage": 1}), (2, {}), (1, {})]
     folders = ["", *(str(tmp_path / str(number)) for number in range(len(plan)))]
     saved: list[Any] = []
-    for (world_size, options), load, save in zip(plan, folders, folders[1:], strict=True):
+    for (world_size, options), load, save in zip(plan, folders[:-1], folders[1:], strict=True):
         results = run_ranks(world_size, continue_from, options, load, save)
-        for (loaded, _), _ in zip(results, range(world_size), strict=True) if load else ():
+        for loaded, _ in results if load else ():
             replicas, masters, errors = loaded
             assert list(different(saved[0][1], masters)) == []
             if world_size > 1:
                 assert list(different(saved[0][0], replicas)) == [] != list(different(masters, replicas))
-                for error, *old in zip(errors, *(row[2] for row in saved), strict=True):
-                    mean = torch.stack(old).mean(0)
-                    assert (error - mean).abs().max() <= 1.01 * max(1e-30, float(mean.abs().max())) / 254
+                means = [torch.stack(old).mean(0) for old in zip(*(row[2] for row in saved), strict=True)]
+                largest = max(float(mean.abs().max()) for mean in means)
+                assert largest > 0
+                for error, mean in zip(errors, means, strict=True):  # rounded to 8 bits once more, in other blocks
+                    assert (error - mean).abs().max() <= largest / 250
             else:
                 assert errors == [] and list(different(masters, replicas)) == []
         saved = [result for _, result in results]
