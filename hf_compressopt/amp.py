@@ -8,6 +8,7 @@ optimizer keeps its gradients to itself: torch's scaler would find none.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,11 +23,25 @@ class GradScaler(torch.amp.GradScaler):
     For any other optimizer it is torch's. Arguments are those of :class:`torch.amp.GradScaler`.
     """
 
+    _partitioned: WeakSet[ZeroOptimizer] | None = None  # that divide the scale out of errors; hosts call no __init__
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale as torch does, and tell it to the optimizers that keep errors of gradients."""
+        super().update(new_scale)
+        for optimizer in self._partitioned or ():
+            optimizer._averages.note_scaler(self.get_scale())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the scaler has: it does not know the optimizers."""
+        return {key: value for key, value in super().__getstate__().items() if key != "_partitioned"}
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         inner = innermost(optimizer)
         if isinstance(inner, ZeroOptimizer):
+            if inner.config.grad_compression != "none":
+                self._partitioned = WeakSet([inner, *(self._partitioned or ())])
             return {found_inf.device: torch.full_like(found_inf, float(inner.unscale_(float(inv_scale))))}
         if isinstance(inner, CompressedOptimizer):
             inner.early_messages.note_loss_scale(1.0 / float(inv_scale))

@@ -117,6 +117,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "state": DIFFERENCE,
     "rivals": {**DIFFERENCE, **MEGABYTES},
     "rivals, rates": LOSS,
+    "zero": {**DIFFERENCE, **MEGABYTES},
     "GPT-2": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "texts": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "fine-tuning": {**DIFFERENCE, **MEGABYTES, **SWITCH},

@@ -85,6 +85,7 @@ class Run:
         gradients: Messages of an uncompressed optimizer's gradients: "int4", "int8", or "" for full precision.
         rival: A key of rivals.RIVALS, a method around AdamW, or "".
         rival_options: Its options.
+        zero: Options of a ZeroOptimizer around an uncompressed optimizer; empty is no ZeRO.
         model: The model.
         text: A key of TOKENIZED_AS.
         bf16: Whether the parameters are bfloat16.
@@ -104,6 +105,7 @@ class Run:
     gradients: str = ""
     rival: str = ""
     rival_options: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
     model: Model = SMALL
     text: str = "reference"
     bf16: bool = False
@@ -207,6 +209,15 @@ RUNS: dict[str, dict[str, Run]] = {
         Run("AdamW, int4 gradients", "AdamW", gradients="int4", long=True),
         Run("OnebitAdam, state=compact", "OnebitAdam", COMPACT, long=True),
         *(Run(name, name, {}, long=True) for name in ("ZeroOneAdam", "OnebitLamb")),
+    ),
+    "zero": named(
+        Run("AdamW", "AdamW", long=True),
+        Run(
+            "ZeRO-2 and AdamW, int4 both ways",
+            "AdamW",
+            zero={"stage": 2, "grad_compression": "int4", "param_compression": "int4"},
+            long=True,
+        ),
     ),
     "GPT-2": every(", GPT-2", model=GPT2, long=True),
     "texts": {
@@ -346,14 +357,14 @@ def jobs(arguments: argparse.Namespace) -> list[Job]:
 
 def partner(run: Run) -> Run | None:
     """The uncompressed run that a compressed one is compared with, of the same length, model and text."""
-    if run.optimizer in ("AdamW", "Lamb") and not run.gradients and not run.rival:
+    if run.optimizer in ("AdamW", "Lamb") and not (run.gradients or run.rival or run.zero):
         return None
     optimizer = PARTNER.get(run.optimizer, run.optimizer)
     if optimizer in ("DeMo", "SignSGD"):  # at a rate of their own
         return RUNS["optimizers"]["AdamW"] if run.long and run.steps is None else None
     alike = ("model", "tied", "long", "text", "bf16", "pretrained", "steps", "peak_lr")
     for other in ALL_RUNS.values():
-        if other.optimizer == optimizer and not other.gradients and not other.rival:
+        if other.optimizer == optimizer and not (other.gradients or other.rival or other.zero):
             if all(getattr(other, name) == getattr(run, name) for name in alike):
                 return other
     return None

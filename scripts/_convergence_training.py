@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,9 @@ def make_optimizer(job: Job, model: torch.nn.Module, communicator: Communicator)
     import hf_compressopt
 
     run, groups = job.run, param_groups(model)
+    if run.zero:
+        wrapped = torch.optim.AdamW if run.optimizer == "AdamW" else hf_compressopt.Lamb
+        return hf_compressopt.ZeroOptimizer(groups, wrapped, lr=run.peak_lr, communicator=communicator, **run.zero)
     if run.optimizer == "AdamW":
         return torch.optim.AdamW(groups, lr=run.peak_lr)
     if run.optimizer == "Lamb":
@@ -151,7 +154,7 @@ def clip(run: Run, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], o
         flat = torch.cat([p.grad.reshape(-1) for p in params]).mul_(1 / others.world_size)
         others.all_reduce(flat).wait()
         torch._foreach_mul_([p.grad for p in params], min(1.0, MAX_GRAD_NORM / (float(flat.norm()) + 1e-6)))
-    elif run.clip and run.optimizer in UNCOMPRESSED:
+    elif run.clip and run.optimizer in UNCOMPRESSED and not run.zero:
         torch.nn.utils.clip_grad_norm_(params, MAX_GRAD_NORM)
     elif run.clip:
         optimizer.clip_grad_norm_(MAX_GRAD_NORM)
@@ -170,6 +173,13 @@ def evaluate(model: torch.nn.Module, examples: Examples, communicator: Communica
     communicator.all_reduce(sums).wait()
     model.train()
     return float(sums[0] / sums[1])
+
+
+def saved_parameters(run: Run, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Inside, the parameters are those that a saved model has."""
+    if run.zero:
+        return optimizer.masters_in_parameters()
+    return nullcontext() if run.optimizer in UNCOMPRESSED else optimizer.averaged_parameters()
 
 
 def finite(value: float) -> float | None:
@@ -197,7 +207,9 @@ def train(job: Job, make_communicator: Callable[[], Communicator], texts: Texts)
         loss = loss_of(model, batch)
         loss.backward()
         loss_sum, loss_steps = loss_sum + loss.detach(), loss_steps + 1
-        if state is not None:
+        if run.zero:
+            optimizer.finish_gradients()  # sent while backward ran
+        elif state is not None:
             state.average_gradients()
         elif rival is not None:
             rival.gradients()
@@ -224,7 +236,7 @@ def train(job: Job, make_communicator: Callable[[], Communicator], texts: Texts)
         scheduler.step()
         optimizer.zero_grad()
         if step % interval == 0 or step == job.steps:
-            with nullcontext() if plain else optimizer.averaged_parameters():
+            with saved_parameters(run, optimizer):
                 eval_loss = evaluate(model, text["validation"], others)
             others.all_reduce(loss_sum).wait()
             train_loss, sent = float(loss_sum) / loss_steps / ours.world_size, ours.traffic.total_bytes

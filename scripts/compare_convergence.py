@@ -33,18 +33,22 @@ def run_all(todo: Sequence[Job], rows_file: Path, *, threads: bool) -> None:
     """Run the jobs, each of which appends its row."""
     texts = prepare_texts(job.run for job in todo)
     prepare_start(todo)
-    pools: dict[int, Ranks] = {}
+    pools: dict[tuple[int, bool], Ranks] = {}
     done_steps, start = 0.0, time.monotonic()
     all_steps = sum(job.steps * job.world_size**0.5 for job in todo)  # more ranks cost more, if not as many times
     at_once = True
     with tempfile.TemporaryDirectory() as directory:
         try:
             for number, job in enumerate(todo, start=1):
-                if job.world_size not in pools:
-                    pools[job.world_size] = (
-                        Threads(job.world_size, texts) if threads else Processes(job.world_size, texts, directory)
+                place = (
+                    job.world_size,
+                    threads and not job.run.zero,
+                )  # of a process's ZeroOptimizers one sends at a time
+                if place not in pools:
+                    pools[place] = (
+                        Threads(job.world_size, texts) if place[1] else Processes(job.world_size, texts, directory)
                     )
-                row = pools[job.world_size].run(job)
+                row = pools[place].run(job)
                 with rows_file.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 done_steps += job.steps * job.world_size**0.5

@@ -17,6 +17,8 @@ from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
 
 #: Kind of the float32 copy of a 16-bit parameter.
 MASTER = "master"
+#: Kind of a parameter that lags behind its master.
+REPLICA = "replica"
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -121,11 +123,12 @@ def check_keys(state: Mapping[Any, Any], optimizer: str) -> None:
         ValueError: For a key that would be read as something else.
     """
     for key in state:
-        if not isinstance(key, str) or "/" in key or key == MASTER or TensorKey.parse(key).per is not Per.ELEMENT:
+        named = isinstance(key, str) and "/" not in key and key not in (MASTER, REPLICA)
+        if not named or TensorKey.parse(key).per is not Per.ELEMENT:
             raise ValueError(
                 f"the state {key!r} of {optimizer} cannot be saved by this name: a key must be a string without '/', "
-                f"other than {MASTER!r}, that does not begin with {Per.SCALAR.value!r} or {Per.NUMBER.value!r}; rename "
-                "it in the optimizer"
+                f"other than {MASTER!r} and {REPLICA!r}, that does not begin with {Per.SCALAR.value!r} or "
+                f"{Per.NUMBER.value!r}; rename it in the optimizer"
             )
 
 

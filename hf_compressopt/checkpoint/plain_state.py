@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.checkpointable import (
     MASTER,
+    REPLICA,
     LoadPlan,
     check_keys,
     keys_by_parameter,
@@ -22,7 +23,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.format.index import TensorEntry
-from hf_compressopt.format.record import Per, StateTensor, TensorKey
+from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
 from hf_compressopt.optim.options import check_count, check_names, check_plain, group_from_plain, plain_group
 from hf_compressopt.zero.state_dict import FUNCTIONAL
 
@@ -140,6 +141,11 @@ class PlainState:
         for (number, _, param, _), name in zip(self._params(), chain.from_iterable(names), strict=True):
             for key in of_parameter.get(name, []):
                 entry = entries[str(key)]
+                if key.kind == REPLICA:
+                    continue
+                if key.kind == MASTER and entry.dtype == dtype_name(param) and entry.shape == tuple(param.shape):
+                    yield number, key, param.detach()  # the parameter lagged behind it
+                    continue
                 if key.kind == MASTER:
                     raise ValueError(f"it has a master copy of {name}, which an optimizer without ZeRO does not use")
                 if entry.shape != tuple(param.shape) and key.per is Per.ELEMENT:
@@ -152,6 +158,8 @@ class PlainState:
         packed = self._optimizer.state_dict()
         state: dict[int, dict[str, Any]] = {}
         for number, key, value in rows:
+            if key.kind == MASTER:
+                continue
             state.setdefault(number, {})[key.kind] = value.item() if key.per is Per.NUMBER else value
         for mine, saved in zip(packed["param_groups"], groups, strict=True):
             for name, value in saved.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.checkpointable import (
     MASTER,
+    REPLICA,
     LoadPlan,
     check_keys,
     keys_by_parameter,
@@ -17,12 +18,15 @@ from hf_compressopt.checkpoint.checkpointable import (
     value_of_parameter,
 )
 from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.checkpoint.zero_errors import error_tensors, take_errors, wanted_errors
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
 from hf_compressopt.optim.options import check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
 from hf_compressopt.zero.state_dict import check_header, header_of, load_groups, load_header, set_state
+from hf_compressopt.zero.transport import write_span
+from hf_compressopt.zero.update import share_parts
 
 
 class _Staged(NamedTuple):
@@ -66,7 +70,8 @@ class PartitionedState:
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """See the protocol; tensors with a value per element share memory with the optimizer."""
         optimizer, called = self._optimizer, self._qualified(names)
-        tensors: list[StateTensor] = []
+        optimizer.partition.require_replicas("save_state()")
+        tensors = list(error_tensors(optimizer.partition, called))
         singles: dict[TensorKey, str] = {}
         for bucket, part in optimizer.partition.parts():
             state = bucket.state_of(part)
@@ -75,6 +80,8 @@ class PartitionedState:
             whole = {key: state[key] for key in element_state(state, part)}
             if not part.direct:
                 whole[MASTER] = part.tensor
+            if part.is_ahead:
+                whole[REPLICA] = part.replica_in(optimizer.partition.tensors[part.param])
             for kind, value in whole.items():
                 tensors.append(StateTensor.of(TensorKey(kind, name), value, shape, part.span.start))
             for kind, value in state.items():  # a value per parameter is beside every part of it
@@ -126,8 +133,16 @@ class PartitionedState:
         for row, tensor in self._wanted(names, header, entries):
             staged.append(row)
             wanted.append(tensor)
+        ranks = int(header.values["world_size"])
+        errors = wanted_errors(optimizer.partition, self._qualified(names), entries, ranks)
         groups = [group_from_plain(values) for values in saved]
-        return LoadPlan(wanted, lambda: self._commit(staged, header, groups))
+
+        def commit() -> None:
+            take_errors(optimizer.partition, errors)
+            self._commit(staged, header, groups)
+            self._settle_parameters(staged, {key.kind for keys in keys_by_parameter(entries).values() for key in keys})
+
+        return LoadPlan([*wanted, *errors.values()], commit)
 
     def _wanted(
         self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]
@@ -143,6 +158,8 @@ class PartitionedState:
             keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
             if part.tensor.dtype != param.dtype and master not in keys and header.is_partitioned:
                 keys = [*keys, master]  # its absence is an error; an ordinary optimizer has none to save
+            if not part.is_ahead:
+                keys = [key for key in keys if key.kind != REPLICA]
             for key in keys:
                 entry = entries.get(str(key)) or TensorEntry(dtype_name(part.tensor), tuple(param.shape), ())
                 shape, start = entry.shape, 0
@@ -166,6 +183,8 @@ class PartitionedState:
         for _, part, key, local in staged:
             if key.kind == MASTER:
                 part.tensor.copy_(local)
+            elif key.kind == REPLICA:
+                continue
             elif key.per is Per.NUMBER:
                 states[id(part)][key.kind] = local.item()
             elif key.per is Per.ELEMENT and not part.direct and not header.is_partitioned:
@@ -176,6 +195,28 @@ class PartitionedState:
             set_state(optimizer, bucket, part, states[id(part)])
         load_groups(optimizer.param_groups, groups)
         load_header(optimizer, header.values)
+
+    def _settle_parameters(self, staged: Sequence[_Staged], kinds: set[str]) -> None:
+        """Give all ranks the parameters that belong to the masters of a checkpoint with these kinds of tensors.
+
+        They are the replicas, if there are some and this optimizer has replicas, else what the masters round to.
+        Without ``param_compression`` on both sides the host loads the parameters.
+        """
+        partition = self._optimizer.partition
+        direct = MASTER in kinds and any(row.part.direct and row.key.kind == MASTER for row in staged)
+        if MASTER not in kinds or not (
+            partition.has_replicas or REPLICA in kinds or any(self.communicator.all_gather_object(direct))
+        ):
+            return
+        for _, part in partition.parts():
+            part.write_back(partition.tensors[part.param])
+        for _, part, key, local in staged:
+            if key.kind == REPLICA:
+                write_span(partition.tensors[part.param], part.span.start, part.span.stop, local)
+        share_parts(partition)
+        for _, part in partition.parts():
+            if part.is_ahead:
+                part.note_replica(partition.tensors[part.param])
 
 
 def not_alike(key: object) -> str:

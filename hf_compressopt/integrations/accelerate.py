@@ -314,7 +314,7 @@ def attach(
     if "_compressopt" in vars(accelerator):
         if plugin is not None:
             accelerator._compressopt.plugin = plugin
-            accelerator._compressopt.grad_compression = plugin.grad_compression
+            accelerator._compressopt.grad_compression = plugin.ddp_compression
         return cast("CompressOptAccelerator", accelerator)
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
@@ -333,7 +333,7 @@ def _make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None, annou
         accelerator.__class__ = CompressOptAccelerator
     elif not issubclass(cls, CompressOptAccelerator):
         accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
-    compression = "none" if plugin is None else plugin.grad_compression
+    compression = "none" if plugin is None else plugin.ddp_compression
     accelerator._compressopt = Attachment(plugin, announce, grad_compression=compression)
     accelerator.register_save_state_pre_hook(accelerator._save_shards)
     accelerator.register_load_state_pre_hook(accelerator._load_shards)

@@ -83,10 +83,15 @@ class OwnsGradients(SavesShards, Protocol):
 
     stage: int
     loss_scale: Any
+    partition: Any
 
     def detach(self) -> None: ...  # noqa: D102
 
     def no_sync(self) -> AbstractContextManager[None]: ...  # noqa: D102
+
+    def masters_in_parameters(self) -> AbstractContextManager[None]: ...  # noqa: D102
+
+    def settle_parameters(self) -> None: ...  # noqa: D102
 
 
 def saves_shards(optimizer: object) -> TypeGuard[SavesShards]:

@@ -30,6 +30,7 @@ _TRAINER_FLAGS = {
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _ASYNC_SAVE: Options = {"async_save": ((bool,), False)}
 _ZERO_STAGE: Options = {"zero_stage": ((int,), 0)}
+_COMPRESSIONS = ("grad_compression", "param_compression")
 
 
 @dataclass
@@ -40,7 +41,8 @@ class OptimArgs:
         optimizer: Options of an optimizer of this package.
         zero: Options of ZeroOptimizer, with ``stage``; empty without ZeRO.
         async_save: True to write checkpoints in the background.
-        grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given.
+        grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given. Under
+            ZeRO it is in ``zero``.
         others: The rest of the text, for Trainer's own optimizer.
     """
 
@@ -63,7 +65,7 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
             twice, or text that is no list of name=value. The message lists what is legal.
     """
     ours = name in OPTIMIZERS or name in ZERO_NAMES
-    if not ours and not any(option in (text or "") for option in ("zero_stage", "async_save", "grad_compression")):
+    if not ours and not any(option in (text or "") for option in ("zero_stage", "async_save", *_COMPRESSIONS)):
         return OptimArgs(others=text or "")
     pairs = _pairs(text)
     stage = _take_stage(name, pairs)
@@ -72,6 +74,8 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         async_save=_take_async_save(name, pairs, stage),
         grad_compression=_take_grad_compression(name, pairs, stage),
     )
+    if not ours:
+        check_param_compression(pairs.get("param_compression", "none"), stage)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
     for key, value in pairs.items():
@@ -113,9 +117,11 @@ def _take_async_save(name: str, pairs: dict[str, str], stage: int | None) -> boo
 
 def _take_grad_compression(name: str, pairs: dict[str, str], stage: int | None) -> str:
     """The value of ``grad_compression``, which is an option of the host; "" if it is not given."""
+    if stage is not None:
+        return ""  # ZeroOptimizer has an option of that name
     value = pairs.pop("grad_compression", "")
     if value:
-        check_grad_compression(value, name if name in ALGORITHMS else "ZeRO" if stage is not None else "")
+        check_grad_compression(value, name if name in ALGORITHMS else "")
     return value
 
 
@@ -135,6 +141,21 @@ def check_grad_compression(value: str, other: str) -> None:
         raise ValueError(
             f"grad_compression={value} is for ordinary optimizers, such as adamw_torch: {other} sends gradients in a "
             "way of its own. Leave grad_compression out, or choose an ordinary optimizer"
+        )
+
+
+def check_param_compression(value: str, stage: int | None) -> None:
+    """Check a value of ``param_compression``.
+
+    Raises:
+        ValueError: For an unknown value, and for compression without ZeRO.
+    """
+    if value not in (*FORMATS, "none"):
+        raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
+    if value != "none" and not stage:
+        raise ValueError(
+            f"param_compression={value} is an option of ZeRO, under which ranks send parameters: give zero_stage=1 or "
+            "2, or leave it out"
         )
 
 

@@ -12,7 +12,12 @@ import torch
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.capabilities import saves_shards
-from hf_compressopt.integrations.optim_args import check_grad_compression, parse_value, text_options
+from hf_compressopt.integrations.optim_args import (
+    check_grad_compression,
+    check_param_compression,
+    parse_value,
+    text_options,
+)
 from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
 from hf_compressopt.optim.options import MAX_UPDATE
 
@@ -58,7 +63,9 @@ class CompressOptPlugin:
             that of a learning-rate scheduler given to ``prepare``.
         warmup_bits: Bits per element of the averaged gradients of the first stage: 4, 8, 16 or 32.
         grad_compression: "int4" or "int8": average the gradients of ordinary optimizers by messages of 4 or 8 bits per
-            element. Not supported with the optimizers above or with zero_stage, so ``optimizer`` is "none" then.
+            element. Not supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is
+            ZeroOptimizer's option.
+        param_compression: "int4" or "int8", with zero_stage: give the updated parameters to all ranks by such messages.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
         scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
         variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
@@ -94,6 +101,7 @@ class CompressOptPlugin:
     total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
     warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 4, int))
     state: str | None = field(default_factory=_from_env("STATE", None, str, type(None)))
+    param_compression: str = field(default_factory=_from_env("PARAM_COMPRESSION", "none", str))
 
     def __post_init__(self) -> None:
         """Check the names and the schedule; the optimizer checks the other options."""
@@ -107,8 +115,8 @@ class CompressOptPlugin:
             raise ValueError(f"freeze_step must be an int >= 1, or 'auto', got {self.freeze_step!r}")
         if self.total_steps is not None and not _is_count(self.total_steps):
             raise ValueError(f"total_steps must be an int >= 1, or None, got {self.total_steps!r}")
-        other = "ZeRO" if self.zero_stage else "" if self.optimizer == "none" else self.optimizer
-        check_grad_compression(self.grad_compression, other)
+        check_grad_compression(self.grad_compression, "" if self.optimizer == "none" else self.optimizer)
+        check_param_compression(self.param_compression, self.zero_stage)
         if self.zero_stage and self.optimizer != "none":
             refuse_zero_stage(self.optimizer, self.zero_stage)
 
@@ -133,9 +141,8 @@ class CompressOptPlugin:
             ValueError: If the optimizer has taken steps, or Adam has a weight decay (its L2 is not decoupled).
         """
         if self.zero_stage:
-            return partitioned(
-                optimizer, self.zero_stage, bucket_cap_mb=self.bucket_cap_mb, communicator=self.communicator
-            )
+            names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression")
+            return partitioned(optimizer, self.zero_stage, **{name: getattr(self, name) for name in names})
         if self.optimizer == "none" or not _is_plain_adam(optimizer):
             return optimizer
         self._check_replaceable(optimizer)
@@ -150,6 +157,11 @@ class CompressOptPlugin:
         if self.freeze_step == AUTO:
             made.defer_schedule([])
         return made
+
+    @property
+    def ddp_compression(self) -> str:
+        """The compression of gradients that DDP averages; "none" under ZeRO, which averages them itself."""
+        return "none" if self.zero_stage else self.grad_compression
 
     def common_options(self) -> dict[str, Any]:
         """The fields that a compressed optimizer takes as they are."""

@@ -55,12 +55,17 @@ class SavingAccelerator(Accelerator):  # type: ignore[misc]
         """Return the model's state dict as Accelerate does; inside a local interval of 0/1 Adam, that of the last sync.
 
         Between two syncs every rank has parameters of its own. Those of the last sync are the same on all ranks, and
-        reading them needs no communication, so that one rank alone may call this and ``save_model``.
+        reading them needs no communication, so that one rank alone may call this and ``save_model``. With a
+        ZeroOptimizer's ``param_compression`` the state dict has the masters, which the ranks share: all ranks call.
         """
         params = {id(p) for p in model.parameters()}
         with ExitStack() as stack:
             owners = [o for o in self.compressed_optimizers() if capabilities.shares(o.trainable_parameters, params)]
             apart = any(owner.ranks_are_apart for owner in owners)
+            for optimizer in self.partitioned_optimizers():
+                if optimizer.partition.has_replicas and capabilities.shares(optimizer.trainable_parameters, params):
+                    stack.enter_context(optimizer.masters_in_parameters())
+                    apart = True
             for owner in owners:
                 stack.enter_context(owner.synced_parameters())
             state = super().get_state_dict(model, unwrap)

@@ -22,7 +22,7 @@ from hf_compressopt.checkpoint.io import (
 from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.grad_compression import GradientCompression
-from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
+from hf_compressopt.integrations.capabilities import follows_plan, owns_gradients, saves_shards
 from hf_compressopt.integrations.ddp_models import without_compile
 from hf_compressopt.integrations.log import prefix_of
 
@@ -69,6 +69,8 @@ def load_shards(
             continue  # the state dict in the folder must be a whole one
         load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
         loading.enter_context(state_is_loaded(optimizer))
+        if owns_gradients(optimizer):
+            loading.callback(optimizer.partition.replicas_restorer())  # the model's file has the masters' values
         if follows_plan(optimizer):
             loading.callback(optimizer.own_parameters_restorer())  # the host loads one model into all ranks next
 

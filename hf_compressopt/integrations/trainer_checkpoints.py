@@ -15,7 +15,7 @@ from transformers import Trainer, trainer, trainer_utils
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.background import wait_for_saves
-from hf_compressopt.integrations.capabilities import follows_plan, saves_shards
+from hf_compressopt.integrations.capabilities import follows_plan, owns_gradients, saves_shards
 from hf_compressopt.integrations.optim_args import read_optim_args
 from hf_compressopt.integrations.patching import wrap
 from hf_compressopt.integrations.shards import anyone, load_compressions, parameter_names, save_compressions
@@ -175,13 +175,14 @@ def _with_averaged_parameters(original: Callable[..., Any], self: Trainer, *args
 
 
 def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    """Save one set of parameters: in a checkpoint the average, else those of the last sync.
+    """Save one set of parameters: in a checkpoint the average or the masters, else those of the last sync.
 
     A checkpoint is saved by all ranks. Anything else may be saved by rank 0 alone, which cannot average.
     """
     inner = innermost(self.optimizer)
     if getattr(getattr(self.accelerator, "_compressopt", None), "in_checkpoint", False):
-        result = _with_averaged_parameters(original, self, *args, **kwargs)
+        with inner.masters_in_parameters() if owns_gradients(inner) else nullcontext():
+            result = _with_averaged_parameters(original, self, *args, **kwargs)
         if saves_shards(inner):
             # Each rank now looks whether the folder of the best checkpoint exists, which rank 0 makes. Transformers
             # before 4.57 did not wait for it: a rank that saw none missed the barrier of load_best_model_at_end.

@@ -72,7 +72,7 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
         """Leave the same parameters on all ranks: later code may run on one rank only."""
         wait_for_saves()
         inner = innermost(optimizer)
-        if follows_plan(inner):
+        if follows_plan(inner) or owns_gradients(inner):
             inner.settle_parameters()
 
 

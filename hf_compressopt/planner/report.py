@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,18 +43,18 @@ def memory_rows(
     A compressed optimizer has a row for each form of its state: see :func:`compressed_states`. Its messages in flight
     are left out: they have 1/32 of the buckets' bytes.
     """
-    estimates = {
-        name: estimate_zero_memory(
-            params,
-            world_size,
-            stage,
-            dtype=dtype,
-            states_per_parameter=states_per_parameter,
-            bucket_cap_mb=bucket_cap_mb,
-        )
-        for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))
-    }
+    estimate = partial(
+        estimate_zero_memory,
+        params,
+        world_size,
+        dtype=dtype,
+        states_per_parameter=states_per_parameter,
+        bucket_cap_mb=bucket_cap_mb,
+    )
+    estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
     if world_size > 1:
+        small = estimate(2, grad_compression="int4", param_compression="int4")
+        estimates["zero2_adamw, int4"] = replace(small, states=small.states + small.errors, errors=0)
         full = estimates["no ZeRO"]
         errors = error_bytes(params, world_size)
         estimates["grad_compression"] = replace(full, states=full.states + errors)

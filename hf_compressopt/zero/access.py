@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hf_compressopt.zero.config import ZeroConfig, require_accelerator
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
 from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
 from hf_compressopt.zero.transport import in_host_memory, write_span
+from hf_compressopt.zero.update import share_masters
 
 Mine = Sequence[tuple[UpdateBucket, Part]]  # this rank's parts of one parameter
 
@@ -30,6 +32,7 @@ class AccessByParameter:
     """
 
     config: ZeroConfig
+    param_groups: list[dict[str, Any]]
     partition: PartitionedParameters
     _averages: GradientAverages
     _states_are_away: bool
@@ -37,6 +40,19 @@ class AccessByParameter:
     @abstractmethod
     def finish_gradients(self) -> Tensor:
         """Send the rest of the gradients, and agree on the norm."""
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """List names of the trainable parameters, per group: ``names`` in their order, or torch's param_names.
+
+        Raises:
+            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        """
+        return self.partition.names_by_group(names, len(self.param_groups))
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """The parameters that are partitioned, in the order of the param groups."""
+        return [self.partition.tensors[number] for number in self.partition.in_order()]
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -73,11 +89,45 @@ class AccessByParameter:
 
     @torch.no_grad()
     def set_local_param(self, which: Tensor | str, value: Tensor) -> None:
-        """Set this rank's elements [n] of the parameter; other ranks get them in the next step."""
+        """Set this rank's elements [n] of the parameter; other ranks get them in the next step.
+
+        With ``param_compression`` the next steps bring them to all ranks alike, this one too.
+        """
         known, mine = self._find(which)
         for _, part, values in _split(known, mine, value):
+            if part.is_ahead:
+                part.follow(known.tensor)
+                part.tensor.copy_(values)
+                continue
             part.tensor.copy_(values)
             write_span(known.tensor, part.span.start, part.span.stop, values)
+
+    @contextmanager
+    def masters_in_parameters(self) -> Iterator[None]:
+        """Inside, the parameters are what their masters round to, as a saved model should have them. All ranks call.
+
+        With ``param_compression`` the parameters that a model computes with lag behind the masters by less than a step.
+        At the end they are as before, bit for bit, whatever was written inside. They are copied for that time. Without
+        ``param_compression`` nothing happens.
+        """
+        if not self.partition.has_replicas or self.partition.holds_masters:
+            yield
+            return
+        self.partition.follow()
+        restore = self.partition.replicas_restorer()
+        self.partition.holds_masters = True
+        try:
+            share_masters(self.partition)
+            yield
+        finally:
+            restore()
+            self.partition.holds_masters = False
+
+    def settle_parameters(self) -> None:
+        """Make the parameters what their masters round to, for good: later code may run on one rank. All ranks call."""
+        if self.partition.has_replicas:
+            self.partition.follow()
+            share_masters(self.partition)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

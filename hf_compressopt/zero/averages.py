@@ -63,6 +63,18 @@ class GradientAverages:
         if math.isfinite(factor) and factor < 1.0:
             self.factor *= factor
 
+    def unscale(self, inverse_scale: float) -> None:
+        """Take a gradient scaler's factor out of the averages when they are used, and its part in the errors now."""
+        self.factor *= inverse_scale
+        self.note_scaler(1.0 / inverse_scale)
+
+    def note_scaler(self, scale: float) -> None:
+        """Note a gradient scaler's factor, of these gradients or of the coming ones."""
+        before, self._loss_scale.of_scaler = self._loss_scale.of_scaler, scale
+        for gradients in self._reducer.slices:
+            if gradients.errors is not None and before != scale:
+                gradients.errors.rescale(before / scale)  # they were made with the other factor
+
     def was_set(self, number: int) -> None:
         """Note that a user has set a parameter's average, so that the norm is another one."""
         self._reducer.present[number] = True

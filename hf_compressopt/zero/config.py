@@ -10,6 +10,8 @@ import torch
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import bucket_numel_of
+from hf_compressopt.grad_compression import FORMATS
+from hf_compressopt.kernels import IntegerFormat
 from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
 from hf_compressopt.zero.loss_scale import LossScale
 from hf_compressopt.zero.transport import Precision
@@ -58,6 +60,10 @@ class ZeroConfig:
         state_dtype: dtype of element-wise state between steps; None is the master's.
         offload_optimizer: Keep masters, states and gradients in page-locked host memory, and update on the CPU.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
+        grad_compression: "int4" or "int8": send gradients in messages of 4 or 8 bits per element, with error feedback.
+            "none" is full precision, as are parameters of one dimension always.
+        param_compression: "int4" or "int8": give the updated parameters to all ranks in messages of 4 or 8 bits per
+            element: what the float32 masters, which each rank keeps of its part, are ahead of them.
 
     Raises:
         ValueError: For an option outside its range.
@@ -86,6 +92,8 @@ class ZeroConfig:
     state_dtype: torch.dtype | str | None = None
     offload_optimizer: bool | str | None = False
     comm_backend_name: str | None = None
+    grad_compression: str = "none"
+    param_compression: str = "none"
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -100,6 +108,7 @@ class ZeroConfig:
         check_at_least("clip_grad", self.clip_grad, 0)
         self._check_sizes()
         self._check_predivision()
+        self._check_compression()
         _ = self.precision, self.master, self.kept_state, self.transport  # each checks the options that it reads
         self.make_loss_scale()
         if self.offload_optimizer not in (False, None, True, "cpu", "none"):
@@ -128,6 +137,32 @@ class ZeroConfig:
             )
         if factor == 0:
             raise ValueError("gradient_predivide_factor must be > 0, got 0")
+
+    def _check_compression(self) -> None:
+        for name in ("grad_compression", "param_compression"):
+            if getattr(self, name) not in (*FORMATS, "none"):
+                raise ValueError(f"{name} must be one of {[*FORMATS, 'none']}, got {getattr(self, name)!r}")
+        if self.grad_compression != "none" and (self.communication_data_type or self.postscale_gradients):
+            name = "communication_data_type" if self.communication_data_type else "postscale_gradients"
+            raise ValueError(
+                f"{name}={getattr(self, name)} has no effect with grad_compression={self.grad_compression}: gradients "
+                "travel as integers, with scales of their own. Leave one of the two out"
+            )
+        if self.param_compression != "none" and self.master != torch.float32:
+            raise ValueError(
+                f"param_compression={self.param_compression} needs float32 masters, got master_dtype="
+                f"{self.master_dtype}: leave one of the two out"
+            )
+
+    @cached_property
+    def grad_form(self) -> IntegerFormat | None:
+        """Form of the messages of gradients; None is full precision."""
+        return _form_of(self.grad_compression)
+
+    @cached_property
+    def param_form(self) -> IntegerFormat | None:
+        """Form of the messages of parameters; None is full precision."""
+        return _form_of(self.param_compression)
 
     @cached_property
     def reduce_numel(self) -> int:
@@ -171,6 +206,11 @@ class ZeroConfig:
         """The communicator that its two spellings ask for."""
         return resolve_communicator(self.communicator, self.comm_backend_name, False)
 
+    def describe(self) -> str:
+        """Describe the compression for a log; "" without any."""
+        forms = {"gradients": self.grad_compression, "parameters": self.param_compression}
+        return "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
+
     def make_loss_scale(self) -> LossScale:
         """Make a loss scale at its start."""
         return LossScale.make(self.loss_scale, self.initial_loss_scale, self.loss_scale_window)
@@ -198,6 +238,10 @@ class ZeroConfig:
             raise ValueError(f"{sorted(own)} must be part of config=ZeroConfig(...), as the other options of ZeRO are")
         inner = {name: value for name, value in options.items() if name not in names}
         return config or cls(**own), inner
+
+
+def _form_of(compression: str) -> IntegerFormat | None:
+    return None if compression == "none" else IntegerFormat(FORMATS[compression])
 
 
 def check_stage(stage: Any) -> None:

@@ -14,12 +14,19 @@ class LossScale:
         growth_interval: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
         minimum: Lower bound of the factor.
         good_steps: Steps without an overflow since the factor changed.
+        of_scaler: The factor of a GradScaler, which comes on top.
     """
 
     value: float = 1.0
     growth_interval: int = 0
     minimum: float = 1.0
     good_steps: int = 0
+    of_scaler: float = 1.0
+
+    @property
+    def of_gradients(self) -> float:
+        """The factor that the gradients of the coming backward carry."""
+        return self.value * self.of_scaler
 
     @classmethod
     def make(cls, option: float | str, initial: float, growth_interval: int) -> LossScale:

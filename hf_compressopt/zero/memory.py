@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.kernels import CompactErrors
 
 if TYPE_CHECKING:
     from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -28,6 +29,7 @@ class MemoryEstimate:
         states: The optimizer's state and master copies.
         buckets: Gradients that are being sent.
         host: The share of these bytes in host memory: all gradients and states under offload_optimizer, else 0.
+        errors: What compressed gradients have missed, of the last step and of the coming one.
     """
 
     parameters: int
@@ -35,11 +37,12 @@ class MemoryEstimate:
     states: int
     buckets: int
     host: int = 0
+    errors: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.parameters + self.gradients + self.states + self.buckets
+        return self.parameters + self.gradients + self.states + self.buckets + self.errors
 
 
 def estimate_zero_memory(
@@ -51,12 +54,16 @@ def estimate_zero_memory(
     states_per_parameter: int = 2,
     bucket_cap_mb: float = 25.0,
     offload_optimizer: bool = False,
+    grad_compression: str = "none",
+    param_compression: str = "none",
 ) -> MemoryEstimate:
     """Estimate the bytes that parameters, gradients and optimizer state take on each rank.
 
     With N ranks, a trainable float32 parameter under Adam takes 16 bytes without ZeRO, 8 + 8/N in stage 1 and
     4 + 12/N in stage 2. In 16 bits with float32 masters it takes 16, 4 + 12/N and 2 + 14/N. Two buckets come on top.
-    Stage 1 needs its 8 (4) bytes only while whole gradients are held, as during accumulation.
+    Stage 1 needs its 8 (4) bytes only while whole gradients are held, as during accumulation. With several ranks
+    grad_compression adds 2.06 bytes from backward to step(), half of them for the whole run, and param_compression 4/N
+    for the masters of float32 parameters.
 
     Args:
         model: The model, or its number of (trainable) parameters.
@@ -66,26 +73,31 @@ def estimate_zero_memory(
         states_per_parameter: State values of the optimizer per parameter: 2 for Adam, 1 for SGD with momentum.
         bucket_cap_mb: As of ZeroOptimizer.
         offload_optimizer: As of ZeroOptimizer.
+        grad_compression: As of ZeroOptimizer.
+        param_compression: As of ZeroOptimizer.
 
     Raises:
         ValueError: For a stage or number that is not legal.
     """
     if stage not in (0, 1, 2) or world_size < 1:
         raise ValueError(f"stage must be 0, 1 or 2 and world_size >= 1, got {stage} and {world_size}")
-    parameters = gradients = states = 0
+    parameters = gradients = states = errors = trained = 0
     for numel, kind, trainable in _sizes(model, dtype):
         parameters += numel * kind.itemsize
         if trainable:
-            gradients += numel * kind.itemsize
-            master = FLOAT_BYTES if kind.itemsize < FLOAT_BYTES else 0
+            gradients, trained = gradients + numel * kind.itemsize, trained + numel
+            is_ahead = param_compression != "none" and stage > 0 and world_size > 1
+            master = FLOAT_BYTES if kind.itemsize < FLOAT_BYTES or is_ahead else 0
             states += numel * (states_per_parameter * max(kind.itemsize, FLOAT_BYTES) + master)
     buckets = min(2 * int(bucket_cap_mb * BYTES_PER_MB), 2 * gradients) if world_size > 1 else 0
     if stage >= 1:
         states = -(-states // world_size)
     if stage == 2:
         gradients = -(-gradients // world_size)
+    if grad_compression != "none" and stage > 0 and world_size > 1:
+        errors = 2 * CompactErrors.nbytes(trained, world_size)
     host = states + -(-gradients // (world_size if stage == 1 else 1)) if offload_optimizer and stage else 0
-    return MemoryEstimate(parameters, gradients, states, buckets, host)
+    return MemoryEstimate(parameters, gradients, states, buckets, host, errors)
 
 
 def _sizes(model: nn.Module | int, dtype: torch.dtype) -> Iterable[tuple[int, torch.dtype, bool]]:
@@ -107,6 +119,7 @@ class MemoryReport:
         gradient_shards: Averages of this rank's part.
         states: The wrapped optimizer's state.
         masters: Master copies.
+        errors: What compressed gradients have missed, of the last step and of the coming one.
         resident: Resident memory of the process.
         device_allocated: Bytes that torch has allocated on the accelerator; 0 without one.
     """
@@ -117,6 +130,7 @@ class MemoryReport:
     gradient_shards: int
     states: int
     masters: int
+    errors: int
     resident: int
     device_allocated: int
 
@@ -136,6 +150,7 @@ def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
         gradient_shards=sum(_nbytes(g.average) for g in reducer.slices if g.average is not None),
         states=states,
         masters=masters,
+        errors=sum(g.errors.nbytes for g in reducer.slices if g.errors is not None),
         resident=resident_bytes(),
         device_allocated=_device_calls().memory_allocated() if torch.accelerator.is_available() else 0,
     )

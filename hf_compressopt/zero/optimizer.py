@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -101,7 +101,7 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         defaults = hyperparameters(template.param_groups[0])
         groups = ParamGroups(params, defaults).param_groups
         for number, group in enumerate(groups):
-            check_parameters(group["params"], number)
+            check_parameters(group["params"], number, self.config)
         guard_torch_clipping()
         detach_earlier(groups)
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
@@ -110,7 +110,8 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         self.communicator: Communicator = ranks.everyone
         self.loss_scale = self.config.make_loss_scale()
         self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
-        self.partition = PartitionedParameters(groups, self.config, ranks, optimizer_class, self._inner_options)
+        inner = optimizer_class, self._inner_options
+        self.partition = PartitionedParameters(groups, self.config, ranks, *inner, self.loss_scale)
         self._averages = GradientAverages(self.partition, self.loss_scale)
         self._in_shards = self._states_are_away = False
         self._first_groups = len(groups)
@@ -146,7 +147,7 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         try:
-            check_parameters(self.param_groups[number]["params"], number)
+            check_parameters(self.param_groups[number]["params"], number, self.config)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -287,21 +288,8 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
             True if an element of the averages is not finite; the same on all ranks.
         """
         square = self.finish_gradients()
-        self._averages.factor *= inverse_scale
+        self._averages.unscale(inverse_scale)
         return not math.isfinite(float(square))
-
-    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """List names of the trainable parameters, per group: ``names`` in their order, or torch's param_names.
-
-        Raises:
-            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
-        """
-        return self.partition.names_by_group(names, len(self.param_groups))
-
-    @property
-    def trainable_parameters(self) -> list[Tensor]:
-        """The parameters that are partitioned, in the order of the param groups."""
-        return [self.partition.tensors[number] for number in self.partition.in_order()]
 
     # -- state dict ---------------------------------------------------------------------------------------------------
 
@@ -334,7 +322,7 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         """Describe the optimizer in one line for the log."""
         return (
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {self.communicator.world_size} rank(s) "
-            f"over {self.communicator.name}, {len(self.partition.reducer.slices)} slices"
+            f"over {self.communicator.name}, {len(self.partition.reducer.slices)} slices{self.config.describe()}"
         )
 
     def metrics(self) -> dict[str, float]:

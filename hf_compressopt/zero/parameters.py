@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import ZeroConfig
+from hf_compressopt.zero.feedback import SliceErrors
+from hf_compressopt.zero.loss_scale import LossScale
 from hf_compressopt.zero.partition import partition, slice_numel
 from hf_compressopt.zero.parts import Part, UpdateBucket
 from hf_compressopt.zero.ranks import Ranks
@@ -59,6 +61,7 @@ class PartitionedParameters:
         tensors: Their tensors, by number.
         reducer: Sends their gradients, and keeps this rank's averages.
         buckets: This rank's parts, in the order of the slices.
+        holds_masters: Whether the parameters are the masters for now, and not the replicas that the ranks train.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class PartitionedParameters:
         ranks: Ranks,
         optimizer_class: type[torch.optim.Optimizer],
         inner_options: dict[str, Any],
+        loss_scale: LossScale,
     ) -> None:
         """Lay out the trainable parameters of param groups.
 
@@ -77,6 +81,7 @@ class PartitionedParameters:
             ranks: The communicators.
             optimizer_class: The wrapped optimizer's class.
             inner_options: Its options.
+            loss_scale: Factor of the loss.
         """
         self.config, self.ranks = config, ranks
         self.optimizer_class, self.inner_options = optimizer_class, inner_options
@@ -87,11 +92,12 @@ class PartitionedParameters:
             ranks.everyone,
             config.precision,
             2 * FLOAT_BYTES * config.reduce_numel,
+            loss_scale,
             overlap=config.overlap_comm,
             contiguous=config.contiguous_gradients,
         )
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
-        self._ranks_checked = False
+        self._ranks_checked = self.holds_masters = False
         self.add(groups, range(len(groups)))
 
     def add(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None:
@@ -130,19 +136,30 @@ class PartitionedParameters:
             yield TrainedParameter(tensor, name, number, place, communicator, owner, split)
 
     def _cut(self, numbers: Iterable[int]) -> list[SliceGradients]:
-        """Cut parameters of the same ranks, dtype and device into slices; returned in the order of backward."""
-        streams: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-        for number in sorted(numbers, reverse=True):
-            tensor, ranks = self.tensors[number], id(self.known[number].communicator)
-            streams.setdefault((ranks, tensor.dtype, tensor.device), []).append(number)
+        """Cut parameters of the same ranks, dtype and device into slices; returned in the order of backward.
+
+        Parameters of one dimension, such as biases, are few and sensitive: they are in slices of full precision.
+        """
+        streams: dict[tuple[int, torch.dtype, torch.device, bool], list[int]] = {}
         config, found = self.config, []
-        for (_, dtype, device), members in streams.items():
+        small = config.grad_form is not None or config.param_form is not None
+        for number in sorted(numbers, reverse=True):
+            tensor, communicator = self.tensors[number], self.known[number].communicator
+            key = id(communicator), tensor.dtype, tensor.device, small and tensor.dim() > 1
+            streams.setdefault(key, []).append(number)
+        for (_, dtype, device, compressed), members in streams.items():
             communicator = self.known[members[0]].communicator
+            compressed = compressed and communicator.world_size > 1
             sizes = [(number, self.tensors[number].numel()) for number in members]
             length = slice_numel(config.reduce_numel, communicator.world_size)
             for cut in partition(sizes, length, communicator.world_size, rotate=config.round_robin_gradients):
                 sent, kept = config.precision.sent or dtype, config.precision.kept or dtype
-                found.append(SliceGradients(cut, communicator, sent, kept, device, config.offload))
+                gradients = SliceGradients(cut, communicator, sent, kept, device, config.offload)
+                if compressed:
+                    gradients.param_form = config.param_form
+                if compressed and config.grad_form is not None:
+                    gradients.errors = SliceErrors(config.grad_form, cut.numel, communicator.world_size, device)
+                found.append(gradients)
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 
     def _update_bucket(self, slices: list[int], groups: Sequence[dict[str, Any]]) -> UpdateBucket:
@@ -151,7 +168,8 @@ class PartitionedParameters:
             gradients = self.reducer.slices[number]
             for span in gradients.cut.parts[gradients.communicator.rank]:
                 known = self.known[span.index]
-                parts.append(Part.of(span, number, known.group, known.tensor, self.config.master, self.config.offload))
+                made = known.tensor, self.config.master, self.config.offload, gradients.param_form is not None
+                parts.append(Part.of(span, number, known.group, *made))
         return UpdateBucket(slices, parts, groups, self._make_inner, self.config.kept_state)
 
     def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -220,11 +238,13 @@ class PartitionedParameters:
         """
         found = sorted({number for number, tensor in self._frozen.values() if tensor.requires_grad})
         for number in found:
-            check_parameters(groups[number]["params"], number)
+            check_parameters(groups[number]["params"], number, self.config)
         return found
 
     def follow(self) -> None:
         """Follow the parameters: a model may be moved or loaded after its optimizer was made."""
+        if self.holds_masters:
+            return
         for bucket, part in self.parts():
             if part.follow(self.tensors[part.param]):
                 bucket.move_state(part)
@@ -247,6 +267,35 @@ class PartitionedParameters:
         digest = sum(int(bit_sum(self.tensors[number])) for number in self.of_communicator(everyone))
         everyone.require_equal("the bits of their parameters (are they alike at the start?)", digest)
         self._ranks_checked = True
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether some parameters are replicas that may lag behind masters; the same on all ranks."""
+        return any(gradients.param_form is not None for gradients in self.reducer.slices)
+
+    def replicas_restorer(self) -> Callable[[], None]:
+        """Return a function that writes the present values of the replicas back into the parameters."""
+        numbers = {number for g in self.reducer.slices if g.param_form is not None for number in g.cut.places}
+        copies = {number: self.tensors[number].detach().clone() for number in numbers}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for number, copy in copies.items():
+                    self.tensors[number].copy_(copy)
+            for _, part in self.parts():
+                if part.is_ahead:
+                    part.note_replica(self.tensors[part.param])
+
+        return restore
+
+    def require_replicas(self, doing: str) -> None:
+        """Check that the parameters are not lent masters.
+
+        Raises:
+            RuntimeError: If they are.
+        """
+        if self.holds_masters:
+            raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")
 
     def check_ranks_again(self) -> None:
         """Let the next :meth:`check_ranks_agree` look anew, as after a load."""

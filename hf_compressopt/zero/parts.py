@@ -33,7 +33,9 @@ class Part:
         tensor: [span.numel], the parameter of the wrapped optimizer: the memory of the real parameter, or a master
             copy of another dtype or in another place.
         direct: Whether it is the memory of the real parameter.
+        is_ahead: Whether it is a master of which all ranks have replicas, which may lag behind: the real parameters.
         written: After a master copy was written to the parameter: the version of the copy, and the parameter's bits.
+        replica_bits: What tells whether the replica is as it was written last; None if it was not.
     """
 
     span: Span
@@ -41,18 +43,27 @@ class Part:
     group: int
     tensor: Tensor
     direct: bool
+    is_ahead: bool = False
     written: tuple[int, list[Tensor]] | None = field(default=None, repr=False, compare=False)
+    replica_bits: list[Tensor] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(
-        cls, span: Span, slice_number: int, group: int, param: Tensor, master_dtype: torch.dtype, offload: bool
+        cls,
+        span: Span,
+        slice_number: int,
+        group: int,
+        param: Tensor,
+        master_dtype: torch.dtype,
+        offload: bool,
+        is_ahead: bool = False,
     ) -> Part:
-        """Make a part of a parameter, with a master copy only if the parameter's own memory is not suitable."""
+        """Make a part of a parameter, with a master copy if the parameter's own memory is not suitable, or is ahead."""
         wide = master_dtype if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
-        if param.is_contiguous() and param.dtype == wide and not offload:
+        if param.is_contiguous() and param.dtype == wide and not offload and not is_ahead:
             return cls(span, slice_number, group, param.detach().view(-1)[span.start : span.stop], True)
         master = param.detach().reshape(-1)[span.start : span.stop].to(wide, copy=True)
-        return cls(span, slice_number, group, in_host_memory(master) if offload else master, False)
+        return cls(span, slice_number, group, in_host_memory(master) if offload else master, False, is_ahead)
 
     @property
     def param(self) -> int:
@@ -63,24 +74,60 @@ class Part:
         """Round a master copy to the parameter."""
         if not self.direct:
             write_span(param, self.span.start, self.span.stop, self.tensor)
-            self.written = self._bits_of(param)
+            if self.is_ahead:
+                self.note_replica(param)
+            else:
+                self.written = self._bits_of(param)
 
     def read_from(self, param: Tensor) -> None:
         """Give a master copy the parameter's values."""
         if not self.direct:
             self.tensor.copy_(param.detach().reshape(-1)[self.span.start : self.span.stop])
+            if self.is_ahead:
+                self.note_replica(param)
+
+    def replica_in(self, param: Tensor) -> Tensor:
+        """Return this part's elements of the real parameter, in its memory if it is contiguous."""
+        return param.detach().reshape(-1)[self.span.start : self.span.stop]
+
+    def note_replica(self, param: Tensor) -> None:
+        """Note that the parameter is as it should be, so that values which other code writes later are seen."""
+        self.expect_replica(self.replica_in(param))
+
+    def expect_replica(self, values: Tensor) -> None:
+        """Note that this part's elements of the parameter should be these values, [n]."""
+        self.replica_bits = _fingerprint(values.reshape(-1))
+
+    def _follow_replica(self, values: Tensor) -> None:
+        """Give a master that is ahead the parameter's values if other code has written any of them.
+
+        A replica differs from what its master rounds to, so that single elements cannot tell: the whole part follows.
+        """
+        before, self.replica_bits = self.replica_bits, _fingerprint(values)
+        if before is None or [b.shape for b in before] != [b.shape for b in self.replica_bits]:
+            self.tensor.copy_(values)
+            return
+        pairs = [(old.to(values.device), new) for old, new in zip(before, self.replica_bits, strict=True)]
+        if values.device.type != "cpu" and values.device == self.tensor.device:  # the host does not wait for it
+            changed = torch.stack([(old != new).any() for old, new in pairs]).any()
+            self.tensor.copy_(torch.where(changed, values.to(self.tensor.dtype), self.tensor))
+        elif not all(torch.equal(old, new) for old, new in pairs):
+            self.tensor.copy_(values)
 
     def follow(self, param: Tensor) -> bool:
         """Follow the parameter: to other memory if it was moved, and to values that other code has written.
 
         A master copy keeps its digits for elements that still are what it rounds to, and takes the parameter's value
-        for all others. Values are compared, by sums of their bits if they were written here last, because torch counts
-        no version for writes through ``.data``.
+        for all others; a master that is ahead takes all values if one was written. Values are compared, by sums of
+        their bits if they were written here last, because torch counts no version for writes through ``.data``.
 
         Returns:
             Whether the part is on another device now.
         """
-        values = param.detach().reshape(-1)[self.span.start : self.span.stop]
+        values = self.replica_in(param)
+        if self.is_ahead:
+            self._follow_replica(values)
+            return False
         if not self.direct:
             if self.written is None or not _same(self.written, self._bits_of(param)):
                 _take_over(self.tensor, values)
@@ -98,6 +145,12 @@ class Part:
         if self.tensor.device.type != "cpu" or not is_direct(param) or param.device.type != "cpu":
             return None  # the host would wait for another device
         return self.tensor._version, _sums_of_bits(param.detach().view(-1)[self.span.start : self.span.stop])
+
+
+def _fingerprint(values: Tensor) -> list[Tensor]:
+    """Return sums of the bits of [n] values, and copies of a few, that depend on nothing but the values."""
+    values = values.resolve_neg()
+    return _sums_of_bits(values.clone() if values.storage_offset() * values.element_size() % 8 else values)
 
 
 def _same(one: tuple[int, list[Tensor]], other: tuple[int, list[Tensor]] | None) -> bool:

@@ -23,6 +23,8 @@ from torch.autograd import Variable
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.optim.shard_stub import switched
 from hf_compressopt.zero.hooks import GradientHook, inside_another_backward
+from hf_compressopt.zero.loss_scale import LossScale
+from hf_compressopt.zero.messages import send_gradients
 from hf_compressopt.zero.slices import SliceGradients
 from hf_compressopt.zero.transport import Precision, Window, in_host_memory, pack, reduce_scatter
 
@@ -54,6 +56,7 @@ class GradientReducer:
         communicator: Communicator,
         precision: Precision,
         window_bytes: int,
+        loss_scale: LossScale,
         *,
         overlap: bool,
         contiguous: bool,
@@ -64,6 +67,7 @@ class GradientReducer:
             communicator: All ranks.
             precision: The scaling and rounding of gradients.
             window_bytes: The most bytes under way.
+            loss_scale: Factor of the loss, to be taken out of what has errors.
             overlap: Whether messages may be under way while backward runs.
             contiguous: Whether a gradient moves to its slice at once, or when the slice is sent.
         """
@@ -74,7 +78,7 @@ class GradientReducer:
         self.arrival: list[int] = []
         self.enabled, self.detached = True, False
         self._communicator, self._checked = communicator, False
-        self._precision, self._window = precision, Window(window_bytes)
+        self._precision, self._window, self._loss_scale = precision, Window(window_bytes), loss_scale
         self._overlap, self._contiguous = overlap, contiguous
         self._params: list[tuple[Tensor, str]] = []
         self._slices_of: list[list[int]] = []
@@ -123,9 +127,9 @@ class GradientReducer:
             ValueError: If they differ, on all ranks.
         """
         if not self._checked:
-            layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype) for g in self.slices]
+            layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype, *g.forms) for g in self.slices]
             self._communicator.require_equal(
-                "trainable parameters, their sizes or dtypes, or bucket size",
+                "trainable parameters, their sizes or dtypes, bucket size or compression",
                 [len(layout), crc32(repr(layout).encode())],
             )
             self._checked = True
@@ -151,6 +155,8 @@ class GradientReducer:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
             gradients.device = self._params[next(iter(gradients.cut.places))][0].device
+            if gradients.errors is not None:
+                gradients.errors.to(gradients.device)
         if self._params:
             self._communicator.device = self._params[0][0].device
 
@@ -238,7 +244,7 @@ class GradientReducer:
         for index in self._slices_of[number]:
             gradients = self.slices[index]
             scale, world_size = self._precision.before, gradients.communicator.world_size
-            if scale is None and self._precision.after is None and world_size > 1:
+            if scale is None and self._precision.after is None and world_size > 1 and gradients.errors is None:
                 scale = 1.0 / world_size
             pack(gradients.room(), gradients.cut, number, grad, scale, add=number in gradients.filled)
             gradients.filled.add(number)
@@ -257,8 +263,11 @@ class GradientReducer:
             if number not in gradients.filled:
                 self._fill(number)
         buffer = gradients.close()
-        handle, average = reduce_scatter(
-            buffer, gradients.cut, gradients.communicator, self._precision, gradients.kept_dtype
+        cut, ranks, kept = gradients.cut, gradients.communicator, gradients.kept_dtype
+        handle, average = (
+            reduce_scatter(buffer, cut, ranks, self._precision, kept)
+            if gradients.errors is None
+            else send_gradients(buffer, cut, ranks, gradients.errors, self._loss_scale.of_gradients, kept)
         )
 
         def arrived(_keep: Tensor = buffer) -> None:
@@ -315,16 +324,20 @@ class GradientReducer:
         self._next = 0
 
     def copy_averages(self, other: GradientReducer) -> None:
-        """Take copies of the averages of a reducer of the same layout."""
+        """Take copies of the averages and errors of a reducer of the same layout."""
         for mine, theirs in zip(self.slices, other.slices, strict=True):
             mine.average = None if theirs.average is None else theirs.average.clone()
+            if mine.errors is not None and theirs.errors is not None:
+                mine.errors.copy_from(theirs.errors)
         self.present = list(other.present)
 
     def clear(self) -> None:
-        """Drop all gradients. All ranks call if a pass is open."""
+        """Drop all gradients, and the errors of their messages. All ranks call if a pass is open."""
         self.flush()
         for gradients in self.slices:
             gradients.average = None
+            if gradients.errors is not None:
+                gradients.errors.drop()
         for number, (param, _) in enumerate(self._params):
             self.present[number] = False
             param.grad = None

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Span
+from hf_compressopt.kernels import IntegerFormat
+from hf_compressopt.zero.feedback import SliceErrors
 from hf_compressopt.zero.partition import Slice
 
 
@@ -23,6 +25,8 @@ class SliceGradients:
         kept_dtype: dtype of the average.
         device: Device of the gradients.
         offload: Whether averages are moved to host memory.
+        param_form: Form of the messages of the parameters; None is full precision.
+        errors: The worker errors, and the form of the messages, of compressed gradients; None is full precision.
         average: [part_numel] of kept_dtype, this rank's part summed over the passes; None before the first.
         buffer: [cut.numel] of sent_dtype, to be sent.
         filled: Parameters whose gradients are in the buffer.
@@ -36,6 +40,8 @@ class SliceGradients:
     kept_dtype: torch.dtype
     device: torch.device
     offload: bool = False
+    param_form: IntegerFormat | None = None
+    errors: SliceErrors | None = None
     average: Tensor | None = None
     buffer: Tensor | None = None
     filled: set[int] = field(default_factory=set)
@@ -72,6 +78,11 @@ class SliceGradients:
         if self.average is None:
             self.average = torch.zeros(self.cut.part_numel, dtype=self.kept_dtype, device=self.device)
         return self.average[span.offset : span.offset + span.numel]
+
+    @property
+    def forms(self) -> tuple[IntegerFormat | None, IntegerFormat | None]:
+        """Forms of the messages of gradients and of parameters; None is full precision."""
+        return None if self.errors is None else self.errors.form, self.param_form
 
     @property
     def nbytes(self) -> int:

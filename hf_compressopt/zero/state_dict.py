@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.optim.shard_stub import STATE_KEY, make_stub
+from hf_compressopt.zero.feedback import SliceErrors
 from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ _NOT_SAVED = ("process_group",)
 
 def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """Return the counters of an optimizer, and the names by which a load knows that a state fits."""
+    scaler = {} if optimizer.config.grad_form is None else {"grad_scale": optimizer.loss_scale.of_scaler}
     return {
+        **scaler,
         "class": f"ZeroOptimizer({optimizer.optimizer_class.__name__})",
         "stage": optimizer.stage,
         "step": optimizer.steps,
@@ -48,6 +52,9 @@ def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
     scale = header.get("loss_scale")
     if not isinstance(scale, list) or len(scale) != 2 or not float(scale[0]) > 0 or int(scale[1]) < 0:
         raise ValueError(f"loss_scale in the state must be a number > 0 and a count, got {scale!r}")
+    scaler = header.get("grad_scale", 1.0)
+    if not isinstance(scaler, (int, float)) or not 0 < scaler < inf:
+        raise ValueError(f"grad_scale in the state must be a number > 0, got {scaler!r}")
 
 
 def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
@@ -55,6 +62,7 @@ def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
     optimizer.steps, optimizer.skipped_steps = int(header["step"]), int(header["skipped_steps"])
     scale = optimizer.loss_scale
     scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
+    scale.of_scaler = float(header.get("grad_scale", 1.0))
     optimizer.traffic.restore(int(header["bytes_sent"]))
     optimizer.partition.check_ranks_again()
 
@@ -98,21 +106,33 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
         optimizer: The optimizer.
         packed: Torch's state dict.
         in_shards: Return a small stub, because the state itself lies in the shards of a checkpoint.
+
+    Raises:
+        RuntimeError: Inside ``masters_in_parameters()``.
     """
     for group in packed["param_groups"]:
         for key in _NOT_SAVED:
             group.pop(key, None)
     if in_shards:
         return make_stub(packed, optimizer.steps)
+    optimizer.partition.require_replicas("state_dict()")
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
     for bucket, part in optimizer.partition.parts():
         row: dict[str, Any] = {"start": part.span.start, "stop": part.span.stop, "state": bucket.state_of(part)}
         if not part.direct:
             row["master"] = part.tensor
+        if part.is_ahead:
+            row["replica"] = part.replica_in(optimizer.partition.tensors[part.param]).clone()
         number = numbers[id(optimizer.partition.tensors[part.param])]
         packed["state"].setdefault(number, {"pieces": []})["pieces"].append(row)
     packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
+    if errors := _errors(optimizer):
+        packed[STATE_KEY]["worker_errors"] = [error.kept.messages for error in errors]
     return packed
+
+
+def _errors(optimizer: ZeroOptimizer) -> list[SliceErrors]:
+    return [gradients.errors for gradients in optimizer.partition.reducer.slices if gradients.errors is not None]
 
 
 def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
@@ -140,6 +160,7 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
         raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
     if own is not None:
         _check_rank(optimizer, own)
+        _check_errors(optimizer, own)
     keys = chain.from_iterable(group["params"] for group in saved_groups)
     numbers = dict(zip(map(id, _all_parameters(optimizer)), keys, strict=True))
     rows = []
@@ -150,11 +171,16 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
     for bucket, part, found in rows:
         if "master" in found:
             part.tensor.copy_(found["master"].reshape(-1))
+            if part.is_ahead:
+                part.expect_replica(found.get("replica", part.replica_in(partition.tensors[part.param])))
         else:
             part.read_from(partition.tensors[part.param])
         copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in found.get("state", {}).items()}
         set_state(optimizer, bucket, part, copies)
     load_groups(optimizer.param_groups, saved_groups)
+    saved_errors = None if own is None else own.get("worker_errors")
+    for number, errors in enumerate(_errors(optimizer)):
+        errors.take(torch.zeros_like(errors.kept.messages) if saved_errors is None else saved_errors[number])
     if own is not None:
         load_header(optimizer, own)
     else:
@@ -178,16 +204,32 @@ def _check_rank(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
         )
 
 
+def _check_errors(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
+    """Check that the worker errors of a state dict, if it has some, fit the slices of this optimizer."""
+    mine, saved = _errors(optimizer), own.get("worker_errors")
+    if saved is not None and mine:
+        if len(saved) != len(mine):
+            raise ValueError(f"the state dict has worker errors of {len(saved)} slices, this optimizer has {len(mine)}")
+        for errors, messages in zip(mine, saved, strict=True):
+            errors.check(messages)
+
+
 def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
     """Find the saved state of one part in a state dict of a ZeroOptimizer."""
     saved: list[dict[str, Any]] = row.get("pieces", [])
+    if any("replica" in entry for entry in saved) and not part.is_ahead:
+        raise ValueError(
+            "the state dict is of param_compression, with masters that are ahead of the parameters: make the optimizer "
+            "with it, or load with hf_compressopt.load_state"
+        )
     for entry in saved:
         if (entry["start"], entry["stop"]) == (part.span.start, part.span.stop):
             return entry
     raise ValueError(
         f"the state dict has pieces {[(entry['start'], entry['stop']) for entry in saved]} of a parameter of which "
         f"this rank has elements {part.span.start} to {part.span.stop}: make the "
-        "optimizer with the bucket size that the saved one had, or load with hf_compressopt.load_state"
+        "optimizer with the bucket size that the saved one had, and its compression, or load with "
+        "hf_compressopt.load_state"
     )
 
 

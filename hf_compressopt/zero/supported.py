@@ -14,7 +14,7 @@ from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.grad_norm import is_shard
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.options import check_at_least, check_parameter
-from hf_compressopt.zero.config import DTYPES
+from hf_compressopt.zero.config import DTYPES, ZeroConfig
 
 _NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
 _MATRICES = "it needs whole matrices: use it without ZeRO, or AdamW here"
@@ -130,8 +130,13 @@ def take_clipping(
     return inner, clip_grad or float(wanted)
 
 
-def check_parameters(params: Sequence[Tensor], number: int) -> None:
+def check_parameters(params: Sequence[Tensor], number: int, config: ZeroConfig) -> None:
     """Check the trainable parameters of a param group.
+
+    Args:
+        params: The parameters of the group.
+        number: Number of the group.
+        config: The options of ZeroOptimizer.
 
     Raises:
         TypeError: For a dtype or layout that is not supported.
@@ -146,3 +151,9 @@ def check_parameters(params: Sequence[Tensor], number: int) -> None:
                 "use the optimizer without ZeRO, its state is sharded as the parameters are"
             )
         check_parameter(param, DTYPES, number)
+        if param.dtype == torch.float64 and (config.grad_form is not None or config.param_form is not None):
+            raise TypeError(
+                f"parameters must be float32, bfloat16 or float16 with grad_compression={config.grad_compression} and "
+                f"param_compression={config.param_compression}, whose messages are less precise than float64, got "
+                f"float64 in param group {number}"
+            )

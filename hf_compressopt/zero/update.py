@@ -11,6 +11,7 @@ from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.functional import trust_ratio
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.zero.averages import GradientAverages
+from hf_compressopt.zero.messages import send_differences
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import UpdateBucket
 from hf_compressopt.zero.transport import Window, gather_parameters
@@ -19,13 +20,17 @@ from hf_compressopt.zero.transport import Window, gather_parameters
 def update_parameters(
     partition: PartitionedParameters, averages: GradientAverages, groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Update this rank's parts with the averages, and gather all parameters. All ranks call.
+    """Update this rank's parts with the averages, and give all ranks the parameters. All ranks call.
 
     Args:
         partition: The parameters.
         averages: Their average gradients; used up.
         groups: The users' param groups, with the hyperparameters.
+
+    Raises:
+        RuntimeError: Inside ``masters_in_parameters()``.
     """
+    partition.require_replicas("step()")
     before = [dict(group) for group in groups]
     if issubclass(partition.optimizer_class, Lamb):
         update = _measure_lamb(partition, averages, before)
@@ -45,15 +50,41 @@ def update_parameters(
 
 
 def _send(bucket: UpdateBucket, partition: PartitionedParameters, window: Window) -> None:
-    """Write a bucket's parts back, drop their gradients, and start gathering its slices."""
+    """Write a bucket's parts back, drop their gradients, keep the errors, and start sending the parameters."""
     for part in bucket.parts:
         part.tensor.grad = None
-        part.write_back(partition.tensors[part.param])
+        if not part.is_ahead:
+            part.write_back(partition.tensors[part.param])
     for number in bucket.slices:
         gradients = partition.reducer.slices[number]
         gradients.average = None
-        if gradients.communicator.world_size > 1:
+        if gradients.errors is not None:
+            gradients.errors.keep()
+        if gradients.param_form is not None:
+            mine = [part for part in bucket.parts if part.slice == number]
+            to = gradients.cut, gradients.communicator, gradients.param_form
+            send_differences(partition.tensors, mine, *to, window)
+        elif gradients.communicator.world_size > 1:
             gather_parameters(partition.tensors, gradients.cut, gradients.communicator, window)
+
+
+@torch.no_grad()
+def share_masters(partition: PartitionedParameters) -> None:
+    """Make the parameters of all ranks what the masters round to. All ranks call."""
+    for _, part in partition.parts():
+        part.write_back(partition.tensors[part.param])
+    share_parts(partition)
+
+
+@torch.no_grad()
+def share_parts(partition: PartitionedParameters) -> None:
+    """Give all ranks this rank's elements of the parameters, at full precision. All ranks call."""
+    window = Window(FLOAT_BYTES * partition.config.gather_numel)
+    with partition.ranks.everyone.traffic.paused():
+        for gradients in partition.reducer.slices:
+            if gradients.communicator.world_size > 1:
+                gather_parameters(partition.tensors, gradients.cut, gradients.communicator, window)
+        window.drain()
 
 
 def _measure_lamb(

@@ -157,6 +157,7 @@ HOSTILE = {
     "a step that is no number": header("step", "7"),
     "a negative count": header("bytes_sent", -1),
     "no loss scale": header("loss_scale", None),
+    "a scale of a scaler below zero": header("grad_scale", -1.0),
     "a loss scale that is no number": header("loss_scale", ["a", 1]),
     "param groups that are none": header("param_groups", [3]),
     "a word for a number": hyperparameter("lr", "abc"),

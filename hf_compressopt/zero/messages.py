@@ -1,0 +1,116 @@
+"""Slices in messages of 4 or 8 bits per element: gradients to their owners, and parameters back to all ranks.
+
+Gradients go up in one phase with error feedback (LoCo, arXiv 2407.04480). Rank r sends, and the owner averages in
+float32, in rank order:
+
+    u_r = g_r + worker_error;  message <- Q(u_r);  worker_error <- u_r - Q(u_r);  g = mean_r Q(u_r)     (1)
+
+Parameters come down as differences (SDP4Bit, arXiv 2410.15526). The owner has float32 masters, and all ranks have alike
+replicas, the parameters that the model computes with:
+
+    message <- Q(master - replica);  replica <- replica + Q(master - replica) on all ranks              (2)
+
+What a message misses is still there in the next difference, so that (2) needs no error feedback of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.kernels import Combination, Commit, IntegerFormat, Segment
+from hf_compressopt.zero.feedback import SliceErrors
+from hf_compressopt.zero.partition import Slice
+from hf_compressopt.zero.parts import Part
+from hf_compressopt.zero.transport import Window, write_span
+
+
+def send_gradients(
+    buffer: Tensor, cut: Slice, communicator: Communicator, errors: SliceErrors, loss_scale: float, kept: torch.dtype
+) -> tuple[Handle, Callable[[], Tensor]]:
+    """Start sending every rank its part of a slice, as (1) says. The errors wait for :meth:`SliceErrors.keep`.
+
+    Args:
+        buffer: [world_size * part_numel] float32, bfloat16 or float16, this rank's gradients.
+        cut: The layout of the slice.
+        communicator: The ranks, at least two.
+        errors: The worker errors of the slice.
+        loss_scale: Factor that the gradients carry; the average carries it too.
+        kept: dtype of the average.
+
+    Returns:
+        The handle; and a function that returns the average [part_numel] after the handle was waited for.
+    """
+    world_size, form, numel = communicator.world_size, errors.form, cut.numel
+    nbytes = form.nbytes(cut.part_numel)  # of a chunk: a part is one, since ALIGN is a multiple of 8
+    z = Combination(numel, buffer.device, grads=[Segment(buffer, 0, numel, 0)], beta=1.0 / loss_scale)
+    messages = torch.zeros(world_size * nbytes, dtype=torch.uint8, device=buffer.device)
+    form.compress_(z, errors.latest, messages, world_size)
+    own = form.average(numel, messages, world_size, nbytes)
+    form.commit_(Commit(z, errors.pending(), messages, own, [Segment(None, 0, numel, 0)]))
+    received, splits = torch.empty_like(messages), [nbytes] * world_size
+    handle = communicator.all_to_all(received, messages, output_splits=splits, input_splits=splits)
+
+    def average(_keep: Tensor = messages) -> Tensor:
+        rows = _decoded(received, cut, form, nbytes).view(world_size, cut.part_numel)
+        total = rows[0] + rows[1]
+        for row in rows[2:]:
+            total += row
+        return total.mul_(loss_scale / world_size).to(kept)
+
+    return handle, average
+
+
+def send_differences(
+    params: Sequence[Tensor],
+    parts: Sequence[Part],
+    cut: Slice,
+    communicator: Communicator,
+    form: IntegerFormat,
+    window: Window,
+) -> None:
+    """Start bringing all replicas nearer to the masters, as (2) says. All ranks add the same numbers.
+
+    The replicas have them when ``window`` is drained.
+
+    Args:
+        params: All parameters, by their numbers in the layout; contiguous or not.
+        parts: This rank's parts of the slice, with the masters.
+        cut: The layout of the slice.
+        communicator: The ranks that share it, at least two.
+        form: The form of the messages.
+        window: The queue that completes the message.
+    """
+    rank, nbytes = communicator.rank, form.nbytes(cut.part_numel)
+    device = params[next(iter(cut.places))].device
+    window.room_for(communicator.world_size * nbytes)
+    ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)
+    for part in parts:
+        place = ahead[part.span.offset : part.span.offset + part.span.numel]
+        torch.sub(part.tensor.to(device), part.replica_in(params[part.param]), out=place)
+    gathered = torch.zeros(communicator.world_size * nbytes, dtype=torch.uint8, device=device)
+    message = gathered[rank * nbytes : (rank + 1) * nbytes]
+    form.compress_(Combination(cut.part_numel, device), ahead, message, 1)
+    handle = communicator.all_gather(gathered, message)
+
+    def arrived() -> None:
+        handle.wait()
+        values = _decoded(gathered, cut, form, nbytes)
+        for number, rows in cut.places.items():
+            for begin, span in rows:
+                replica = params[number].detach().reshape(-1)[span.start : span.stop].float()
+                write_span(params[number], span.start, span.stop, replica + values[begin : begin + span.numel])
+        for part in parts:
+            part.note_replica(params[part.param])
+
+    window.add(communicator.world_size * nbytes, arrived)
+
+
+def _decoded(messages: Tensor, cut: Slice, form: IntegerFormat, nbytes: int) -> Tensor:
+    """Decode the messages of all chunks of a slice: [world_size * nbytes] uint8 to [world_size * part_numel]."""
+    values = torch.empty(cut.numel, dtype=torch.float32, device=messages.device)
+    form.decompress_(form.average(cut.numel, messages, len(cut.parts), nbytes), values)
+    return values

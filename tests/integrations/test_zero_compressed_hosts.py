@@ -1,0 +1,128 @@
+"""ZeRO with small messages in Trainer and Accelerate: losses, saved models, resumed runs, ways to ask for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_compressopt import CompressOptPlugin
+from tests.integrations.test_zero_accelerate import loop
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.trainer_runs import Run, equal_params, make_trainer, train
+
+INT4 = "grad_compression=int4,param_compression=int4"
+
+
+def stored(folder: Path, kind: str) -> dict[str, list[tuple[int, torch.Tensor]]]:
+    """The parts of the tensors of a kind in a checkpoint, by parameter."""
+    found: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    for file in folder.glob("compressopt-*.safetensors"):
+        for key, value in load_file(file).items():
+            name, _, start = key.partition("@")
+            if name.startswith(f"{kind}/"):
+                found.setdefault(name.removeprefix(f"{kind}/"), []).append((int(start or 0), value.flatten()))
+    return found
+
+
+def same_as(model: dict[str, torch.Tensor], parts: dict[str, list[tuple[int, torch.Tensor]]]) -> bool:
+    flats = {name: model[name].flatten() for name in parts}
+    return all(
+        torch.equal(flats[name][start : start + value.numel()], value.to(flats[name].dtype))
+        for name, rows in parts.items()
+        for start, value in rows
+    )
+
+
+def train_and_look(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
+    results = []
+    for run in runs:
+        trainer = make_trainer(rank, world_size, run)
+        torch.manual_seed(3)
+        trainer.train(resume_from_checkpoint=run.resume)
+        inner = trainer.optimizer.optimizer
+        params = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        masters = [inner.get_full_param(p) for p in trainer.model.parameters()]
+        results.append(
+            {
+                "alike": trainer.watch.alike,
+                "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+                "params": params,
+                "settled": all(map(torch.equal, params.values(), masters)),
+                "described": inner.describe(),
+                "metrics": inner.metrics(),
+                "skipped": [row["skipped"] for row in trainer.watch.rows],
+            }
+        )
+    return results
+
+
+def test_trainer(tmp_path: Path) -> None:
+    here = {"max_steps": 12, "learning_rate": 3e-3, "gradient_accumulation_steps": 2, "output_dir": str(tmp_path / "0")}
+    small = {**here, "optim_args": INT4, "save_strategy": "steps", "save_steps": 5, "output_dir": str(tmp_path)}
+    runs = [
+        Run({**here, "optim": "zero2_adamw"}, dropout=0.0),
+        Run({**small, "optim": "zero2_adamw"}, dropout=0.0),
+        Run({**here, "optim": "zero1_adamw", "optim_args": INT4}, dropout=0.0),
+        Run({**here, "optim": "zero2_adamw", "optim_args": INT4}, dropout=0.0, resume=str(tmp_path / "checkpoint-5")),
+        Run(
+            {**here, "optim": "sgd", "optim_args": f"zero_stage=2,{INT4}", "max_grad_norm": 0.0},
+            scaler=True,
+            overflow=(1, 3),
+        ),
+    ]
+    plain, second, first, resumed, overflow = run_ranks(2, train_and_look, runs, timeout=500)[0]
+    for result in (second, first, resumed, overflow):
+        assert all(result["alike"]) and result["settled"]
+        assert result["described"].endswith(", gradients as int4, parameters as int4")
+    for result in (second, first):
+        assert result["losses"] != plain["losses"]
+        assert result["losses"] == pytest.approx(plain["losses"], rel=0.01)
+    assert equal_params(second["params"], resumed["params"])
+    assert 6 * second["metrics"]["bytes_sent"] < 8 * plain["metrics"]["bytes_sent"] / 4.5
+    assert overflow["skipped"] == [False] * 3 + [True] + [False] * 8
+
+    model = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
+    masters, replicas = (stored(tmp_path / "checkpoint-5", kind) for kind in ("master", "replica"))
+    assert len(masters) == len(replicas) > 8 and same_as(model, masters) and not same_as(model, replicas)
+
+
+def ask_by_variables(rank: int, world_size: int, *args: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPRESSOPT_GRAD_COMPRESSION", "int8")
+        patch.setenv("COMPRESSOPT_PARAM_COMPRESSION", "int4")
+        return loop(rank, world_size, *args)
+
+
+def test_accelerate(tmp_path: Path) -> None:
+    plain = run_ranks(2, loop, "plugin2")[0]
+    whole = run_ranks(2, ask_by_variables, "plugin2", str(tmp_path))[0]
+    resumed = run_ranks(2, ask_by_variables, "plugin2", str(tmp_path), True)[0]
+    assert equal_params(whole["params"], resumed["params"]) and not equal_params(plain["params"], whole["params"])
+    for name, value in plain["params"].items():
+        assert (
+            float((whole["params"][name] - value).abs().mean()) < 0.005
+        )  # of six steps of Adagrad with a rate of 0.01
+    masters, replicas = (stored(tmp_path / "3", kind) for kind in ("master", "replica"))
+    model = load_file(tmp_path / "3" / "model.safetensors")
+    assert masters and same_as(model, masters) and not same_as(model, replicas)
+    index = json.loads((tmp_path / "3" / "compressopt.index.json").read_text())
+    assert {name.split("/")[0] for name in index["tensors"]} >= {"worker_error", "master", "replica"}
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="param_compression=int4 is an option of ZeRO, under"):
+        CompressOptPlugin(param_compression="int4")
+    plugin = CompressOptPlugin(zero_stage=2, grad_compression="int4", param_compression="int8")
+    assert plugin.optimizer == "none" and plugin.ddp_compression == "none"
+    for optim, text, message in (
+        ("zero2_adamw", "param_compression=int3", "param_compression must be one of"),
+        ("adamw_torch", "zero_stage=1,grad_compression=int3", "grad_compression must be one of"),
+        ("adamw_torch", "grad_compression=int4,param_compression=int4", "is an option of ZeRO"),
+        ("onebit_adam", "param_compression=int4", "OnebitAdam has no option 'param_compression'"),
+    ):
+        run = Run({"output_dir": str(tmp_path), "optim": optim, "optim_args": text, "max_steps": 1})
+        errors = run_ranks_expecting_error(2, train, run, timeout=120)
+        assert all(message in error for error in errors.values()), errors
