@@ -152,8 +152,9 @@ class GradientCompression:
         """Numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``; ``compression_ratio`` (bytes of a float32 ring
-            all-reduce over bytes sent, of the last step); ``seconds_communication`` (host seconds blocked so far).
+            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in two levels to other nodes only);
+            ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes sent, of the last step; in two levels
+            both on the link of a node); ``seconds_communication`` (host seconds blocked so far).
         """
         world_size, sent = self.communicator.world_size, self.traffic.step_bytes
         full = 2 * (world_size - 1) / world_size * 4 * self.layout.numel
@@ -161,16 +162,17 @@ class GradientCompression:
             "skipped_steps": float(self.skipped_steps),
             "bytes_sent_step": float(sent),
             "bytes_sent": float(self.traffic.total_bytes),
-            "compression_ratio": full / sent if sent else 1.0,
+            "compression_ratio": full / (sent * self.communicator.topology.node_size) if sent else 1.0,
             "seconds_communication": self.traffic.total_seconds,
         }
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
         communicator = self.communicator
+        nodes = "" if communicator.levels is None else f" in two levels, {communicator.topology.nodes} node(s)"
         return (
             f"GradientCompression: the gradients of {len(self.params)} parameters travel as int{self.bits} with error "
-            f"feedback, {communicator.world_size} rank(s) over {communicator.name}"
+            f"feedback, {communicator.world_size} rank(s) over {communicator.name}{nodes}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------

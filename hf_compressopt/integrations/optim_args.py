@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import torch
-
-from hf_compressopt.grad_compression import FORMATS
+from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.grad_compression import FORMATS, GradientCompression
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.zero import refuse_zero_stage
 from hf_compressopt.zero.config import check_stage
@@ -41,6 +40,7 @@ class OptimArgs:
         zero: Options of ZeroOptimizer, with ``stage``; empty without ZeRO.
         async_save: True to write checkpoints in the background.
         grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given.
+        topology: Options of the topology of these messages.
         others: The rest of the text, for Trainer's own optimizer.
     """
 
@@ -48,6 +48,7 @@ class OptimArgs:
     zero: dict[str, Any] = field(default_factory=dict)
     async_save: bool = False
     grad_compression: str = ""
+    topology: dict[str, Any] = field(default_factory=dict)
     others: str = ""
 
 
@@ -72,6 +73,8 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         async_save=_take_async_save(name, pairs, stage),
         grad_compression=_take_grad_compression(name, pairs, stage),
     )
+    if found.grad_compression in FORMATS:
+        found.topology = _take_topology(pairs)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
     for key, value in pairs.items():
@@ -117,6 +120,15 @@ def _take_grad_compression(name: str, pairs: dict[str, str], stage: int | None) 
     if value:
         check_grad_compression(value, name if name in ALGORITHMS else "ZeRO" if stage is not None else "")
     return value
+
+
+def _take_topology(pairs: dict[str, str]) -> dict[str, Any]:
+    """The options of the topology of compressed gradients."""
+    legal = text_options(GradientCompression)
+    names = [field.name for field in fields(TopologyOptions) if field.name in pairs]
+    found = {name: parse_value(name, pairs.pop(name), legal[name][0]) for name in names}
+    TopologyOptions(**found)
+    return found
 
 
 def check_grad_compression(value: str, other: str) -> None:
@@ -176,7 +188,7 @@ def _pairs(text: str | None) -> dict[str, str]:
     return pairs
 
 
-def text_options(optimizer_class: type[torch.optim.Optimizer]) -> Options:
+def text_options(optimizer_class: type[Any]) -> Options:
     """Options that text can set: name -> (types that it may have, default)."""
     options: Options = {}
     for init in reversed(_constructors(optimizer_class)):

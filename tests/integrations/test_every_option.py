@@ -47,6 +47,9 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     *(("state", name, {"state": "compact"}, True) for name in (ZERO_ONE, LAMB)),
     ("communicator", ONEBIT, {"communicator": "gloo"}, False),
     ("comm_backend_name", ONEBIT, {"comm_backend_name": "gloo"}, False),
+    ("topology", ONEBIT, {"topology": "two-level", "node_size": 2}, True),
+    ("node_size", ONEBIT, {"node_size": 2}, True),
+    ("node_bits", ONEBIT, {"node_size": 2, "node_bits": 16}, True),
     ("fused_warmup", ONEBIT, {"fused_warmup": True}, True),  # by rounding
     ("var_update_scaler", ZERO_ONE, {"var_update_scaler": 1}, True),
     ("local_step_scaler", ZERO_ONE, {"local_step_scaler": 1}, True),
