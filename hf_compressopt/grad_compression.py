@@ -152,13 +152,16 @@ class GradientCompression:
         """Numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in two levels to other nodes only);
-            ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes sent, of the last step; in two levels
-            both on the link of a node); ``seconds_communication`` (host seconds blocked so far).
+            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in two levels to other nodes only, beside
+            ``bytes_sent_in_node``); ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes sent, of the
+            last step; in two levels both on the link of a node); ``seconds_communication`` (host seconds blocked so
+            far).
         """
         world_size, sent = self.communicator.world_size, self.traffic.step_bytes
+        inside = sum(self.traffic.node_bytes.values())
         full = 2 * (world_size - 1) / world_size * 4 * self.layout.numel
         return {
+            **({"bytes_sent_in_node": float(inside)} if inside else {}),
             "skipped_steps": float(self.skipped_steps),
             "bytes_sent_step": float(sent),
             "bytes_sent": float(self.traffic.total_bytes),
