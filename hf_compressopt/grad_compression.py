@@ -15,7 +15,7 @@ gets gradients that are not finite, and the errors are as before the step.
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,13 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import server_numel
 from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, IntegerSlot, as_it_is
+from hf_compressopt.collectives.phases import ShardErrors, WorkerErrors
+from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
+from hf_compressopt.format.index import NODE_SIZE
 
 FORMATS = {"int4": 4, "int8": 8}
 
@@ -47,8 +51,8 @@ class GradientCompression:
         names: Their names.
         bits: Bits per element of a message.
         layout: Their place in the flat buffers: the last parameter first, as backward brings the gradients.
-        worker_error: [numel] float32, what this rank's messages have missed so far, in the unit of an unscaled
-            gradient; [0] with one rank.
+        worker_error: [elements that this rank sends: all, or in two levels its shards] float32, what this rank's
+            messages have missed so far, in the unit of an unscaled gradient; [0] with one rank.
         server_error: [elements whose server this rank is] float32, likewise for the averages that it has sent.
         errors: For each bucket of the layout its worker error and its server error, views of the two above.
         communicator: The ranks.
@@ -66,8 +70,11 @@ class GradientCompression:
         process_group: dist.ProcessGroup | None = None,
         communicator: str | Communicator | None = None,
         loss_scale: Callable[[], float] | None = None,
+        topology: str = AUTO,
+        node_size: int | None = None,
+        node_bits: int = 32,
     ) -> None:
-        """Allocate the errors, 4 + 4 / world_size bytes per parameter.
+        """Allocate the errors, 4 + 4 / world_size bytes per parameter; in two levels 4 / node_size + 4 / world_size.
 
         Args:
             params: The model's parameters, alike on all ranks, named or not; those that require no gradient do not
@@ -78,6 +85,9 @@ class GradientCompression:
             communicator: As for :class:`~hf_compressopt.OnebitAdam`.
             loss_scale: Returns the factor that the gradients of the coming step carry, such as a
                 ``GradScaler.get_scale``; None stands for 1.
+            topology: As for :class:`~hf_compressopt.OnebitAdam`.
+            node_size: Likewise.
+            node_bits: Likewise.
 
         Raises:
             ValueError: For an option outside its range, and for parameters on several devices.
@@ -85,7 +95,7 @@ class GradientCompression:
         """
         if compression not in FORMATS:
             raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
-        bucket_numel = bucket_numel_of(bucket_cap_mb)
+        bucket_numel, wanted = bucket_numel_of(bucket_cap_mb), TopologyOptions(topology, node_size, node_bits)
         rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(params)]
         named = {p: name for name, p in rows if p.requires_grad}  # a tensor that is given twice counts once
         self.params, self.names = list(named)[::-1], list(named.values())[::-1]
@@ -98,9 +108,8 @@ class GradientCompression:
         device = next(iter(devices), torch.device("cpu"))
         self.bits, self.traffic = FORMATS[compression], Traffic()
         self.steps = self.skipped_steps = 0
-        self.communicator = make_communicator(
-            communicator, process_group, device=device, traffic=self.traffic, cuda_aware=False
-        )
+        flat = make_communicator(communicator, process_group, device=device, traffic=self.traffic, cuda_aware=False)
+        self.communicator = with_topology(flat, wanted)
         self._loss_scale = loss_scale or (lambda: 1.0)
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self._allocate(device)
@@ -108,13 +117,17 @@ class GradientCompression:
         self._checked = False
 
     def _allocate(self, device: torch.device) -> None:
-        several = self.communicator.world_size > 1
-        owned = [server_numel(bucket.numel, self.communicator) if several else 0 for bucket in self.layout.buckets]
-        self.worker_error = torch.zeros(self.layout.numel if several else 0, dtype=torch.float32, device=device)
+        several, topology = self.communicator.world_size > 1, self.communicator.topology
+        numels = [bucket.numel for bucket in self.layout.buckets]
+        sent = [topology.sent_numels(numel) if several else [0] for numel in numels]
+        owned = [server_numel(numel, self.communicator) if several else 0 for numel in numels]
+        self.worker_error = torch.zeros(sum(map(sum, sent)), dtype=torch.float32, device=device)
         self.server_error = torch.zeros(sum(owned), dtype=torch.float32, device=device)
-        worker = [self.worker_error[bucket.start : bucket.stop] for bucket in self.layout.buckets]
-        server = torch.split(self.server_error, owned)
-        self.errors = list(zip(worker, server, strict=True))
+        worker: Sequence[WorkerErrors] = torch.split(self.worker_error, [sum(chunks) for chunks in sent])
+        if self.communicator.levels is not None:
+            rows = zip(torch.split(self.worker_error, [sum(chunks) for chunks in sent]), sent, strict=True)
+            worker = [ShardErrors(torch.split(shard, chunks)) for shard, chunks in rows]
+        self.errors = list(zip(worker, torch.split(self.server_error, owned), strict=True))
 
     def _check_ranks(self) -> None:
         """Check once that all ranks have the same parameters and options.
@@ -139,25 +152,30 @@ class GradientCompression:
         """Numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent``; ``compression_ratio`` (bytes of a float32 ring
-            all-reduce over bytes sent, of the last step); ``seconds_communication`` (host seconds blocked so far).
+            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in two levels to other nodes only, beside
+            ``bytes_sent_in_node``); ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes sent, of the
+            last step; in two levels both on the link of a node); ``seconds_communication`` (host seconds blocked so
+            far).
         """
         world_size, sent = self.communicator.world_size, self.traffic.step_bytes
+        inside = sum(self.traffic.node_bytes.values())
         full = 2 * (world_size - 1) / world_size * 4 * self.layout.numel
         return {
+            **({"bytes_sent_in_node": float(inside)} if inside else {}),
             "skipped_steps": float(self.skipped_steps),
             "bytes_sent_step": float(sent),
             "bytes_sent": float(self.traffic.total_bytes),
-            "compression_ratio": full / sent if sent else 1.0,
+            "compression_ratio": full / (sent * self.communicator.topology.node_size) if sent else 1.0,
             "seconds_communication": self.traffic.total_seconds,
         }
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
         communicator = self.communicator
+        nodes = "" if communicator.levels is None else f" in two levels, {communicator.topology.nodes} node(s)"
         return (
             f"GradientCompression: the gradients of {len(self.params)} parameters travel as int{self.bits} with error "
-            f"feedback, {communicator.world_size} rank(s) over {communicator.name}"
+            f"feedback, {communicator.world_size} rank(s) over {communicator.name}{nodes}"
         )
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -169,6 +187,7 @@ class GradientCompression:
             "bucket_numel": self.layout.bucket_numel,
             "world_size": self.communicator.world_size,
             "rank": self.communicator.rank,
+            NODE_SIZE: self.communicator.topology.node_size,
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
             "worker_error": self.worker_error,
@@ -182,10 +201,11 @@ class GradientCompression:
             ValueError: If the state dict does not fit; nothing has changed then.
         """
         mine = self.state_dict()
-        for key in ("bits", "bucket_numel", "world_size", "rank"):
-            if state_dict[key] != mine[key]:
+        for key in ("bits", "bucket_numel", "world_size", "rank", NODE_SIZE):
+            theirs = state_dict.get(key, 1) if key == NODE_SIZE else state_dict[key]
+            if theirs != mine[key]:
                 raise ValueError(
-                    f"the state dict has {key}={state_dict[key]}, this rank {mine[key]}: load it with the same "
+                    f"the state dict has {key}={theirs}, this rank {mine[key]}: load it with the same "
                     "options, number of ranks and rank"
                 )
         for key in ("worker_error", "server_error"):

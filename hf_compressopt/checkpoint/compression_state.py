@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.checkpointable import LoadPlan
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.flat import chunk_range
-from hf_compressopt.format.index import TensorEntry
+from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.options import check_names
@@ -46,7 +46,9 @@ class CompressionState:
     def header(self) -> dict[str, Any]:
         """See the protocol."""
         compression = self._compression
+        nodes = {} if self.communicator.levels is None else {NODE_SIZE: self.communicator.topology.node_size}
         return {
+            **nodes,
             "optimizer": _NAME,
             "step": compression.steps,
             "skipped_steps": compression.skipped_steps,
@@ -57,17 +59,22 @@ class CompressionState:
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """See the protocol; the tensors share memory with the compression. A single rank has no errors."""
-        compression, ranks = self._compression, self.communicator
-        if ranks.world_size == 1:
+        compression, place = self._compression, self.communicator.topology
+        if place.world_size == 1:
             return []
-        key = TensorKey("worker_error", group=0, rank=ranks.rank)
-        found = [StateTensor.of(key, compression.worker_error, of_each_rank=True, is_error=True)]
-        for bucket, (_, error) in zip(compression.layout.buckets, compression.errors, strict=True):
-            if error.numel():
-                start = bucket.start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0]
-                whole = (compression.layout.numel,)
-                found.append(StateTensor.of(TensorKey("server_error", group=0), error, whole, start, is_error=True))
-        return found
+        buckets, whole = compression.layout.buckets, (compression.layout.numel,)
+        worker, server = TensorKey("worker_error", group=0, rank=place.node), TensorKey("server_error", group=0)
+        runs = [(0, compression.worker_error)]  # with their first elements
+        if place.node_size > 1:
+            ranges = [place.sent_range(bucket.numel) for bucket in buckets]
+            parts = torch.split(compression.worker_error, [stop - start for start, stop in ranges])
+            runs = [(b.start + start, part) for b, (start, _), part in zip(buckets, ranges, parts, strict=True)]
+        own, size = {"of_each_rank": True, "is_error": True}, place.node_size
+        found = [StateTensor.of(worker, part, whole, start, **own, node_size=size) for start, part in runs]
+        for bucket, (_, error) in zip(buckets, compression.errors, strict=True):
+            start = bucket.start + place.own_range(bucket.numel)[0]
+            found.append(StateTensor.of(server, error, whole, start, is_error=True))
+        return [tensor for tensor in found if tensor.local.numel()]
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         """See the protocol. The errors of a run on one rank, which has none, become zero."""

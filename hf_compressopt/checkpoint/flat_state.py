@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_compressopt.checkpoint.checkpointable import LoadPlan
 from hf_compressopt.checkpoint.decoded import Decoded
 from hf_compressopt.checkpoint.header import Header
-from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import Per, StateTensor, TensorKey
 from hf_compressopt.optim.compact import Moments
@@ -123,23 +122,23 @@ class FlatState:
     def _errors(self, number: int, state: GroupState, buffers: _Buffers) -> Iterator[StateTensor]:
         """The errors of error feedback of a param group."""
         whole = (state.layout.numel,)
-        worker_error, server_error = buffers.errors()
         if state.own_rank is not None:
+            worker_error, server_error = buffers.errors()
             worker, server = (TensorKey(kind, group=number, rank=state.own_rank) for kind in (_WORKER, _SERVER))
             yield StateTensor.of(worker, worker_error, whole, is_error=True)
             yield StateTensor.of(server, server_error)
             return
-        yield self._worker_error(number, worker_error, self.communicator.rank)
+        place = self.communicator.topology
+        for start, part in buffers.worker_errors():
+            if part.numel():
+                key = TensorKey(_WORKER, group=number, rank=place.node)
+                together = place.node_size
+                yield StateTensor.of(key, part, whole, start, of_each_rank=True, is_error=True, node_size=together)
         for bucket, part in zip(state.layout.buckets, buffers.server_errors(), strict=True):
             if part.numel():
-                group = state.communicator
-                start = bucket.start + chunk_range(bucket.numel, group.world_size, group.rank)[0]
+                start = state.errors.own_range(bucket)[0]
                 key = TensorKey(_SERVER, group=number)
                 yield StateTensor.of(key, part, whole, start, is_error=True)
-
-    def _worker_error(self, number: int, error: Tensor | Decoded, rank: int) -> StateTensor:
-        key = TensorKey(_WORKER, group=number, rank=rank)
-        return StateTensor.of(key, error, of_each_rank=True, is_error=True)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -213,13 +212,13 @@ class FlatState:
     def _room_for_errors(self, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[int, list[StateTensor]]]:
         """Memory for the worker and the server error that a single rank sends next."""
         for number, state in enumerate(self._optimizer._states):
-            server = TensorKey(_SERVER, group=number)
+            worker, server = TensorKey(_WORKER, group=number, rank=0), TensorKey(_SERVER, group=number)
             if state.compressed and str(server) in entries:
                 rooms = [torch.empty(state.layout.numel, dtype=torch.float32, device="cpu") for _ in range(2)]
                 yield (
                     number,
                     [
-                        self._worker_error(number, rooms[0], 0),
+                        StateTensor.of(worker, rooms[0], of_each_rank=True, is_error=True),
                         StateTensor.of(server, rooms[1], is_error=True),
                     ],
                 )
@@ -290,6 +289,19 @@ class _Buffers:
             return errors.worker, errors.server
         sizes = errors.sizes_of(torch.float32)
         return Decoded((sizes[0],), errors.worker_values), Decoded((sizes[1],), errors.server_values)
+
+    def worker_errors(self) -> list[tuple[int, Tensor | Decoded]]:
+        """Return the worker errors in runs of the flat buffer, each with its first element."""
+        errors, buckets = self._errors, self._state.layout.buckets
+        if self._state.communicator.levels is None:
+            return [(0, self.errors()[0])]
+        ranges = [errors.sent_range(bucket) for bucket in buckets]
+        parts: Sequence[Tensor | Decoded]
+        if errors.compact:
+            parts = [Decoded((f.worker_error.numel(),), partial(values_of, f.worker_error)) for f in errors.feedback]
+        else:
+            parts = torch.split(errors.worker, [stop - start for start, stop in ranges])
+        return [(start, part) for (start, _), part in zip(ranges, parts, strict=True)]
 
     def server_errors(self) -> list[Tensor | Decoded]:
         """Return the server errors of each bucket."""

@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.agreement import Agreement
+from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.kernels.memory import in_memory
 
@@ -42,6 +44,7 @@ class Communicator(Agreement):
         device: Device on which small tensors of our own must lie.
         traffic: Counts bytes and seconds.
         process_group: The torch.distributed group that it was made for; None for all ranks.
+        levels: The groups of the compressed exchange in two levels; None if it is flat.
     """
 
     name: str
@@ -50,13 +53,31 @@ class Communicator(Agreement):
     device: torch.device
     traffic: Traffic
     process_group: dist.ProcessGroup | None = None
+    levels: Levels | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
         copied = copy(self)
         memo[id(self)] = copied
-        copied.traffic = deepcopy(self.traffic, memo)
+        copied.traffic, copied.levels = deepcopy(self.traffic, memo), deepcopy(self.levels, memo)
         return copied
+
+    @property
+    def topology(self) -> Topology:
+        """The place of this rank in the compressed exchange."""
+        return Topology(self.world_size, self.rank, 1 if self.levels is None else self.levels.node.world_size)
+
+    def part(self, ranks: Sequence[int]) -> Communicator:
+        """Return the communicator of some of the ranks, in ascending order and with this one. All of these call.
+
+        Raises:
+            ValueError: If the transport has no such groups.
+        """
+        raise ValueError(f"{type(self).__name__} has no groups of some of its ranks")
+
+    def reached(self) -> Communicator:
+        """Return these ranks with a device whose tensors can be sent, if that of the parameters is not one yet."""
+        return self
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
@@ -115,3 +136,18 @@ class Communicator(Agreement):
         self.all_gather(gathered, padded).wait()
         rows = zip(gathered.view(self.world_size, longest).cpu(), sizes.tolist(), strict=True)
         return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The groups of this rank in the exchange in two levels.
+
+    Attributes:
+        node: The ranks of this rank's node.
+        peers: The ranks of the same place on all nodes.
+        dtype: Dtype of values inside the node.
+    """
+
+    node: Communicator
+    peers: Communicator
+    dtype: torch.dtype

@@ -4,28 +4,36 @@ Phase 1: every rank sends chunk j of its compressed bucket to rank j, its server
 Phase 2: every server averages the messages, compresses the average, and sends it to all ranks (all-gather).
 Both compressions keep what they lost and add it at the next step: the worker error and the server error.
 
+Who sends which chunk to whom is up to the topology (:mod:`hf_compressopt.collectives.phases`): flat, as above, or in
+two levels.
+
 The exchange of one bucket is a generator. It yields before each wait, so that a :class:`Pipeline` can compress the
 next bucket while a message is on the wire.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic
 
 import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.flat import chunk_range
+from hf_compressopt.collectives.phases import (
+    Part,
+    ShardErrors,
+    Task,
+    WorkerErrors,
+    averaged,
+    messages_of,
+    parts_to_send,
+    with_messages,
+)
 from hf_compressopt.kernels import AnyAverage, Average, Combination, Commit, Errors, MessageFormat, Segment, SignFormat
 from hf_compressopt.kernels.errors import like_errors, tensor_of
-
-_Result = TypeVar("_Result")
-#: Work on one bucket: it yields before each wait, and returns a result.
-Task = Generator[None, None, _Result]
 
 
 @dataclass(frozen=True)
@@ -33,19 +41,20 @@ class ErrorFeedback:
     """The errors of one bucket on one rank, and the form of its messages.
 
     Attributes:
-        worker_error: n elements, the part of this rank's values that its messages to the servers missed.
+        worker_error: n elements, the part of this rank's values that its messages to the servers missed; in two levels
+            those of its shard, and the part of the node's mean.
         server_error: n_own elements, the part of the average of its own chunk that this rank's message missed.
         format: The form of the messages.
     """
 
-    worker_error: Errors
+    worker_error: WorkerErrors
     server_error: Errors
     format: SignFormat
 
 
 def server_numel(numel: int, communicator: Communicator) -> int:
     """Elements of a bucket of ``numel`` elements whose server this rank is."""
-    start, stop = chunk_range(numel, communicator.world_size, communicator.rank)
+    start, stop = communicator.topology.own_range(numel)
     return stop - start
 
 
@@ -97,48 +106,15 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
     world_size, form = communicator.world_size, feedback.format
     if world_size == 1:
         return _with_old_errors(z, feedback)
-    nbytes = form.chunk_nbytes(z.numel, world_size)
+    parts = yield from parts_to_send(z, feedback.worker_error, form, communicator)
 
-    def compress() -> Tensor:
-        messages = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
-        form.compress_with_feedback_(z, feedback.worker_error, messages, world_size)
-        return messages
+    to_servers = messages_of(parts, form.compress_with_feedback_, z.device)
+    del parts
 
     def serve(received: Tensor, out: Tensor) -> None:
-        form.average_with_feedback_(received, feedback.server_error, out, world_size)
+        form.average_with_feedback_(received, feedback.server_error, out, communicator.topology.nodes)
 
-    from_servers = yield from _two_phases(compress(), nbytes, serve, communicator)
-    return form.average(z.numel, from_servers, world_size, nbytes[0])
-
-
-def _two_phases(
-    to_servers: Tensor, nbytes: Sequence[int], serve: Callable[[Tensor, Tensor], None], communicator: Communicator
-) -> Task[Tensor]:
-    """Send each server its message, have ``serve(received, out)`` make this server's own, and gather all of these.
-
-    Args:
-        to_servers: [sum(nbytes)] uint8, this rank's messages, one after another.
-        nbytes: Bytes of the message of each chunk; the first one is the longest.
-        serve: Averages the messages of all ranks, [world_size * n] uint8, into one, [n].
-        communicator: The ranks.
-
-    Returns:
-        [world_size * nbytes[0]] uint8: the message of server j begins at ``j * nbytes[0]``.
-    """
-    world_size, own = communicator.world_size, nbytes[communicator.rank]
-    received = to_servers.new_empty(world_size * own)
-    handle = communicator.all_to_all(received, to_servers, output_splits=[own] * world_size, input_splits=nbytes)
-    yield
-    handle.wait()
-    from_servers = received.new_empty(world_size * nbytes[0])
-    to_all = from_servers[communicator.rank * nbytes[0] :][: nbytes[0]]
-    serve(received, to_all[:own])
-    to_all[own:].zero_()
-    handle = communicator.all_gather(from_servers, to_all)
-    del to_servers, received  # a bucket on its way holds one phase's messages
-    yield
-    handle.wait()
-    return from_servers
+    return (yield from averaged(z.numel, form, to_servers, serve, communicator))
 
 
 def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Average:
@@ -179,8 +155,8 @@ class Exchanged(Generic[AnyAverage]):
     """A bucket that is back, with the errors of before the step, so that the step can still be dropped.
 
     Attributes:
-        z: What this rank wanted to send; its gradients must not change before :meth:`commit`.
-        worker_error: n elements, the worker error before the step.
+        parts: What this rank has sent, and the worker errors of before the step. Gradients in it must not change before
+            :meth:`commit`; in two levels there are none, but the node's mean.
         server_error: n_own elements, the server error before the step.
         new_server_error: n_own elements, the server error after it.
         sent: This rank's messages to the servers.
@@ -188,21 +164,42 @@ class Exchanged(Generic[AnyAverage]):
         format: The form of the messages.
     """
 
-    z: Combination
-    worker_error: Errors
+    parts: tuple[Part, ...]
     server_error: Errors
     new_server_error: Errors
     sent: Tensor
     average: AnyAverage
     format: MessageFormat[AnyAverage]
 
+    def renewed(self, z: Combination, worker_error: WorkerErrors, server_error: Errors) -> Exchanged[AnyAverage]:
+        """Return the same for errors that may lie elsewhere now, and for values as they are now.
+
+        In two levels the values stay those that were sent, since the other ranks of the node have a part in them.
+        """
+        if isinstance(worker_error, ShardErrors):
+            errors = [error for error in worker_error.chunks if error.numel()]
+            parts = tuple(replace(part, error=e) for part, e in zip(self.parts, errors, strict=True))
+        else:
+            parts = (replace(self.parts[0], z=z, error=worker_error),)
+        return replace(self, parts=parts, server_error=server_error)
+
     def commit(self, outputs: Sequence[Segment] = (), scale: float = 1.0) -> None:
         """Write the errors of the step, and the average times ``scale`` into ``outputs``; signs have no outputs."""
         tensor_of(self.server_error).copy_(tensor_of(self.new_server_error))
-        self.format.commit_(Commit(self.z, self.worker_error, self.sent, self.average, outputs, scale))
+        for part, sent in with_messages(self.parts, self.sent):
+            if part.chunks == self.average.world_size:  # the whole bucket, in one pass
+                self.format.commit_(Commit(part.z, part.error, sent, self.average, outputs, scale))
+                return
+            numel = part.z.numel
+            own = self.format.average(numel, sent, 1, part.nbytes)
+            nothing = [Segment(None, 0, numel, 0)] if outputs else []
+            self.format.commit_(Commit(part.z, part.error, sent, own, nothing))
+        self.discard(outputs, scale)
 
     def discard(self, outputs: Sequence[Segment], scale: float) -> None:
         """Write the average times ``scale`` into ``outputs``, and leave the errors as they are."""
+        if not outputs:
+            return
         values = torch.empty(self.average.numel, dtype=torch.float32, device=self.sent.device)
         self.format.decompress_(self.average, values)
         values.mul_(scale)
@@ -213,7 +210,7 @@ class Exchanged(Generic[AnyAverage]):
 
 def lazy_all_reduce(
     z: Combination,
-    worker_error: Errors,
+    worker_error: WorkerErrors,
     server_error: Errors,
     form: MessageFormat[AnyAverage],
     communicator: Communicator,
@@ -222,7 +219,7 @@ def lazy_all_reduce(
 
     Args:
         z: What this rank wants to send.
-        worker_error: n elements, the part of this rank's values that its messages to the servers missed.
+        worker_error: See :class:`ErrorFeedback`.
         server_error: n_own elements, the part of the average of its own chunk that this rank's message missed. Errors
             change in :meth:`Exchanged.commit` only.
         form: The form of the messages.
@@ -231,15 +228,12 @@ def lazy_all_reduce(
     Returns:
         The average, and what is needed to write the errors.
     """
-    world_size = communicator.world_size
-    nbytes = form.chunk_nbytes(z.numel, world_size)
-    sent = torch.zeros(sum(nbytes), dtype=torch.uint8, device=z.device)
-    form.compress_(z, worker_error, sent, world_size)
+    parts = yield from parts_to_send(z, worker_error, form, communicator)
+    sent = messages_of(parts, form.compress_, z.device)
     new_error = like_errors(server_error)
 
     def serve(received: Tensor, out: Tensor) -> None:
-        form.average_compress_(received, server_error, new_error, out, world_size)
+        form.average_compress_(received, server_error, new_error, out, communicator.topology.nodes)
 
-    from_servers = yield from _two_phases(sent, nbytes, serve, communicator)
-    average = form.average(z.numel, from_servers, world_size, nbytes[0])
-    return Exchanged(z, worker_error, server_error, new_error, sent, average, form)
+    average = yield from averaged(z.numel, form, sent, serve, communicator)
+    return Exchanged(parts, server_error, new_error, sent, average, form)

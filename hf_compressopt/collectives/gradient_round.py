@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import Exchanged, Pipeline, Task, lazy_all_reduce
+from hf_compressopt.collectives.exchange import Exchanged, Pipeline, lazy_all_reduce
+from hf_compressopt.collectives.phases import Task, WorkerErrors
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Combination, Errors, IntegerAverage, Segment
 from hf_compressopt.kernels.integers import IntegerFormat, any_nan
@@ -86,13 +87,13 @@ class IntegerSlot(Slot):
     """Gradients that travel as integers with error feedback.
 
     Attributes:
-        errors: The worker error, n elements, and the server error, n_own elements, in the unit of a gradient without
-            loss scale.
+        errors: The worker error and the server error, as :class:`~hf_compressopt.collectives.exchange.ErrorFeedback`
+            has them, in the unit of a gradient without loss scale.
         bits: Bits per element, 4 or 8.
         loss_scale: Factor that the gradients carry.
     """
 
-    errors: tuple[Errors, Errors]
+    errors: tuple[WorkerErrors, Errors]
     bits: int
     loss_scale: float = 1.0
 

@@ -87,6 +87,13 @@ class MpiCommunicator(Communicator):
         duplicate._comm, duplicate.device, duplicate.traffic = self._comm.Dup(), torch.device("cpu"), Traffic()
         return duplicate
 
+    def part(self, ranks: Sequence[int]) -> MpiCommunicator:
+        """See the base class."""
+        found = copy(self)
+        found._comm = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
+        found.rank, found.world_size = found._comm.Get_rank(), found._comm.Get_size()
+        return found
+
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""
         nbytes = tensor.numel() * tensor.element_size()

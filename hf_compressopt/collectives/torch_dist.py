@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
+from datetime import timedelta
 from functools import cache
 from secrets import token_hex
 from typing import Any, cast
@@ -87,6 +88,38 @@ class TorchCommunicator(Communicator):
             duplicate.name = "gloo"
             _rest_at_exit()
         return duplicate
+
+    def part(self, ranks: Sequence[int]) -> TorchCommunicator:
+        """See the base class: a group that ends with ``destroy_process_group()``, with the timeout of this one.
+
+        Raises:
+            ValueError: If the group numbers its ranks otherwise than the default group does.
+        """
+        everyone = dist.get_process_group_ranks(self.process_group)
+        if everyone != sorted(everyone):
+            raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
+        found = copy(self)
+        found.process_group = dist.new_group(
+            [everyone[rank] for rank in ranks], timeout=self._timeout(), use_local_synchronization=True
+        )
+        found.rank, found.world_size = dist.get_rank(found.process_group), len(ranks)
+        return found
+
+    def _timeout(self) -> timedelta | None:
+        """Return how long a collective may take before it fails; None if the backend does not tell."""
+        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+        try:
+            return group._get_backend(self.reached().device).options._timeout
+        except (RuntimeError, AttributeError):
+            return None
+
+    def reached(self) -> TorchCommunicator:
+        """See the base class: NCCL does not send the tensors of a model that is still on the CPU."""
+        if self.name != "nccl" or self.device.type == "cuda":
+            return self
+        found = copy(self)
+        found.device = torch.device("cuda", torch.cuda.current_device())
+        return found
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
         """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""

@@ -13,11 +13,18 @@ class Traffic:
     Bytes are what this rank sends to other ranks, by the volume of the collective's bandwidth-optimal algorithm
     (headers of lower layers excluded). Seconds are host seconds in which the caller was blocked by the collective: on
     a device whose queue is asynchronous to the host they are a lower bound.
+
+    Attributes:
+        bytes: Bytes sent, by kind; in two levels those that stay inside the node are not among them.
+        node_bytes: Bytes sent inside the node by exchanges in two levels, by kind.
+        seconds: Seconds waited, by kind.
+        step_bytes: Bytes sent in the last step, inside the node not counted.
     """
 
     def __init__(self) -> None:
         """Start at zero."""
         self.bytes: Counter[str] = Counter()
+        self.node_bytes: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.step_bytes = 0
         self._bytes_before = 0
@@ -27,6 +34,15 @@ class Traffic:
         """Count ``nbytes`` bytes sent by a collective of this kind."""
         if not self._paused:
             self.bytes[kind] += nbytes
+
+    def sent_inside(self, kind: str, nbytes: int) -> None:
+        """Count ``nbytes`` bytes sent to ranks of the same node."""
+        if not self._paused:
+            self.node_bytes[kind] += nbytes
+
+    def inside_node(self) -> NodeTraffic:
+        """Return the counters for a communicator whose ranks are on one node."""
+        return NodeTraffic(self)
 
     def waited(self, kind: str, seconds: float) -> None:
         """Count host seconds spent in a collective of this kind."""
@@ -62,3 +78,22 @@ class Traffic:
         self.bytes.clear()
         self.bytes["before_resume"] = total_bytes
         self._bytes_before = total_bytes
+
+
+class NodeTraffic(Traffic):
+    """The counters of a group of ranks on one node: they write to those of all ranks, as another level."""
+
+    def __init__(self, whole: Traffic) -> None:
+        """Write to ``whole``."""
+        super().__init__()
+        self._whole = whole
+
+    def sent(self, kind: str, nbytes: int) -> None:
+        """See the base class: bytes inside the node."""
+        if not self._paused:
+            self._whole.sent_inside(kind, nbytes)
+
+    def waited(self, kind: str, seconds: float) -> None:
+        """See the base class: seconds are those of all levels."""
+        if not self._paused:
+            self._whole.waited(kind, seconds)

@@ -29,7 +29,8 @@ The tensors of a compressed optimizer are
 ``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
 ``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
 ``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another); ``server_error/group<g>``
-(likewise). ``rank<r>/`` before a parameter's name marks a tensor that is rank r's own.
+(likewise). ``rank<r>/`` before a parameter's name marks a tensor that is rank r's own. If the header has ``node_size``,
+the exchange had two levels, with so many ranks per node, and ``worker_error/group<g>/rank<r>`` is node r's, in parts.
 
 The tensors of a partitioned optimizer are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
 the pieces that its owners hold. Stage 0 is an ordinary optimizer that is not partitioned, and its tensors are whole.
@@ -57,6 +58,8 @@ import xxhash
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
 FORMAT, VERSION = "hf_compressopt", 3
+#: Key of a header: ranks per node, if the exchange had two levels.
+NODE_SIZE = "node_size"
 #: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
 BY_PLACE = "by_place"
 #: Bytes under one checksum.

@@ -67,6 +67,7 @@ class StateTensor:
         replicated: Every rank holds the same whole tensor, so that any of them may write it.
         of_each_rank: Each rank has a tensor of its own. On another number of ranks a load reads the mean of all.
         is_error: It is an error of error feedback, which a run of one rank does not have.
+        node_size: Ranks that have parts of one such tensor together, if each node has its own; 1 if each rank has.
     """
 
     key: TensorKey
@@ -78,6 +79,7 @@ class StateTensor:
     replicated: bool = False
     of_each_rank: bool = False
     is_error: bool = False
+    node_size: int = 1
 
     @classmethod
     def of(
@@ -90,6 +92,7 @@ class StateTensor:
         replicated: bool = False,
         of_each_rank: bool = False,
         is_error: bool = False,
+        node_size: int = 1,
     ) -> StateTensor:
         """Describe a tensor of torch's, by default as a whole one.
 
@@ -101,10 +104,11 @@ class StateTensor:
             replicated: See the class.
             of_each_rank: See the class.
             is_error: See the class.
+            node_size: See the class.
         """
         whole = tuple(local.shape) if shape is None else shape
         stop = start + local.numel()
-        return cls(key, dtype_name(local), whole, start, stop, local, replicated, of_each_rank, is_error)
+        return cls(key, dtype_name(local), whole, start, stop, local, replicated, of_each_rank, is_error, node_size)
 
     @property
     def is_whole(self) -> bool:

@@ -6,7 +6,8 @@ Three rules cover every tensor:
    the pieces that hold them. These are moments, master copies, and server errors (by their place in the flat buffer).
 2. A tensor that is each rank's own is read as it is if as many ranks load as saved. Otherwise each rank reads the mean
    of all, so that the average over the ranks stays as it was. These are worker errors, and what the ranks of 0/1 Adam
-   hold of their own inside a local interval.
+   hold of their own inside a local interval. With two levels a node has worker errors in the place of a rank, and each
+   of its ranks a part of them; they are read as they are if the nodes are alike too.
 3. Errors that a single rank did not save are zero, because it has none.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hf_compressopt.format.index import DTYPES, CheckpointIndex, Piece, TensorEntry
+from hf_compressopt.format.index import DTYPES, NODE_SIZE, CheckpointIndex, Piece, TensorEntry
 from hf_compressopt.format.record import StateTensor
 
 
@@ -78,9 +79,9 @@ def plan_reads(index: CheckpointIndex, wanted: StateTensor, world_size: int) -> 
         ValueError: If the checkpoint does not have the tensor in that dtype and shape.
     """
     saved_ranks = len(index.shards)
-    names = [str(wanted.key)]
-    if wanted.of_each_rank and world_size != saved_ranks:
-        names = [str(wanted.key.of_rank(rank)) for rank in range(saved_ranks)]
+    names, saved_together = [str(wanted.key)], index.header.get(NODE_SIZE, 1) if wanted.is_error else 1
+    if wanted.of_each_rank and (world_size, wanted.node_size) != (saved_ranks, saved_together):
+        names = [str(wanted.key.of_rank(rank)) for rank in range(saved_ranks // saved_together)]
     if wanted.is_error and saved_ranks == 1 and not any(name in index.tensors for name in names):
         names = []
     sources = [_reads(_fitting(index, name, wanted), wanted) for name in names]

@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_compressopt.amp import GradScaler, innermost
+from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,
@@ -209,7 +210,7 @@ class CompressOptAccelerator(SavingAccelerator):
         models.bind(optimizers, own_hook, self._loss_scale)
         compression = self._compressopt.grad_compression
         if compression != "none" and self.num_processes > 1:
-            models.compress(optimizers, own_hook, compression, self._loss_scale)
+            models.compress(optimizers, own_hook, compression, self._compressopt.topology, self._loss_scale)
         elif compression != "none" and optimizers:
             logger.warning("grad_compression=%s has no effect: there is one process, which sends nothing", compression)
             self._compressopt.grad_compression = "none"
@@ -315,6 +316,7 @@ def attach(
         if plugin is not None:
             accelerator._compressopt.plugin = plugin
             accelerator._compressopt.grad_compression = plugin.ddp_compression
+            accelerator._compressopt.topology = plugin.topology_options()
         return cast("CompressOptAccelerator", accelerator)
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
@@ -334,7 +336,8 @@ def _make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None, annou
     elif not issubclass(cls, CompressOptAccelerator):
         accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
     compression = "none" if plugin is None else plugin.ddp_compression
-    accelerator._compressopt = Attachment(plugin, announce, grad_compression=compression)
+    topology = TopologyOptions() if plugin is None else plugin.topology_options()
+    accelerator._compressopt = Attachment(plugin, announce, grad_compression=compression, topology=topology)
     accelerator.register_save_state_pre_hook(accelerator._save_shards)
     accelerator.register_load_state_pre_hook(accelerator._load_shards)
     return cast("CompressOptAccelerator", accelerator)

@@ -13,6 +13,7 @@ _LOGGED = (
     "stage",
     "bytes_sent",
     "bytes_sent_step",
+    "bytes_sent_in_node",
     "compression_ratio",
     "seconds_communication",
     "gradient_noise_scale",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import torch
-
-from hf_compressopt.grad_compression import FORMATS
+from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.grad_compression import FORMATS, GradientCompression
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.zero import refuse_zero_stage
 from hf_compressopt.zero.config import check_stage
@@ -43,6 +42,7 @@ class OptimArgs:
         async_save: True to write checkpoints in the background.
         grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given. Under
             ZeRO it is in ``zero``.
+        topology: Options of the topology of these messages.
         others: The rest of the text, for Trainer's own optimizer.
     """
 
@@ -50,6 +50,7 @@ class OptimArgs:
     zero: dict[str, Any] = field(default_factory=dict)
     async_save: bool = False
     grad_compression: str = ""
+    topology: dict[str, Any] = field(default_factory=dict)
     others: str = ""
 
 
@@ -76,6 +77,8 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
     )
     if not ours:
         check_param_compression(pairs.get("param_compression", "none"), stage)
+    if found.grad_compression in FORMATS:
+        found.topology = _take_topology(pairs)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
     for key, value in pairs.items():
@@ -123,6 +126,15 @@ def _take_grad_compression(name: str, pairs: dict[str, str], stage: int | None) 
     if value:
         check_grad_compression(value, name if name in ALGORITHMS else "")
     return value
+
+
+def _take_topology(pairs: dict[str, str]) -> dict[str, Any]:
+    """The options of the topology of compressed gradients."""
+    legal = text_options(GradientCompression)
+    names = [field.name for field in fields(TopologyOptions) if field.name in pairs]
+    found = {name: parse_value(name, pairs.pop(name), legal[name][0]) for name in names}
+    TopologyOptions(**found)
+    return found
 
 
 def check_grad_compression(value: str, other: str) -> None:
@@ -197,7 +209,7 @@ def _pairs(text: str | None) -> dict[str, str]:
     return pairs
 
 
-def text_options(optimizer_class: type[torch.optim.Optimizer]) -> Options:
+def text_options(optimizer_class: type[Any]) -> Options:
     """Options that text can set: name -> (types that it may have, default)."""
     options: Options = {}
     for init in reversed(_constructors(optimizer_class)):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.capabilities import saves_shards
 from hf_compressopt.integrations.optim_args import (
@@ -23,7 +24,10 @@ from hf_compressopt.optim.options import MAX_UPDATE
 
 _Value = TypeVar("_Value")
 #: Fields that all compressed optimizers take as they are, ``state`` if it is set.
-OPTIONS = ("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator")
+OPTIONS = (
+    *("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator"),
+    *("topology", "node_size", "node_bits"),
+)
 
 AUTO = "auto"
 
@@ -77,6 +81,10 @@ class CompressOptPlugin:
         state: "compact" or "float32": the form of errors, and after the first stage of moments, in memory; None is the
             optimizer's own default.
         communicator: "auto", or the name of a torch.distributed backend.
+        topology: "flat", "two-level" or "auto": the way of compressed messages between nodes of several ranks, also
+            with grad_compression.
+        node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
+        node_bits: Bits per element of what the ranks of a node average, in two levels: 32, or 16 for bfloat16.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it. Not supported with the
             optimizers above, so ``optimizer`` is "none" then. 0 is off.
         async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
@@ -102,9 +110,13 @@ class CompressOptPlugin:
     warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 4, int))
     state: str | None = field(default_factory=_from_env("STATE", None, str, type(None)))
     param_compression: str = field(default_factory=_from_env("PARAM_COMPRESSION", "none", str))
+    topology: str = field(default_factory=_from_env("TOPOLOGY", AUTO, str))
+    node_size: int | None = field(default_factory=_from_env("NODE_SIZE", None, int, type(None)))
+    node_bits: int = field(default_factory=_from_env("NODE_BITS", 32, int))
 
     def __post_init__(self) -> None:
-        """Check the names and the schedule; the optimizer checks the other options."""
+        """Check the names, the topology and the schedule; the optimizer checks the other options."""
+        self.topology_options()
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage!r}")
         ordinary = self.zero_stage or self.grad_compression != "none"
@@ -119,6 +131,10 @@ class CompressOptPlugin:
         check_param_compression(self.param_compression, self.zero_stage)
         if self.zero_stage and self.optimizer != "none":
             refuse_zero_stage(self.optimizer, self.zero_stage)
+
+    def topology_options(self) -> TopologyOptions:
+        """The options of the topology, checked."""
+        return TopologyOptions(self.topology, self.node_size, self.node_bits)
 
     @staticmethod
     def optimizer_from_env() -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.integrations import capabilities
 from hf_compressopt.integrations.ddp_models import DDPModels
 from hf_compressopt.integrations.plugin import CompressOptPlugin
@@ -29,6 +30,7 @@ class Attachment:
     without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
     fitted: set[int] = field(default_factory=set)  # optimizers (by id) that know the length of the run
     grad_compression: str = "none"  # for the models of ordinary optimizers
+    topology: TopologyOptions = field(default_factory=TopologyOptions)  # of grad_compression
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done

@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,7 @@ from hf_compressopt.integrations.ddp_models import without_compile
 from hf_compressopt.integrations.log import prefixed_metrics, show_log
 from hf_compressopt.integrations.optim_args import check_grad_compression, check_taken, read_optim_args
 from hf_compressopt.integrations.patching import add_member, is_wrapped, wrap, wrap_static
+from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.integrations.run_length import warn_if_nothing_is_compressed
 from hf_compressopt.integrations.trainer_checkpoints import optim_name, teach_checkpoints
 from hf_compressopt.integrations.unmodified import trainer_options
@@ -108,6 +110,8 @@ def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any,
     name = optim_name(self.args)
     attachment.grad_compression = _grad_compression(name, self.args.optim_args)
     if attachment.grad_compression != "none":
+        given = read_optim_args(name, self.args.optim_args).topology
+        attachment.topology = replace(CompressOptPlugin().topology_options(), **given)
         if reason := why_unsupported(self.accelerator, f"grad_compression={attachment.grad_compression}"):
             raise ValueError(reason)
     if (name in ALGORITHMS or name in ZERO_NAMES) and (reason := why_unsupported(self.accelerator, f"--optim {name}")):

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task
+from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline
+from hf_compressopt.collectives.phases import Task
+from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
@@ -72,13 +74,16 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
             "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure. "late", of
             OnebitAdam, clips by the "sketch" of the step before, so that messages may leave during backward.
-        scale_block: Elements that share a scale in a message, a positive multiple of 8; None is the original's one
-            scale per message.
+        scale_block: Elements that share a scale in a message, a positive multiple of 8; None is one per message.
         variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
             its tensor's mean, >= 0; 0 is off.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
         state: "compact" keeps errors in 8 bits, and after the first stage the variance too, on a logarithmic scale.
             "float32" keeps everything in float32.
+        topology: The way of messages: "flat"; "two-level" (the ranks of a node average at full precision, and send one
+            node's message); "auto" is two levels if the launcher has started several nodes of several ranks each.
+        node_size: Consecutive ranks per node; None takes them from the launcher and the host names.
+        node_bits: Bits per element of what the ranks of a node average: 32, or 16 for bfloat16.
         process_group: The ranks; None is the default group.
         communicator: "auto", the name of a torch.distributed backend, "mpi" (by mpi4py), or a Communicator.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
@@ -112,6 +117,9 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         variance_floor: float = 0.01,
         bucket_cap_mb: float = 25.0,
         state: str = STATE,
+        topology: str = AUTO,
+        node_size: int | None = None,
+        node_bits: int = 32,
         process_group: dist.ProcessGroup | None = None,
         communicator: str | Communicator | None = None,
         comm_backend_name: str | None = None,
@@ -154,6 +162,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             communicator=communicator,
             process_group=process_group,
             cuda_aware=cuda_aware,
+            topology=TopologyOptions(topology, node_size, node_bits),
         )
         self.warmup_bits, ranks = warmup_bits, (self._states, self.communicator, self._follow_parameters)
         self.warmup_gradients = WarmupGradients(warmup_bits, *ranks)

@@ -23,11 +23,11 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import (
     ErrorFeedback,
     Exchanged,
-    Task,
     compressed_all_reduce,
     lazy_all_reduce,
 )
 from hf_compressopt.collectives.gradient_round import Arrived, Slot
+from hf_compressopt.collectives.phases import Task
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
 from hf_compressopt.optim.group_state import GroupState
@@ -258,15 +258,14 @@ class EarlyMessages:
             state: The param group.
             bucket: The bucket.
             z: What this rank wants to send, by its gradients as they are now. If they were changed since the message
-                left, the error takes up the difference.
+                left, the error takes up the difference; in two levels the difference is lost.
             feedback: The errors of this bucket, updated in place.
         """
         early = self._arrived.pop((state.number, bucket.start), None)
         if early is None:
             return (yield from compressed_all_reduce(z, feedback, state.communicator))
         sent = replace(z, beta=z.beta * early.coefficient)
-        worker, server = feedback.worker_error, feedback.server_error
-        replace(early.exchanged, z=sent, worker_error=worker, server_error=server).commit()
+        early.exchanged.renewed(sent, feedback.worker_error, feedback.server_error).commit()
         return early.exchanged.average
 
     def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None:

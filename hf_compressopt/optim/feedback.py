@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
-from hf_compressopt.flat import FlatLayout, chunk_range
+from hf_compressopt.collectives.phases import ShardErrors, WorkerErrors
+from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerFormat, SignFormat
 from hf_compressopt.kernels.errors import ERROR_BITS
 from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes
 
 
-def values_of(error: Errors) -> Tensor:
+def values_of(error: WorkerErrors) -> Tensor:
     """Return the values of errors, [n] float32, decoded by the kernels of their device.
 
     Do not change them: they may be the errors themselves.
     """
+    if isinstance(error, ShardErrors):
+        return torch.cat([values_of(chunk) for chunk in error.chunks])
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
@@ -29,9 +33,13 @@ def values_of(error: Errors) -> Tensor:
     return values
 
 
-def keep_(error: Errors, values: Tensor) -> None:
+def keep_(error: WorkerErrors, values: Tensor) -> None:
     """Take over new values, [n] float32, encoded by the kernels of their device."""
-    if isinstance(error, Tensor):
+    if isinstance(error, ShardErrors):
+        parts = torch.split(values, [chunk.numel() for chunk in error.chunks])
+        for chunk, part in zip(error.chunks, parts, strict=True):
+            keep_(chunk, part)
+    elif isinstance(error, Tensor):
         error.copy_(values)
     else:
         nothing = Combination(error.count, values.device)  # so that what is compressed is the values
@@ -44,9 +52,11 @@ class GroupErrors:
     A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step. Those
     are float32 values.
 
+    In two levels a rank has the worker errors of its shard of each bucket.
+
     Attributes:
         compact: Whether errors lie in 8 bits.
-        worker: Worker errors: [numel] float32, or their bytes; [0] if there are none.
+        worker: Worker errors: [elements that this rank sends] float32, or their bytes; [0] if there are none.
         server: Server errors: [elements whose server this rank is] float32, or their bytes; [0] if there are none.
         feedback: One per bucket, views of the two.
     """
@@ -70,28 +80,41 @@ class GroupErrors:
 
     def sizes_of(self, dtype: torch.dtype) -> tuple[int, int]:
         """Return the elements of the two buffers in use: uint8 for errors in 8 bits, float32 for values."""
-        ranks, buckets = self._communicator, self._layout.buckets
-        owned = [server_numel(bucket.numel, ranks) for bucket in buckets]
+        worker, server = list(chain.from_iterable(self._sent())), self._owned()
         if dtype != torch.uint8:
-            return self._layout.numel, sum(owned)
-        worker = sum(CompactErrors.nbytes(bucket.numel, ranks.world_size) for bucket in buckets)
-        return worker, sum(map(CompactErrors.nbytes, owned))
+            return sum(worker), sum(server)
+        return sum(map(CompactErrors.nbytes, worker)), sum(map(CompactErrors.nbytes, server))
+
+    def _sent(self) -> list[list[int]]:
+        """Return for each bucket the elements of the chunks that this rank sends."""
+        return [self._communicator.topology.sent_numels(bucket.numel) for bucket in self._layout.buckets]
+
+    def _owned(self) -> list[int]:
+        """Return for each bucket the elements whose server this rank is."""
+        return [server_numel(bucket.numel, self._communicator) for bucket in self._layout.buckets]
 
     def _by_bucket(self, worker: Tensor, server: Tensor) -> list[ErrorFeedback]:
         """Return the parts of two buffers, of either form, that belong to each bucket."""
-        ranks = self._communicator
-
-        def parts_of(buffer: Tensor, counts: Sequence[int], chunks: int) -> list[Errors]:
-            counts = counts if buffer.numel() else [0] * len(counts)
-            if buffer.dtype != torch.uint8:
-                return list(torch.split(buffer, list(counts)))
-            parts = torch.split(buffer, [CompactErrors.nbytes(count, chunks) for count in counts])
-            return [CompactErrors(part, count, chunks) for part, count in zip(parts, counts, strict=True)]
-
-        numels = [bucket.numel for bucket in self._layout.buckets]
-        owned = [server_numel(numel, ranks) for numel in numels]
-        pairs = zip(parts_of(worker, numels, ranks.world_size), parts_of(server, owned, 1), strict=True)
+        workers: Sequence[WorkerErrors]
+        if self._communicator.levels is None:
+            numels = [bucket.numel for bucket in self._layout.buckets]
+            workers = _errors_in(worker, numels, self._communicator.world_size)
+        else:
+            sent = self._sent()
+            each = iter(_errors_in(worker, list(chain.from_iterable(sent))))
+            workers = [ShardErrors(tuple(islice(each, len(chunks)))) for chunks in sent]
+        pairs = zip(workers, _errors_in(server, self._owned()), strict=True)
         return [ErrorFeedback(*pair, self._format) for pair in pairs]
+
+    def sent_range(self, bucket: Bucket) -> tuple[int, int]:
+        """Return the elements [start, stop) of the flat buffer, of one bucket, whose worker errors this rank has."""
+        start, stop = self._communicator.topology.sent_range(bucket.numel)
+        return bucket.start + start, bucket.start + stop
+
+    def own_range(self, bucket: Bucket) -> tuple[int, int]:
+        """Return the elements [start, stop) of the flat buffer, of one bucket, whose server this rank is."""
+        start, stop = self._communicator.topology.own_range(bucket.numel)
+        return bucket.start + start, bucket.start + stop
 
     def take(self, worker: Tensor, server: Tensor) -> None:
         """Set the errors that a single rank sends next, [numel] float32 both, or [0] for none."""
@@ -129,7 +152,7 @@ class GroupErrors:
         """Return the server errors as float32 values."""
         return self._joined([feedback.server_error for feedback in self.feedback])
 
-    def _joined(self, errors: Sequence[Errors]) -> Tensor:
+    def _joined(self, errors: Sequence[WorkerErrors]) -> Tensor:
         joined = torch.empty(sum(error.numel() for error in errors), dtype=torch.float32, device=self.worker.device)
         for part, error in zip(torch.split(joined, [error.numel() for error in errors]), errors, strict=True):
             part.copy_(values_of(error))
@@ -152,12 +175,23 @@ class GroupErrors:
         if not self.worker.numel():
             return
         for bucket, feedback in zip(self._layout.buckets, self.feedback, strict=True):
-            first, stop = chunk_range(bucket.numel, self._communicator.world_size, self._communicator.rank)
-            worker, server = (values_of(error) for error in (feedback.worker_error, feedback.server_error))
-            for piece in bucket.pieces:
-                start, factor = piece.offset - bucket.start, factors[piece.index]
-                end = start + piece.numel
-                worker[start:end].mul_(factor)
-                server[max(start - first, 0) : max(min(end, stop) - first, 0)].mul_(factor)
-            keep_(feedback.worker_error, worker)
-            keep_(feedback.server_error, server)
+            places = (
+                (feedback.worker_error, self.sent_range(bucket)),
+                (feedback.server_error, self.own_range(bucket)),
+            )
+            for error, (first, stop) in places:
+                values = values_of(error)
+                for piece in bucket.pieces:
+                    start, end = max(piece.offset, first), min(piece.offset + piece.numel, stop)
+                    if start < end:
+                        values[start - first : end - first].mul_(factors[piece.index])
+                keep_(error, values)
+
+
+def _errors_in(buffer: Tensor, counts: Sequence[int], chunks: int = 1) -> list[Errors]:
+    """Return the parts of a buffer, of either form, that hold so many errors each; 0 each if the buffer is empty."""
+    counts = list(counts) if buffer.numel() else [0] * len(counts)
+    if buffer.dtype != torch.uint8:
+        return list(torch.split(buffer, counts))
+    parts = torch.split(buffer, [CompactErrors.nbytes(count, chunks) for count in counts])
+    return [CompactErrors(part, count, chunks) for part, count in zip(parts, counts, strict=True)]

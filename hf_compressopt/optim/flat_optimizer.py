@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.topology import FLAT, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_last_group, check_names, in_lists
@@ -56,6 +58,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         communicator: str | Communicator | None,
         process_group: dist.ProcessGroup | None,
         cuda_aware: bool = False,
+        topology: TopologyOptions | None = None,
     ) -> None:
         """Check the param groups, choose the communicator, allocate the state."""
         self.bucket_numel, self.scale_block, self.compact = bucket_numel, scale_block, compact
@@ -66,7 +69,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         params, device = in_lists(params)
-        self.communicator = make_communicator(process_group=process_group, device=device, **self._chosen)
+        flat = make_communicator(process_group=process_group, device=device, **self._chosen)
+        self.communicator = with_topology(flat, topology or TopologyOptions(FLAT), scale_block)
         self._consensus = Consensus(self._states, self.communicator, self._tensors)
         super().__init__(params, defaults)
 

@@ -44,8 +44,9 @@ class Measured:
         Returns:
             ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
             gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
-            traffic of a plain loop that averages gradients itself); ``compression_ratio``
-            (bytes of a float32 ring all-reduce over bytes sent, of the last step); ``seconds_all_to_all``,
+            traffic of a plain loop that averages gradients itself, and in two levels to other nodes only:
+            ``bytes_sent_in_node`` has the rest); ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes
+            sent, of the last step; in two levels both on the link of a node); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
             gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
             :mod:`~hf_compressopt.optim.gradient_noise`).
@@ -74,11 +75,14 @@ def numbers_of(plan: StepPlan, states: Sequence[GroupState], traffic: Traffic, *
     """
     full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
     sent = traffic.step_bytes
+    on_link = sent * max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node
+    inside = sum(traffic.node_bytes.values())
     return {
+        **({"bytes_sent_in_node": float(inside)} if inside else {}),
         "stage": plan.stage.number,
         "bytes_sent_step": float(sent),
         "bytes_sent": float(traffic.total_bytes),
-        "compression_ratio": full / sent if sent > 0 and not in_full else 1.0,
+        "compression_ratio": full / on_link if sent > 0 and not in_full else 1.0,
         "seconds_all_to_all": traffic.seconds["all_to_all"],
         "seconds_all_gather": traffic.seconds["all_gather"],
         "seconds_communication": traffic.total_seconds,
@@ -95,7 +99,8 @@ def describe(
     """Return one line for the log: class, size, options, ranks, kernels."""
     chosen = ", ".join(f"{key}={value}" for key, value in options.items())
     numel = sum(state.layout.numel for state in states)
+    nodes = "" if communicator.levels is None else f" in two levels, {communicator.topology.nodes} node(s)"
     return (
-        f"{name}, {numel:,} parameters, {chosen}; {communicator.world_size} rank(s) over {communicator.name}, "
+        f"{name}, {numel:,} parameters, {chosen}; {communicator.world_size} rank(s) over {communicator.name}{nodes}, "
         f"scale_block={scale_block}, kernels: {kernels.implementation(communicator.device)}"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
+from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.optim.early_messages import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.functional import is_zero
 from hf_compressopt.optim.gradient_noise import NOISE, check_noise
@@ -63,7 +64,9 @@ class Stateful(Protocol):
 
 def header_of(optimizer: Stateful) -> dict[str, Any]:
     """Return the numbers and strings that belong to the state, for JSON."""
-    travelled = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
+    others: dict[str, Any] = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
+    if optimizer.communicator.levels is not None:
+        others[NODE_SIZE] = optimizer.communicator.topology.node_size
     return {
         "optimizer": type(optimizer).__name__,
         "step": optimizer._step,
@@ -76,7 +79,7 @@ def header_of(optimizer: Stateful) -> dict[str, Any]:
         "skipped_steps": optimizer.skipped_steps,
         "rounds": optimizer.rounds,
         "bytes_sent": optimizer.traffic.total_bytes,
-        **travelled,
+        **others,
     }
 
 
@@ -270,6 +273,13 @@ def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
             f"the state dict is of a run of {own['world_size']} rank(s), this one has "
             f"{optimizer.communicator.world_size}: resume on as many ranks as the run had, or save and load with "
             "hf_compressopt.save_state and load_state, which take any number"
+        )
+    node_size, mine = own.get(NODE_SIZE, 1), optimizer.communicator.topology.node_size
+    if node_size != mine:
+        raise ValueError(
+            f"the state dict is of an exchange with node_size={node_size}, this one has {mine}: resume with the "
+            "topology and node_size of the run, or save and load with hf_compressopt.save_state and load_state, which "
+            "take any"
         )
     in_use = not all(is_zero(error) for error in [*own["worker_error"], *own["server_error"]])
     if own["rank"] != optimizer.communicator.rank and in_use:

@@ -15,6 +15,7 @@ from tests.support.trainer_runs import use_accelerate
 
 STEPS, SAVES = 8, (2, 6)  # of the saves one is in each stage
 CLIP = 0.05  # below the norm of the gradients
+ALL_RANKS = "all ranks"  # stands for their number
 ONEBIT, ZERO_ONE, LAMB = "onebit_adam", "zero_one_adam", "onebit_lamb"
 ALL = {"scale_block": 8, "warmup_bits": 32, "clip": "sketch", "state": "float32"}
 BASE: dict[str, dict[str, Any]] = {
@@ -47,6 +48,9 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     *(("state", name, {"state": "compact"}, True) for name in (ZERO_ONE, LAMB)),
     ("communicator", ONEBIT, {"communicator": "gloo"}, False),
     ("comm_backend_name", ONEBIT, {"comm_backend_name": "gloo"}, False),
+    ("topology", ONEBIT, {"topology": "two-level", "node_size": ALL_RANKS}, True),
+    ("node_size", ONEBIT, {"node_size": ALL_RANKS}, True),
+    ("node_bits", ONEBIT, {"node_size": ALL_RANKS, "node_bits": 16}, True),
     ("fused_warmup", ONEBIT, {"fused_warmup": True}, True),  # by rounding
     ("var_update_scaler", ZERO_ONE, {"var_update_scaler": 1}, True),
     ("local_step_scaler", ZERO_ONE, {"local_step_scaler": 1}, True),
@@ -163,7 +167,8 @@ def run_rows(rank: int, world_size: int, host: str, directory: str, count: int) 
     """The parameters of each row's run, and whether the runs that were resumed in each stage end with them."""
     results = []
     for number, (_, name, own, _) in enumerate(ROWS[:count]):
-        row = world_size, name, {**BASE[name], **own}, f"{directory}/{number}"
+        given = {key: world_size if value == ALL_RANKS else value for key, value in {**BASE[name], **own}.items()}
+        row = world_size, name, given, f"{directory}/{number}"
         whole = HOSTS[host](rank, *row, 0)
         results.append((whole, [torch.equal(HOSTS[host](rank, *row, step), whole) for step in SAVES]))
     return results

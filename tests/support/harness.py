@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tests.support.forking import forked
 
-MAX_WORLD_SIZE = 4
+MAX_WORLD_SIZE = 6
 
 
 class Failure(NamedTuple):

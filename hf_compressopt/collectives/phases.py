@@ -1,0 +1,185 @@
+"""The way of a bucket's messages through the topology: from what a rank wants to send to the average.
+
+Flat: every rank sends chunk j of its messages to rank j, its server, which averages the chunk; all gather the averages.
+
+In two levels, with M nodes of g ranks:
+
+1. The ranks of a node average what they want to send, at full precision. The rank at place l of each node then has the
+   node's mean of shard l, the chunks l M to l M + M - 1.
+2. It takes both phases above with its peers, the ranks at place l of the other nodes.
+3. The ranks of a node gather the messages of all shards, which are the chunks in their order.
+
+So a link between nodes carries what one rank of M would send, and a rank has the worker errors of its shard only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hf_compressopt import kernels
+from hf_compressopt.collectives.communicator import Communicator, Levels
+from hf_compressopt.collectives.topology import Topology
+from hf_compressopt.kernels import AnyAverage, Combination, Errors, MessageFormat
+
+_Result = TypeVar("_Result")
+#: Work on one bucket: it yields before each wait, and returns a result.
+Task = Generator[None, None, _Result]
+
+
+@dataclass(frozen=True)
+class ShardErrors:
+    """The worker errors of a shard, of the exchange in two levels.
+
+    Attributes:
+        chunks: The errors of each of its chunks, some of which may have no elements.
+    """
+
+    chunks: tuple[Errors, ...]
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return sum(error.numel() for error in self.chunks)
+
+
+#: Worker errors: of a whole bucket, or in two levels of this rank's shard.
+WorkerErrors = Errors | ShardErrors
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive chunks of a bucket that one call compresses: all of them, or one of a shard.
+
+    Attributes:
+        z: What is to be sent.
+        error: Its worker error.
+        chunks: The number of chunks.
+        nbytes: Bytes of their messages.
+    """
+
+    z: Combination
+    error: Errors
+    chunks: int
+    nbytes: int
+
+
+def parts_to_send(
+    z: Combination, worker_error: WorkerErrors, form: MessageFormat[AnyAverage], communicator: Communicator
+) -> Task[tuple[Part, ...]]:
+    """Return what this rank sends to its peers; in two levels that is the node's mean of its shard."""
+    if not isinstance(worker_error, ShardErrors):
+        chunks = communicator.world_size
+        return (Part(z, worker_error, chunks, sum(form.chunk_nbytes(z.numel, chunks))),)
+    assert communicator.levels is not None
+    mean = yield from _mean_in_node(z, communicator.topology, communicator.levels)
+    values = torch.split(mean, communicator.topology.sent_numels(z.numel))
+    rows = zip(values, worker_error.chunks, strict=True)
+    return tuple(Part(Combination.of(x), e, 1, form.nbytes(x.numel())) for x, e in rows if x.numel())
+
+
+def messages_of(
+    parts: Sequence[Part], compress_: Callable[[Combination, Errors, Tensor, int], None], device: torch.device
+) -> Tensor:
+    """Compress parts, and return their messages, one after another, uint8."""
+    messages = torch.zeros(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
+    for part, out in with_messages(parts, messages):
+        compress_(part.z, part.error, out, part.chunks)
+    return messages
+
+
+def with_messages(parts: Sequence[Part], messages: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """Iterate over parts and the places of their messages, one after another in ``messages``."""
+    return zip(parts, torch.split(messages, [part.nbytes for part in parts]), strict=True)
+
+
+def _mean_in_node(z: Combination, topology: Topology, levels: Levels) -> Task[Tensor]:
+    """Return the mean of this rank's shard over the ranks of its node, summed in their order. [shard] float32."""
+    values = torch.empty(z.numel, dtype=torch.float32, device=z.device)
+    kernels.on(values).combine_(z, values)
+    values = values.to(levels.dtype)
+    shards = [topology.shard_range(z.numel, place) for place in range(topology.node_size)]
+    sizes = [stop - start for start, stop in shards]
+    own = sizes[topology.place]
+    received = values.new_empty(topology.node_size * own)
+    handle = levels.node.all_to_all(received, values, output_splits=[own] * topology.node_size, input_splits=sizes)
+    del values
+    yield
+    handle.wait()
+    rows = received.view(topology.node_size, own)
+    total = rows[0].to(torch.float32, copy=True)
+    for row in rows[1:]:
+        total += row
+    return total.mul_(1.0 / topology.node_size)
+
+
+def averaged(
+    numel: int,
+    form: MessageFormat[AnyAverage],
+    to_servers: Tensor,
+    serve: Callable[[Tensor, Tensor], None],
+    communicator: Communicator,
+) -> Task[AnyAverage]:
+    """Exchange a bucket's messages with the peers, gather those of the other shards, and return the average.
+
+    Args:
+        numel: Elements of the bucket.
+        form: The form of the messages.
+        to_servers: uint8, this rank's messages, one after another.
+        serve: Averages the messages of all peers, uint8, into one.
+        communicator: The ranks.
+    """
+    topology, levels = communicator.topology, communicator.levels
+    nbytes = form.chunk_nbytes(numel, communicator.world_size)
+    sent = [nbytes[chunk] for chunk in topology.sent_chunks]
+    peers = communicator if levels is None else levels.peers
+    messages = yield from _two_phases(to_servers, sent, nbytes[0], serve, peers)
+    if levels is not None:
+        gathered = messages.new_empty(communicator.world_size * nbytes[0])
+        handle = levels.node.all_gather(gathered, messages)
+        del messages
+        yield
+        handle.wait()
+        messages = gathered
+    return form.average(numel, messages, communicator.world_size, nbytes[0])
+
+
+def _two_phases(
+    to_servers: Tensor,
+    nbytes: Sequence[int],
+    stride: int,
+    serve: Callable[[Tensor, Tensor], None],
+    communicator: Communicator,
+) -> Task[Tensor]:
+    """Send each server its message, have ``serve(received, out)`` make this server's own, and gather all of these.
+
+    Args:
+        to_servers: [sum(nbytes)] uint8, this rank's messages, one after another.
+        nbytes: Bytes of the message of each chunk.
+        stride: Bytes of the longest one.
+        serve: Averages the messages of all ranks, [world_size * n] uint8, into one, [n].
+        communicator: The ranks that have these chunks, which may be this one alone.
+
+    Returns:
+        [world_size * stride] uint8: the message of server j begins at ``j * stride``.
+    """
+    world_size, own = communicator.world_size, nbytes[communicator.rank]
+    received = to_servers
+    if world_size > 1:
+        received = to_servers.new_empty(world_size * own)
+        handle = communicator.all_to_all(received, to_servers, output_splits=[own] * world_size, input_splits=nbytes)
+        yield
+        handle.wait()
+    from_servers = received.new_empty(world_size * stride)
+    to_all = from_servers[communicator.rank * stride :][:stride]
+    serve(received, to_all[:own])
+    to_all[own:].zero_()
+    if world_size > 1:
+        handle = communicator.all_gather(from_servers, to_all)
+        del to_servers, received  # a bucket on its way holds one phase's messages
+        yield
+        handle.wait()
+    return from_servers

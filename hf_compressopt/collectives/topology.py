@@ -1,0 +1,165 @@
+"""Topologies of the compressed exchange: which chunks of a bucket a rank sends, and which one it serves.
+
+A bucket has as many chunks as there are ranks. In the flat topology every rank sends all of them, and rank k serves
+chunk k. In two levels the ranks lie on nodes of ``node_size`` consecutive ranks. Each sends a shard, consecutive
+chunks, to its peers, the ranks of the same place on the other nodes, which serve them. With one rank per node both
+topologies are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_compressopt.flat import chunk_range
+
+AUTO, FLAT, TWO_LEVELS = TOPOLOGIES = ("auto", "flat", "two-level")
+_NODE_DTYPES = {32: torch.float32, 16: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of a rank.
+
+    Attributes:
+        world_size: Ranks.
+        rank: This rank's number.
+        node_size: Ranks per node; 1 is the flat topology.
+    """
+
+    world_size: int
+    rank: int
+    node_size: int = 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes, and so the ranks that exchange a shard."""
+        return self.world_size // self.node_size
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node."""
+        return self.rank // self.node_size
+
+    @property
+    def place(self) -> int:
+        """Place of this rank in its node."""
+        return self.rank % self.node_size
+
+    @property
+    def own_chunk(self) -> int:
+        """The chunk that this rank serves."""
+        return self.place * self.nodes + self.node
+
+    @property
+    def sent_chunks(self) -> range:
+        """The chunks that this rank sends, in the order of their servers: all of them if the topology is flat."""
+        return range(self.place * self.nodes, (self.place + 1) * self.nodes)
+
+    def own_range(self, numel: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of a bucket that this rank serves."""
+        return chunk_range(numel, self.world_size, self.own_chunk)
+
+    def sent_range(self, numel: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of a bucket that this rank sends."""
+        return self.shard_range(numel, self.place)
+
+    def shard_range(self, numel: int, place: int) -> tuple[int, int]:
+        """Return the elements [start, stop) of a bucket that the rank at a place of the node sends."""
+        first, last = place * self.nodes, (place + 1) * self.nodes - 1
+        return chunk_range(numel, self.world_size, first)[0], chunk_range(numel, self.world_size, last)[1]
+
+    def sent_numels(self, numel: int) -> list[int]:
+        """Return the elements of each chunk of a bucket that this rank sends."""
+        ranges = (chunk_range(numel, self.world_size, chunk) for chunk in self.sent_chunks)
+        return [stop - start for start, stop in ranges]
+
+
+@dataclass(frozen=True)
+class TopologyOptions:
+    """The topology that the user wants.
+
+    Attributes:
+        topology: "auto", "flat" or "two-level".
+        node_size: Ranks per node; None takes them from the launcher and the host names.
+        node_bits: Bits per element inside a node, 32, or 16 for bfloat16.
+
+    Raises:
+        ValueError: For an option outside its range.
+        TypeError: If ``node_size`` is no int.
+    """
+
+    topology: str = AUTO
+    node_size: int | None = None
+    node_bits: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(f"topology must be one of {list(TOPOLOGIES)}, got {self.topology!r}")
+        if isinstance(self.node_bits, bool) or self.node_bits not in _NODE_DTYPES:
+            raise ValueError(f"node_bits must be 32 or 16, got {self.node_bits!r}")
+        if self.node_size is None:
+            return
+        if isinstance(self.node_size, bool) or not isinstance(self.node_size, int):
+            raise TypeError(f"node_size must be an int >= 1, or None, got {self.node_size!r}")
+        if self.node_size < 1:
+            raise ValueError(f"node_size must be >= 1, got {self.node_size}")
+        if self.topology == FLAT and self.node_size > 1:
+            raise ValueError(
+                f"node_size={self.node_size} belongs to two levels, and topology is 'flat': give topology='two-level', "
+                "or leave node_size out"
+            )
+
+    @property
+    def node_dtype(self) -> torch.dtype:
+        """Dtype of values inside a node."""
+        return _NODE_DTYPES[self.node_bits]
+
+    def checked_size(self, world_size: int) -> int:
+        """Return the ranks per node that the user has given.
+
+        Raises:
+            ValueError: If they do not divide the number of ranks.
+        """
+        size = self.node_size or 1
+        if world_size % size:
+            legal = [count for count in range(1, world_size + 1) if world_size % count == 0]
+            raise ValueError(
+                f"node_size must divide the number of ranks, {world_size}, got {size}: give one of {legal}, or "
+                "topology='flat'"
+            )
+        return size
+
+
+def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[int, str]:
+    """Return the ranks per node that all ranks can be divided by, and if there are none the reason.
+
+    Args:
+        hosts: The name of each rank's host.
+        announced: The ranks of each rank's node, as its launcher says; None where the launcher says nothing.
+
+    Returns:
+        The size and "", or 1 and the reason, in words; the reason is "" too if every rank has a node for itself, or all
+        are on one.
+    """
+    runs = [0]
+    for before, host in zip((hosts[0], *hosts), hosts, strict=False):
+        if host != before:
+            runs.append(0)
+        runs[-1] += 1
+    told = sorted({count for count in announced if count is not None})
+    if len(runs) == 1 and told in ([], [len(hosts)]):
+        return 1, ""
+    if set(runs) == {1} and told in ([], [1]):
+        return 1, ""
+    if len(set(hosts)) != len(runs):
+        return 1, "the ranks of a host do not follow one another"
+    if len(set(runs)) > 1:
+        return 1, f"the nodes have different numbers of ranks, {runs}"
+    if told not in ([], [runs[0]]):
+        return 1, f"the host names say that a node has {runs[0]} ranks, the launcher says {told}"
+    return runs[0], ""
