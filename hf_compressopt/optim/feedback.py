@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -119,15 +119,10 @@ class GroupErrors:
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Return the worker errors and the server errors as float32 values."""
-        return self.worker_values(), self.server_values()
-
-    def worker_values(self) -> Tensor:
-        """Return the worker errors as float32 values."""
-        return self._joined([feedback.worker_error for feedback in self.feedback])
-
-    def server_values(self) -> Tensor:
-        """Return the server errors as float32 values."""
-        return self._joined([feedback.server_error for feedback in self.feedback])
+        return (
+            self._joined([feedback.worker_error for feedback in self.feedback]),
+            self._joined([feedback.server_error for feedback in self.feedback]),
+        )
 
     def _joined(self, errors: Sequence[Errors]) -> Tensor:
         joined = torch.empty(sum(error.numel() for error in errors), dtype=torch.float32, device=self.worker.device)
@@ -135,12 +130,30 @@ class GroupErrors:
             part.copy_(values_of(error))
         return joined
 
-    def as_float32(self) -> GroupErrors:
-        """Return these errors if they are float32 values, else room for such."""
-        if not self.compact:
+    def server_parts(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the server errors of each bucket, and their place among those of all servers.
+
+        Those of all servers, in rank order and bucket by bucket, have the layout of the worker errors.
+        """
+        ranks, start = self._communicator, 0
+        for bucket, feedback in zip(self._layout.buckets, self.feedback, strict=True):
+            error = feedback.server_error
+            if isinstance(error, Tensor):
+                yield start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0], error
+                start += bucket.numel
+            else:
+                nbytes = chunk_integer_message_nbytes(bucket.numel, ranks.world_size, ERROR_BITS)
+                yield start + sum(nbytes[: ranks.rank]), error.messages
+                start += sum(nbytes)
+
+    def room(self, *, compact: bool) -> GroupErrors:
+        """Return these errors if they have this form, else others that have it, to be filled."""
+        if compact == self.compact:
             return self
         used = self.worker.numel() > 0
-        return GroupErrors(self._layout, self._format, self._communicator, self.worker.device, compact=False, used=used)
+        return GroupErrors(
+            self._layout, self._format, self._communicator, self.worker.device, compact=compact, used=used
+        )
 
     def zero_(self) -> None:
         """Set all errors to 0."""
