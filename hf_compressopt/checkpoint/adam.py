@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.checkpointable import MASTER
+from hf_compressopt.checkpoint.compact_tensors import CODE, CompactTensors
+from hf_compressopt.checkpoint.filling import fill
 from hf_compressopt.checkpoint.header import COMPRESSED, PLAIN, Header
-from hf_compressopt.checkpoint.source import fill
 from hf_compressopt.format.index import CheckpointIndex
 from hf_compressopt.format.reader import ShardFiles
 from hf_compressopt.format.record import Per, StateTensor, TensorKey
@@ -71,7 +72,7 @@ class AdamView:
         Raises:
             ValueError: If the checkpoint cannot be one of AdamW.
         """
-        self.index, self.header = index, Header.of(index.header)
+        self.index, self.header, self._compact = index, Header.of(index.header), CompactTensors(index)
         if self.header.optimizer not in (COMPRESSED if self.header.compressed else PLAIN):
             raise ValueError(
                 f"it is of {self.header.title}, whose state is none of Adam's; legal are "
@@ -102,7 +103,10 @@ class AdamView:
             yield part if factor == 1 else part.mul_(factor)
 
     def _parts(self, stored: StateTensor, files: ShardFiles, start: int, stop: int) -> Iterator[Tensor]:
-        """Read elements of a tensor as it was saved, or of the mean of each rank's own."""
+        """Read elements of a tensor as it was saved, or decoded, or of the mean of each rank's own."""
+        if str(stored.key) not in self.index.tensors:
+            yield from self._compact.moment_parts(replace(stored, start=start, stop=stop), files)
+            return
         dtype: torch.dtype = getattr(torch, stored.dtype)
         wanted = replace(stored, start=start, stop=stop)
         plan = plan_reads(self.index, wanted, 0 if stored.of_each_rank else len(self.index.shards))
@@ -119,7 +123,7 @@ class AdamView:
                 name, shape = parameter["name"], tuple(parameter["shape"])
                 found = []
                 for kind, name_of_adamw in _ELEMENTWISE.items():
-                    stored = self._stored(kind, name, shape)
+                    stored = self._stored(kind, name, shape) or self._compact.moment(kind, name, group, shape)
                     if stored is not None and (name_of_adamw or kind) not in found:
                         found.append(name_of_adamw or kind)
                         yield Entry(TensorKey(found[-1], name), group, place, stored.dtype, shape, stored)
@@ -141,8 +145,9 @@ class AdamView:
             if entry.stored is not None
             for rank in range(len(self.index.shards))
         }
+        known |= {str(TensorKey(CODE, entry.key.owner)) for entry in self.entries.values()}
         for name in self.index.tensors:
-            if name.startswith("exp_avg/") and name not in known:
+            if name.startswith(("exp_avg/", f"{CODE}/")) and name not in known:
                 raise ValueError(
                     f"it has {name!r}, of a param group with a process_group of its own: only some of the ranks hold "
                     "such parameters, and no one state dict of AdamW has them all"

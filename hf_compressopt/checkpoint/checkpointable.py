@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -29,10 +29,13 @@ class LoadPlan:
     Attributes:
         tensors: What is read, and the memory that it is read into, some of it the optimizer's own.
         commit: Takes over the header, and what was read into other memory. It is called after all tensors are read.
+        checks: For some small tensors what raises a ValueError if no run could have saved these values. It is called
+            before anything changes.
     """
 
     tensors: Sequence[StateTensor]
     commit: Callable[[], None]
+    checks: Mapping[TensorKey, Callable[[Tensor], None]] = field(default_factory=dict)
 
 
 class Checkpointable(Protocol):

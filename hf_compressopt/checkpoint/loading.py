@@ -203,7 +203,15 @@ class _Reading:
     def check(self) -> None:
         """Read and verify everything, and change nothing."""
         ranks = self.communicator.world_size
-        self._each("checking", lambda tensor: self.source.check(tensor, ranks, self.files))
+
+        def check(tensor: StateTensor) -> None:
+            self.source.check(tensor, ranks, self.files)
+            if (check_values := self.plan.checks.get(tensor.key)) is not None:
+                values = torch.empty_like(tensor.local, device="cpu")
+                self.source.read(tensor, ranks, self.files, values)
+                check_values(values)
+
+        self._each("checking", check)
 
     @torch.no_grad()
     def read(self) -> None:

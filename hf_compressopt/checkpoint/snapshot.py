@@ -159,7 +159,7 @@ def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[
     for tensor in tensors:
         if tensor.replicated:
             writer = load.index(min(load))
-            load[writer] += tensor.local.numel()
+            load[writer] += tensor.local.nbytes
         if not tensor.replicated or writer == place:
             mine.append(tensor)
     return mine

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from hf_compressopt.checkpoint.compact_tensors import CompactTensors
+from hf_compressopt.checkpoint.filling import fill
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.format.index import CheckpointIndex, TensorEntry
 from hf_compressopt.format.reader import ShardFiles
 from hf_compressopt.format.record import StateTensor
-from hf_compressopt.format.reshard import Plan, plan_reads
+from hf_compressopt.format.reshard import plan_reads
 
 
 class Stored:
@@ -28,6 +30,7 @@ class Stored:
     def __init__(self, index: CheckpointIndex) -> None:
         """Take the description from the index."""
         self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
+        self._compact = CompactTensors(index)
 
     def check(self, tensor: StateTensor, world_size: int, files: ShardFiles) -> None:
         """Read and verify what one of ``world_size`` ranks reads, and keep nothing of it.
@@ -36,6 +39,10 @@ class Stored:
             ValueError: If the checkpoint does not have the tensor.
             CheckpointError: If a file is not what was saved.
         """
+        if tensor in self._compact:
+            for _ in self._compact.error_parts(tensor, files):
+                pass
+            return
         for source in plan_reads(self.index, tensor, world_size).sources:
             for read in source:
                 for _ in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
@@ -48,41 +55,13 @@ class Stored:
             ValueError: As :meth:`check`.
             CheckpointError: As :meth:`check`; a part of ``out`` is overwritten.
         """
+        if tensor in self._compact:
+            done = 0
+            for part in self._compact.error_parts(tensor, files):
+                out[done : done + part.numel()] = part
+                done += part.numel()
+            return
         fill(out, plan_reads(self.index, tensor, world_size), files, self.index)
-
-
-def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
-    """Read what a plan says into ``values`` [numel], on any device. A mean is summed in float64, in rank order.
-
-    Raises:
-        CheckpointError: If a file is not what was saved.
-    """
-    if len(plan.sources) == 1:
-        _read_source(values, plan, 0, files)
-        return
-    values.zero_()
-    if not plan.sources:
-        return
-    start = 0
-    for window in plan.windows(index.block_bytes):
-        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype, device="cpu")
-        mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu")
-        for source in range(len(window.sources)):
-            _read_source(part, window, source, files)
-            mean += part
-        values[start : start + part.numel()] = mean.div_(len(window.sources))
-        start += part.numel()
-
-
-def _read_source(values: Tensor, plan: Plan, source: int, files: ShardFiles) -> None:
-    for read in plan.sources[source]:
-        out = values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
-        memory = out.numpy().data if out.device.type == "cpu" else None
-        file = files[read.piece.shard]
-        for begin, part in file.blocks(read.piece, read.entry, read.begin, read.end, memory):
-            if memory is None:
-                offset = begin - read.begin
-                out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

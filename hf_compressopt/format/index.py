@@ -1,6 +1,6 @@
 """The index of a checkpoint: the tensors that were saved, and the place of each.
 
-**Format, version 3.** A checkpoint is a folder that holds
+**Format, version 4.** A checkpoint is a folder that holds
 
 1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. If the ranks write
    into several folders, each folder has one. Of a piece that several ranks have written it names the copy in its own
@@ -10,7 +10,7 @@
 
 The index is an object with these keys:
 
-- ``format``: "hf_compressopt"; ``version``: 3; ``save_id``: the hexadecimal number in the shards' names;
+- ``format``: "hf_compressopt"; ``version``: 4; ``save_id``: the hexadecimal number in the shards' names;
 - ``block_bytes``: bytes under one checksum, so that a part of a tensor can be read and verified alone;
 - ``checksum``: its kind, "xxh3_128" (the 128 bits of XXH3, seed 0) or "sha256";
 - ``header``: the optimizer's class, step, stage, schedule, world_size, and the hyperparameters of each param group;
@@ -20,8 +20,9 @@ The index is an object with these keys:
 
 A piece is ``{"shard", "key", "start", "stop", "checksums"}``: elements [start, stop) of the flattened tensor are the
 tensor ``key`` of shard number ``shard``. ``checksums`` lists the checksums of its bytes in hexadecimal, one for every
-``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. Version 2 is still
-read: its checksum is always SHA-256, and the key of a piece's checksums is ``sha256``.
+``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. Versions 2 and 3
+are still read. They have no compact tensors. In version 2 the checksum is always SHA-256, and the key of a piece's
+checksums is ``sha256``.
 
 A checksum finds damage. It is no signature, because who can write the shards can write the index too.
 
@@ -31,6 +32,9 @@ The tensors of a compressed optimizer are
 ``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another); ``server_error/group<g>``
 (likewise). ``rank<r>/`` before a parameter's name marks a tensor that is rank r's own. If the header has ``node_size``,
 the exchange had two levels, with so many ranks per node, and ``worker_error/group<g>/rank<r>`` is node r's, in parts.
+A compact state has ``exp_avg_sq_code/<parameter>`` and ``exp_avg_sq_top/group<g>`` in the place of its variances,
+``exp_avg_message/group<g>`` in that of its momenta, and messages of bytes as its errors; docs/checkpoint_format.md
+describes them.
 
 The tensors of a partitioned optimizer are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
 the pieces that its owners hold. Stage 0 is an ordinary optimizer that is not partitioned, and its tensors are whole.
@@ -57,7 +61,9 @@ import xxhash
 
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
-FORMAT, VERSION = "hf_compressopt", 3
+FORMAT, VERSION = "hf_compressopt", 4
+#: Versions that are read.
+READABLE = (2, 3, VERSION)
 #: Key of a header: ranks per node, if the exchange had two levels.
 NODE_SIZE = "node_size"
 #: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
@@ -227,8 +233,8 @@ class CheckpointIndex:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{path} is not an index of {FORMAT}")
         version = data.get("version")
-        if version not in (2, VERSION):
-            raise CheckpointError(f"{path} is of format version {version!r}; this version reads 2 and {VERSION}")
+        if version not in READABLE:
+            raise CheckpointError(f"{path} is of format version {version!r}; this version reads 2 to {VERSION}")
         try:
             index = cls(
                 save_id=str(data["save_id"]),

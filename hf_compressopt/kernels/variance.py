@@ -91,6 +91,17 @@ def encode_variance_(values: Tensor, codes: Tensor) -> int:
     return top
 
 
+def check_tops(tops: Tensor) -> None:
+    """Check that these are points of the grid.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if tops.numel() and not _LOWEST <= int(tops.min()) <= int(tops.max()) <= _HIGHEST:
+        found = sorted({int(tops.min()), int(tops.max())})
+        raise ValueError(f"the tops of a variance must be from {_LOWEST} to {_HIGHEST}, got {found}")
+
+
 def decode_variance(codes: Tensor, top: int | Tensor) -> Tensor:
     """Return the variances of one tensor. codes: any shape, uint8; top: its largest point. Returns float32."""
     rows = top - _LOWEST - torch.arange(ZERO_CODE + 1, device=codes.device)

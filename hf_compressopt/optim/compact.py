@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ class Moments:
     """The two moments of a param group: flat float32 buffers, or a compact form that takes their place.
 
     A frozen variance becomes 8 bits an element. A momentum that is what the servers' last messages say becomes these
-    messages. Until they are there, in the first compressed step and after a load, it is float32.
+    messages. Until they are there, in the first compressed step and after a load on another number of ranks, it is float32.
 
     Attributes:
         exp_avg: [numel] float32, or [0] while messages take its place.
@@ -43,7 +43,7 @@ class Moments:
         self.codes = torch.zeros(0, dtype=torch.uint8, device=device)
         self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
         self.last: dict[int, Average] = {}
-        self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: a save reads all its tensors
+        self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: readers go on
 
     def to(self, device: torch.device) -> None:
         """Move everything."""
@@ -95,22 +95,54 @@ class Moments:
         """Free the float32 buffers whose place compact forms have taken."""
         if len(self.last) == len(self._layout.buckets):
             self.exp_avg = self.exp_avg.new_empty(0)
-        if self.codes.numel() and self.codes.untyped_storage().nbytes() > self.codes.numel():
-            self.codes = self.codes.clone()
+        if self.codes.numel():
+            if self.codes.untyped_storage().nbytes() > self.codes.numel():
+                self.codes = self.codes.clone()
             self.exp_avg_sq = self.exp_avg_sq.new_empty(0)
 
-    # -- both in float32 ----------------------------------------------------------------------------------------------
+    # -- other forms --------------------------------------------------------------------------------------------------
 
-    @property
-    def is_compact(self) -> bool:
-        """True if a part of the moments lies in a compact form."""
-        return bool(self.last) or self.codes.numel() > 0
+    def room(self, *, codes: bool = False, last: Mapping[int, Average] | None = None) -> Moments:
+        """Return moments of another form, to be filled. They share the memory of what has that form already.
 
-    def as_float32(self) -> Moments:
-        """Return these moments if they lie in float32 buffers, else room for such."""
-        return Moments(self._layout, self.codes.device) if self.is_compact else self
+        Args:
+            codes: Whether the variance lies in 8 bits, else in float32.
+            last: Messages that take the momentum's place, by their first elements; None for float32.
+        """
+        found, numel = copy(self), self._layout.numel
+        found.tops, found.last, found._recent = torch.zeros_like(self.tops), dict(last or {}), None
+        if not codes:
+            found.codes = self.codes.new_empty(0)
+        elif not self.codes.numel():
+            found.codes = self.codes.new_empty(numel)
+        for name, compact in (("exp_avg", bool(last)), ("exp_avg_sq", codes)):
+            if not compact and getattr(self, name).numel() != numel:
+                setattr(found, name, getattr(self, name).new_zeros(numel))
+        return found
 
-    # -- both, decoded ------------------------------------------------------------------------------------------------
+    def decode(self, *, momentum: bool = True, variance: bool = True) -> None:
+        """Write what lies in a compact form into float32 buffers: into those that are still there, or into new ones."""
+        numel, places = self._layout.numel, [*zip(self._layout.starts, self._layout.numels, strict=True)]
+        if momentum and self.last:
+            if self.exp_avg.numel() != numel:
+                self.exp_avg = self.exp_avg.new_zeros(numel)
+            for index, (start, count) in enumerate(places):
+                self.exp_avg[start : start + count] = self.exp_avg_of(index, still=not self.has_variance(index))
+            self.last, self._recent = {}, None
+        if variance and self.codes.numel():
+            if self.exp_avg_sq.numel() != numel:
+                self.exp_avg_sq = self.exp_avg_sq.new_zeros(numel)
+            for index, (start, count) in enumerate(places):
+                self.exp_avg_sq[start : start + count] = self.exp_avg_sq_of(index)
+            self.codes = self.codes.new_empty(0)
+
+    # -- one parameter's ----------------------------------------------------------------------------------------------
+
+    def stored_variance(self, index: int) -> Tensor:
+        """Return a parameter's second moment in the form that it has: a view of the codes or of the buffer, [n]."""
+        start = self._layout.starts[index]
+        whole = self.codes if self.codes.numel() else self.exp_avg_sq
+        return whole[start : start + self._layout.numels[index]]
 
     def exp_avg_of(self, index: int, still: bool) -> Tensor:
         """Return a parameter's first moment, [n] float32: a view of the buffer, or decoded values.
@@ -123,18 +155,17 @@ class Moments:
         if not self.last:
             return self.exp_avg[start : start + numel]
         out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
-        near = (bucket for bucket in self._layout.buckets if bucket.start < start + numel and start < bucket.stop)
-        for bucket in near if not still else ():
-            values = self._decoded(bucket)
-            first, end = max(start, bucket.start), min(start + numel, bucket.stop)
-            out[first - start : end - start] = values[first - bucket.start : end - bucket.start]
+        for first, average in self.last.items() if not still else ():
+            low, high = max(start, first), min(start + numel, first + average.numel)
+            if low < high:
+                out[low - start : high - start] = self._decoded(first, average)[low - first : high - first]
         return out
 
-    def _decoded(self, bucket: Bucket) -> Tensor:
-        if self._recent is None or self._recent[0] != bucket.start:
-            values = torch.empty(bucket.numel, dtype=torch.float32, device=self.codes.device)
-            on(values).decompress_(self.momentum(bucket), values)
-            self._recent = bucket.start, values
+    def _decoded(self, start: int, average: Average) -> Tensor:
+        if self._recent is None or self._recent[0] != start:
+            values = torch.empty(average.numel, dtype=torch.float32, device=self.codes.device)
+            on(values).decompress_(average, values)
+            self._recent = start, values
         return self._recent[1]
 
     def exp_avg_sq_of(self, index: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 import torch
@@ -158,12 +158,49 @@ class GroupErrors:
             part.copy_(values_of(error))
         return joined
 
-    def as_float32(self) -> GroupErrors:
-        """Return these errors if they are float32 values, else room for such."""
-        if not self.compact:
+    def stored_worker(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the worker errors as a checkpoint has them, and their places among those of the whole group.
+
+        In two levels these are float32 values of a part of each bucket, else bytes if errors lie in 8 bits.
+        """
+        if self._communicator.levels is None:
+            yield 0, self.worker
+            return
+        ranges = [self.sent_range(bucket) for bucket in self._layout.buckets]
+        parts: Iterable[Tensor] = (values_of(feedback.worker_error) for feedback in self.feedback)
+        if not self.compact:  # views, which a load fills
+            parts = torch.split(self.worker, [stop - start for start, stop in ranges])
+        for (start, _), part in zip(ranges, parts, strict=True):
+            yield start, part
+
+    def stored_server(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the server errors of each bucket likewise.
+
+        Those of all servers, in the order of chunks and bucket by bucket, have the layout of the worker errors.
+        """
+        flat, rank, start = self._communicator.levels is None, self._communicator.rank, 0
+        for bucket, feedback in zip(self._layout.buckets, self.feedback, strict=True):
+            error = feedback.server_error
+            if isinstance(error, Tensor) or not flat:
+                yield self.own_range(bucket)[0], values_of(error)
+            else:
+                nbytes = chunk_integer_message_nbytes(bucket.numel, self._communicator.world_size, ERROR_BITS)
+                yield start + sum(nbytes[:rank]), error.messages
+                start += sum(nbytes)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the errors of the whole group, as a checkpoint has them."""
+        return tuple(self.worker.shape) if self._communicator.levels is None else (self._layout.numel,)
+
+    def room(self, *, compact: bool) -> GroupErrors:
+        """Return these errors if they have this form, else others that have it, to be filled."""
+        if compact == self.compact:
             return self
         used = self.worker.numel() > 0
-        return GroupErrors(self._layout, self._format, self._communicator, self.worker.device, compact=False, used=used)
+        return GroupErrors(
+            self._layout, self._format, self._communicator, self.worker.device, compact=compact, used=used
+        )
 
     def zero_(self) -> None:
         """Set all errors to 0."""

@@ -223,7 +223,7 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         check_group({**group, **saved}, number)
     for state in optimizer._states:
-        state.moments = state.moments.as_float32()
+        state.moments = state.moments.room()
     for state, index, row in rows:
         initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
         for name, target in state.torch_state(index).items():

@@ -2,8 +2,9 @@
 
     python tests/checkpoint/make_fixtures.py
 
-The files that lie there were written by version 0.1.0 of the package (index format 3). They are kept: a later version
-must load them to the same bits. Run the script again only to add a kind; it leaves the folders that exist as they are.
+The files that lie there were written by version 0.1.0 of the package (index format 3; those called "compact", format
+4). They are kept: a later version must load them to the same bits. Run the script again only to add a kind; it leaves
+the folders that exist as they are.
 """
 
 import hashlib
@@ -38,6 +39,7 @@ class Kind(NamedTuple):
 
 
 ONEBIT = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
+COMPACT = {**ONEBIT, "state": "compact"}
 ZERO_ONE = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
 ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16}
 ZERO = {"reduce_bucket_size": 40}
@@ -48,6 +50,11 @@ KINDS: dict[str, Kind] = {
     "onebit_adam_warmup_2": Kind("OnebitAdam", ONEBIT, 2, 1),
     "onebit_adam_compressed_1": Kind("OnebitAdam", ONEBIT, 1, 4),
     "onebit_adam_compressed_2": Kind("OnebitAdam", ONEBIT, 2, 4),
+    "onebit_adam_decoded_2": Kind("OnebitAdam", COMPACT, 2, 4),  # of version 3, in which it was saved as float32
+    "onebit_adam_compact_1": Kind("OnebitAdam", COMPACT, 1, 4),
+    "onebit_adam_compact_2": Kind("OnebitAdam", COMPACT, 2, 4),
+    "onebit_adam_compact_own_group_2": Kind("OnebitAdam", COMPACT, 2, 4, own_group=True, loads_on=(2,)),
+    "zero_one_adam_compact_2": Kind("ZeroOneAdam", {**ZERO_ONE, "state": "compact"}, 2, 9),
     "onebit_adam_auto_2": Kind("OnebitAdam", {**ONEBIT, "freeze_step": "auto"}, 2, 2),
     "onebit_adam_own_group_2": Kind("OnebitAdam", ONEBIT, 2, 4, own_group=True, loads_on=(2,)),
     "zero_one_adam_variance_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 2),
@@ -70,6 +77,7 @@ KINDS: dict[str, Kind] = {
 #: Checkpoints that an optimizer of another class continues: folder, and the optimizer that loads it.
 CROSSINGS: dict[str, tuple[str, Kind]] = {
     "onebit_adam_compressed_2 into AdamW": ("onebit_adam_compressed_2", Kind("AdamW", {}, 2, 0)),
+    "onebit_adam_compact_2 into AdamW": ("onebit_adam_compact_2", Kind("AdamW", {}, 2, 0)),
     "zero_one_adam_local_2 into ZeRO": ("zero_one_adam_local_2", Kind("AdamW", {"stage": 2, **ZERO}, 2, 0)),
     "adamw_2 into OnebitAdam": ("adamw_2", Kind("OnebitAdam", {**ONEBIT, "freeze_step": 100}, 2, 0)),
     "adamw_2 into ZeRO": ("adamw_2", Kind("AdamW", {"stage": 1, **ZERO}, 2, 0)),

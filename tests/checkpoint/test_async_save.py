@@ -133,7 +133,7 @@ def save_on_and_on(rank: int, world_size: int, directory: str) -> list[int]:
     if other is not None:
         load_state(other, directory)  # waits for the last one, although it is another optimizer's
         steps.append(other.metrics()["step"])
-    assert rooms[0] - {0} <= rooms[2] and len(threading.enumerate()) == threading.active_count()
+    assert rooms[1] - {0} <= rooms[2] and len(threading.enumerate()) == threading.active_count()
     return steps
 
 

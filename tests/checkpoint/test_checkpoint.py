@@ -147,7 +147,8 @@ def test_the_files_are_those_of_the_last_save_and_open_with_safetensors(saved: P
         with safe_open(saved / shard["file"], framework="pt") as file:
             seen |= set(file.keys())
             assert file.metadata()["save_id"] == index["save_id"]
-    assert {"exp_avg/layer.0", "exp_avg_sq/layer.3", "worker_error/group0/rank1"} <= seen
+    assert {"exp_avg/layer.0", "exp_avg_sq/layer.4", "worker_error/group0/rank1"} <= seen
+    assert {"exp_avg_message/group1", "exp_avg_sq_code/layer.3", "exp_avg_sq_top/group1"} <= seen
 
 
 def load_and_compare(rank: int, world_size: int, directory: str, options: dict[str, Any]) -> None:
@@ -330,7 +331,7 @@ def in_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], str]:
 
 def longer_piece(index: dict[str, Any]) -> None:
     """A range that goes beyond the end of its shard, in a tensor to match."""
-    entry = index["tensors"]["exp_avg/layer.1"]
+    entry = index["tensors"]["exp_avg_sq_code/layer.1"]
     entry["shape"] = [10**9]
     entry["pieces"][0]["stop"] = 10**9
 

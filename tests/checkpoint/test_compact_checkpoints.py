@@ -1,14 +1,24 @@
-"""Checkpoints of a compact state on other numbers of ranks: what stays exact, and what is rounded once more."""
+"""Checkpoints of a compact state: bytes on as many ranks; on others what stays exact, and what is rounded once more."""
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import hf_compressopt
-from tests.checkpoint.test_resharding import contents
+from hf_compressopt.checkpoint.portable import consolidate
+from hf_compressopt.format.index import CHECKSUMS, CheckpointError
+from hf_compressopt.format.reader import ShardFile
+from tests.checkpoint.make_fixtures import FIXTURES, KINDS, observe
+from tests.checkpoint.make_fixtures import make as make_fixture
+from tests.checkpoint.test_resharding import contents, stored
 from tests.optim.test_compact_state import SHAPES, go_on, make
 from tests.support.harness import run_ranks
 
@@ -16,9 +26,8 @@ NAMES = {"OnebitAdam": {}, "OnebitLamb": {}, "ZeroOneAdam": {"var_freeze_step": 
 STOP = 5
 
 
-def made(rank: int, name: str, stop: int, state: str = "compact") -> tuple[list[torch.nn.Parameter], Any]:
-    options = NAMES[name] or {"freeze_step": 3}
-    return make(rank, stop, name=name, state=state, **options)
+def made(rank: int, name: str, stop: int, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
+    return make(rank, stop, name=name, **{"state": "compact", **(NAMES[name] or {"freeze_step": 3}), **options})
 
 
 def shown(params: list[torch.nn.Parameter], optimizer: Any) -> list[Tensor]:
@@ -66,3 +75,210 @@ def test_any_number_of_ranks_loads(saved_by: int, loaded_by: int, tmp_path: Path
                 assert torch.equal(worker, workers[rank])
             else:  # within half a step of a block
                 assert (worker - mean).abs().max() <= mean.abs().max() / 253
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def held(optimizer: Any) -> list[Tensor]:
+    """The tensors of a compact state, as they lie in memory."""
+    found = []
+    for state in optimizer._states:
+        moments, errors = state.moments, state.errors
+        messages = [average.messages for _, average in sorted(moments.last.items())]
+        found += [moments.exp_avg, moments.exp_avg_sq, moments.codes, moments.tops, *messages, errors.worker]
+        found += [errors.server, *state.extra.values(), state.steps]
+    return [tensor.clone() for tensor in found]
+
+
+def bytes_of_a_save(rank: int, world_size: int, folder: str) -> dict[str, list[Tensor]]:
+    """Save, load, and save again: memory, files, and memory again hold the same bytes."""
+    shown = {}
+    for name in NAMES:
+        params, optimizer = made(rank, name, STOP)
+        before = shown[name] = held(optimizer)
+        hf_compressopt.save_state(optimizer, f"{folder}/{name}")
+        for stop in (0, 2, STOP + 2):  # into a state of either stage
+            _, other = made(rank, name, stop)
+            hf_compressopt.load_state(other, f"{folder}/{name}")
+            other._states[0].moments.settle()
+            assert all(torch.equal(a, b) for a, b in zip(before, held(other), strict=True))
+        hf_compressopt.save_state(other, f"{folder}/{name}-again")
+        _, optimizer = made(rank, name, 0, scale_block=16)  # which cuts messages otherwise
+        hf_compressopt.load_state(optimizer, f"{folder}/{name}")
+        assert not optimizer._states[0].moments.last
+        hf_compressopt.save_state(optimizer, f"{folder}/{name}-decoded")
+    return shown
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_files_hold_what_memory_holds(world_size: int, tmp_path: Path) -> None:
+    ranks = run_ranks(world_size, bytes_of_a_save, str(tmp_path))
+    for name in NAMES:
+        found, again = stored(tmp_path / name), stored(tmp_path / f"{name}-again")
+        assert found.keys() == again.keys() and all(torch.equal(found[key], again[key]) for key in found)
+        exp_avg, exp_avg_sq, codes, tops, *messages = ranks[0][name]
+        assert exp_avg_sq.numel() == 0 and torch.equal(found["exp_avg_sq_top/group0"], tops)
+        parts = [found[f"exp_avg_sq_code/group0.{index}"].view(-1) for index in range(len(SHAPES))]
+        assert torch.equal(torch.cat(parts), codes)
+        if name == "OnebitAdam":
+            assert exp_avg.numel() == 0 and not any(key.startswith("exp_avg/") for key in found)
+            whole = found["exp_avg_message/group0"]
+            assert torch.equal(whole, torch.cat(messages)[: whole.numel()])
+        for rank in range(world_size):
+            error = found[f"worker_error/group0/rank{rank}"]
+            assert error.dtype == torch.uint8 and any(torch.equal(error, tensor) for tensor in ranks[rank][name])
+        decoded, values = contents(tmp_path / f"{name}-decoded"), contents(tmp_path / name)
+        assert decoded.keys() == values.keys() and all(torch.equal(decoded[key], values[key]) for key in values)
+
+
+def own_group_of_all(rank: int, world_size: int, folder: str) -> None:
+    """A param group with a process group of its own that has several ranks."""
+
+    def new(state: str, stop: int) -> tuple[list[nn.Parameter], Any]:
+        torch.manual_seed(rank)
+        params = [nn.Parameter(torch.randn(40)), nn.Parameter(torch.randn(7))]
+        groups = [{"params": params[:1]}, {"params": params[1:], "process_group": whole}]
+        optimizer = hf_compressopt.OnebitAdam(groups, lr=1e-2, freeze_step=2, state=state, warmup_bits=32)
+        with torch.no_grad():
+            for p in params:
+                dist.broadcast(p, 0)
+        go_on(rank, params, optimizer, range(stop))
+        return params, optimizer
+
+    whole = dist.new_group(list(range(world_size)))
+    params, optimizer = new("compact", 4)
+    hf_compressopt.save_state(optimizer, folder)
+    other_params, other = new("compact", 0)
+    _, wide = new("float32", 0)
+    for loaded in (other, wide):
+        hf_compressopt.load_state(loaded, folder)
+    assert len(other._states[1].moments.last) == 1 and not wide._states[1].moments.last
+    for first, second in zip(optimizer._states, wide._states, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first.errors.values(), second.errors.values(), strict=True))
+    for p, q, r in zip(*(o.trainable_parameters for o in (optimizer, other, wide)), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            values = optimizer.state[p][key]
+            assert torch.equal(values, other.state[q][key]) and torch.equal(values, wide.state[r][key])
+        q.data.copy_(p.data)
+    for pair in ((params, optimizer), (other_params, other)):
+        go_on(rank, *pair, range(4, 6))
+    assert all(torch.equal(p, q) for p, q in zip(params, other_params, strict=True))
+    with pytest.raises(CheckpointError, match="process_group of its own"):
+        hf_compressopt.load_state(torch.optim.AdamW(params), folder)
+
+
+def test_param_groups_with_a_process_group_of_their_own(tmp_path: Path) -> None:
+    run_ranks(2, own_group_of_all, str(tmp_path))
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def entry(name: str, **values: Any) -> Callable[[Path], None]:
+    """Other values in the index; a dtype of the same size is changed in the shards too."""
+
+    def change(folder: Path) -> None:
+        index = json.loads((folder / "compressopt.index.json").read_text())
+        index["tensors"][name] |= values
+        (folder / "compressopt.index.json").write_text(json.dumps(index))
+        if "dtype" in values:
+            for shard in folder.glob("*.safetensors"):
+                head, found, tail = shard.read_bytes().partition(f'"{name}":{{"dtype":"U8"'.encode())
+                shard.write_bytes(head + found.replace(b"U8", b"I8") + tail)
+
+    return change
+
+
+def gone(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        index = json.loads((folder / "compressopt.index.json").read_text())
+        del index["tensors"][name]
+        (folder / "compressopt.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def header(**values: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        index = json.loads((folder / "compressopt.index.json").read_text())
+        index["header"] |= values
+        (folder / "compressopt.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def bytes_at(name: str, place: int, data: bytes = b"", *, known: bool = False) -> Callable[[Path], None]:
+    """Other bytes in a shard, a flipped bit if none are given; if they are ``known``, the index has their checksum."""
+
+    def change(folder: Path) -> None:
+        path = folder / "compressopt.index.json"
+        index = json.loads(path.read_text())
+        piece = index["tensors"][name]["pieces"][0]
+        shard = folder / index["shards"][piece["shard"]]["file"]
+        where = ShardFile(shard).tensors[piece["key"]]
+        whole = bytearray(shard.read_bytes())
+        whole[where.begin + place] ^= 0 if data else 4
+        whole[where.begin + place : where.begin + place + len(data)] = data
+        shard.write_bytes(whole)
+        if known:
+            piece["checksums"] = [CHECKSUMS[index["checksum"]](whole[where.begin : where.end]).hexdigest()]
+            path.write_text(json.dumps(index))
+
+    return change
+
+
+#: Changes to a checkpoint of two ranks, what the error says, and whether a load on one rank meets it too.
+DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a code": (bytes_at("exp_avg_sq_code/layer.0", 3), "is damaged"),
+    "a scale of an error": (bytes_at("worker_error/group0/rank1", 24), "is damaged"),
+    "a sign": (bytes_at("exp_avg_message/group1", 4), "is damaged"),
+    "a top": (bytes_at("exp_avg_sq_top/group1", 0), "is damaged"),
+    "a top off the grid": (
+        bytes_at("exp_avg_sq_top/group1", 0, b"\x00\x04\x00\x00", known=True),
+        r"from -1008 to 1023, got \[.*1024\]",
+    ),
+    "signed codes": (entry("exp_avg_sq_code/layer.0", dtype="int8"), "as int8"),
+    "signed errors": (entry("server_error/group0", dtype="int8"), "as int8|int8"),
+    "codes of another shape": (entry("exp_avg_sq_code/layer.0", shape=[7, 5]), r"\[7, 5\]"),
+    "no tops": (gone("exp_avg_sq_top/group0"), "no tensor 'exp_avg_sq"),
+    "no message": (gone("exp_avg_message/group1"), "no tensor 'exp_avg/"),
+    "messages of another shape": (entry("exp_avg_message/group1", shape=[16, 2]), r"uint8 \[16, 2\], needed is"),
+    "blocks of no length": (header(scale_block=12), "scale_block must be a positive multiple of 8, or None, got 12"),
+}
+
+
+def load_damaged(rank: int, world_size: int, folder: str) -> None:
+    name = "onebit_adam_compact_2"
+    for form in ("compact", "float32"):
+        kind = KINDS[name]._replace(options={**KINDS[name].options, "state": form})
+        params, optimizer = make_fixture(kind)
+        hf_compressopt.load_state(optimizer, FIXTURES / name)
+        before = observe(params, optimizer)
+        for case, (_, text) in DAMAGED.items():
+            with pytest.raises(CheckpointError) as caught:
+                hf_compressopt.load_state(optimizer, f"{folder}/{case}")
+                raise AssertionError(case)
+            told = str(caught.value)
+            assert re.search(text, told) or "another rank" in told, f"{case}: {told}"
+            assert folder in told and "half loaded" not in told, f"{case}: {told}"
+            assert observe(params, optimizer) == before, case
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damaged")
+    for case, (change, _) in DAMAGED.items():
+        change(shutil.copytree(FIXTURES / "onebit_adam_compact_2", folder / case))
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_damage_is_found_before_anything_changes(ranks: int, damaged: Path) -> None:
+    run_ranks(ranks, load_damaged, str(damaged))
+
+
+def test_a_consolidated_file_needs_whole_moments(damaged: Path) -> None:
+    for case in ("a code", "a sign", "a top", "a top off the grid", "no tops", "messages of another shape"):
+        with pytest.raises(CheckpointError, match="no tensor" if case == "no tops" else DAMAGED[case][1]):
+            consolidate(damaged / case / "compressopt.index.json", damaged / "adam.pt")

@@ -25,25 +25,45 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_compressopt.checkpoint.compact_tensors import room_for_messages
 from tests.checkpoint.test_checkpoint import make, train
+from tests.checkpoint.test_resharding import stored
 from tests.support.forking import forked
 from tests.support.harness import run_ranks
 
-KILLS, SEED = 64, 20
+KILLS, SEED = 96, 20
+HOW = ("now", "async", "now, rotating", "async, rotating", "now, compact", "async, compact, rotating")
 CALLS = ("open", "write", "posix_fallocate", "fsync", "replace", "unlink", "mkdir")
 RENAME = ("replace",)  # after which others see a file
 
 
 def fill(optimizer: Any, version: float) -> None:
-    """Give every tensor of the state, every error and the step this value."""
+    """Give every tensor of the state, every error and the step this value, and bytes the value of :func:`marker`."""
     for state in optimizer._states:
-        for tensor in (state.worker_error, state.server_error):
-            tensor.fill_(version)
+        moments = state.moments
+        messages = [average.messages for average in moments.last.values()]
+        for tensor in (state.worker_error, state.server_error, moments.codes, moments.tops, *messages):
+            tensor.fill_(marker(version, tensor))
     for group in optimizer.param_groups:
         for param in group["params"]:
             for tensor in optimizer.state[param].values():
                 tensor.fill_(version)
     optimizer._step = 0 if math.isnan(version) else int(version)
+
+
+def marker(version: float, tensor: torch.Tensor) -> float:
+    """The value that stands for a version in a tensor of this dtype."""
+    return version if tensor.is_floating_point() else 250 if math.isnan(version) else int(version) % 250
+
+
+def take_compact_form(optimizer: Any) -> None:
+    """Put codes and messages where a compressed step puts them."""
+    for state in optimizer._states:
+        if state.compact:
+            cut = optimizer.bucket_numel, state.communicator.world_size, optimizer.scale_block
+            state.moments.freeze()
+            state.moments.last = room_for_messages(state.layout.numel, *cut, state.device)
+            state.moments.settle()
 
 
 def kill_at(number: int, names: Sequence[str]) -> None:
@@ -90,7 +110,9 @@ def save_again_and_again(
     from hf_compressopt import async_save_state, save_state
 
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    _, optimizer = make(2, state="float32")
+    _, optimizer = make(2, state="compact" if "compact" in how else "float32")
+    if "compact" in how:
+        take_compact_form(optimizer)
     progress[3 * rank] = 1
     if death is not None:
         kill_at(*death)
@@ -158,6 +180,12 @@ def load_version(folder: Path) -> int | None:
     except CheckpointError as error:
         assert "is missing: the" in str(error), error  # the index; or a shard, of a folder that was being removed
         return None
+    files = stored(folder)
+    if any(tensor.dtype == torch.uint8 for tensor in files.values()):
+        for name, tensor in files.items():
+            whole = tensor == marker(optimizer._step, tensor)
+            assert whole.all() or name.startswith("exp_avg_mask/"), f"{name} is mixed, at step {optimizer._step}"
+        return int(optimizer._step)
     values = {v.item() for state in optimizer.state.values() for t in state.values() for v in t.unique()}
     for state in optimizer._states:
         values |= {v.item() for error in (state.worker_error, state.server_error) for v in error.unique()}
@@ -180,9 +208,9 @@ def kill_savers(connection: Any, directory: str) -> None:
     chance, outcomes = random.Random(SEED), []
     try:
         for kill in range(KILLS):
-            how = ("now", "async", "now, rotating", "async, rotating")[kill % 4]
+            how = HOW[kill % len(HOW)]
             folder = Path(directory, how)
-            if kill // 4 % 4 == 0:  # from nothing
+            if kill // len(HOW) % 4 == 0:  # from nothing
                 shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(exist_ok=True)
             before = newest(folder, how) or 0
@@ -206,13 +234,14 @@ def test_a_killed_save_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     process = forked(kill_savers, theirs, str(tmp_path))
     try:
-        assert ours.poll(150), "the kills came to no end"
+        assert ours.poll(240), "the kills came to no end"
         outcomes = ours.recv()
     finally:
         process.kill()
         process.join()
     assert isinstance(outcomes, list), outcomes
     assert len(outcomes) == KILLS
+    assert {how for how, *_ in outcomes} == {*HOW}
     assert any(version is None for *_, version in outcomes), "no kill came before the first save was done"
     assert sum(count > 0 for _, count, _ in outcomes) > 5, "hardly a kill came after a finished save"
     run_ranks(2, save_once_more, str(tmp_path / "now"))

@@ -71,6 +71,12 @@ def test_each_loads_into_either_form_of_the_state(ranks: int) -> None:
     assert run_ranks(ranks, load_compressed) == [[]] * ranks
 
 
+def test_a_compact_checkpoint_loads_to_the_bits_of_the_same_state_in_float32() -> None:
+    for ranks in ("1", "2"):
+        for found in WRITTEN[ranks]:
+            assert found["onebit_adam_compact_2"] == found["onebit_adam_decoded_2"]
+
+
 def test_every_kind_is_looked_at() -> None:
     assert {name for _, name in CASES} == {*KINDS, *CROSSINGS}
 

@@ -81,7 +81,7 @@ def test_it_says_the_same_to_people(saved: Path, capsys: pytest.CaptureFixture[s
         "  saved by    2 rank(s)",
         "  parameters  2 in 1 group(s), 221 elements",
         "    exp_avg       float32               884 bytes in 2 tensor(s)",
-        "    worker_error  float32             1,768 bytes in 2 tensor(s)",
+        "    worker_error  uint8                 512 bytes in 2 tensor(s)",
     ):
         assert line in first.splitlines(), first
     assert "  stage       2" in second.splitlines()

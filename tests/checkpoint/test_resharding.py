@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.source import bytes_of
+from tests.oracles.stored import in_float32
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 RANKS = (1, 2, 3, 4)
@@ -165,6 +166,16 @@ def paths(saved_by: int, loaded_by: int) -> list[list[int]]:
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
+    """The values of every tensor of a checkpoint; compact ones are decoded."""
+    found = stored(folder)
+    if not any(tensor.dtype == torch.uint8 for tensor in found.values()):
+        return found
+    index = json.loads((folder / "compressopt.index.json").read_text())
+    arrays = in_float32({name: tensor.numpy() for name, tensor in found.items()}, index)
+    return {name: torch.as_tensor(array) for name, array in arrays.items()}
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, put together by safetensors' own reader."""
     index = json.loads((folder / "compressopt.index.json").read_text())
     found = {}
