@@ -15,7 +15,7 @@ gets gradients that are not finite, and the errors are as before the step.
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import server_numel
 from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, IntegerSlot, as_it_is
-from hf_compressopt.collectives.phases import ShardErrors, WorkerErrors
+from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
@@ -34,6 +33,8 @@ from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.index import NODE_SIZE
 
 FORMATS = {"int4": 4, "int8": 8}
+#: Legal values of the option ``state``.
+STATES = ("compact", "float32")
 
 
 class GradientCompression:
@@ -51,10 +52,7 @@ class GradientCompression:
         names: Their names.
         bits: Bits per element of a message.
         layout: Their place in the flat buffers: the last parameter first, as backward brings the gradients.
-        worker_error: [elements that this rank sends: all, or in two levels its shards] float32, what this rank's
-            messages have missed so far, in the unit of an unscaled gradient; [0] with one rank.
-        server_error: [elements whose server this rank is] float32, likewise for the averages that it has sent.
-        errors: For each bucket of the layout its worker error and its server error, views of the two above.
+        errors: What messages have missed so far: this rank's, and those of the averages that it has sent.
         communicator: The ranks.
         traffic: Bytes that were sent.
         steps: Steps whose gradients were exchanged.
@@ -73,8 +71,11 @@ class GradientCompression:
         topology: str = AUTO,
         node_size: int | None = None,
         node_bits: int = 32,
+        state: str = "compact",
     ) -> None:
-        """Allocate the errors, 4 + 4 / world_size bytes per parameter; in two levels 4 / node_size + 4 / world_size.
+        """Allocate the errors.
+
+        They take b (1 / node_size + 1 / world_size) bytes per parameter; if the topology is flat the node_size is 1.
 
         Args:
             params: The model's parameters, alike on all ranks, named or not; those that require no gradient do not
@@ -88,6 +89,7 @@ class GradientCompression:
             topology: As for :class:`~hf_compressopt.OnebitAdam`.
             node_size: Likewise.
             node_bits: Likewise.
+            state: "compact" keeps errors in 8 bits, and b above is 1.03; "float32" rounds nothing, and b is 4.
 
         Raises:
             ValueError: For an option outside its range, and for parameters on several devices.
@@ -95,6 +97,8 @@ class GradientCompression:
         """
         if compression not in FORMATS:
             raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
+        if state not in STATES:
+            raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
         bucket_numel, wanted = bucket_numel_of(bucket_cap_mb), TopologyOptions(topology, node_size, node_bits)
         rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(params)]
         named = {p: name for name, p in rows if p.requires_grad}  # a tensor that is given twice counts once
@@ -112,22 +116,22 @@ class GradientCompression:
         self.communicator = with_topology(flat, wanted)
         self._loss_scale = loss_scale or (lambda: 1.0)
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
-        self._allocate(device)
+        self.errors = GroupErrors(self.layout, self.communicator, device, compact=state == "compact", used=True)
         self._buckets = BucketRounds()
         self._checked = False
 
-    def _allocate(self, device: torch.device) -> None:
-        several, topology = self.communicator.world_size > 1, self.communicator.topology
-        numels = [bucket.numel for bucket in self.layout.buckets]
-        sent = [topology.sent_numels(numel) if several else [0] for numel in numels]
-        owned = [server_numel(numel, self.communicator) if several else 0 for numel in numels]
-        self.worker_error = torch.zeros(sum(map(sum, sent)), dtype=torch.float32, device=device)
-        self.server_error = torch.zeros(sum(owned), dtype=torch.float32, device=device)
-        worker: Sequence[WorkerErrors] = torch.split(self.worker_error, [sum(chunks) for chunks in sent])
-        if self.communicator.levels is not None:
-            rows = zip(torch.split(self.worker_error, [sum(chunks) for chunks in sent]), sent, strict=True)
-            worker = [ShardErrors(torch.split(shard, chunks)) for shard, chunks in rows]
-        self.errors = list(zip(worker, torch.split(self.server_error, owned), strict=True))
+    @property
+    def worker_error(self) -> Tensor:
+        """[elements that this rank sends: all, or in two levels its shards] float32, the worker error, decoded.
+
+        It is what this rank's messages have missed so far, in the unit of an unscaled gradient; [0] with one rank.
+        """
+        return self.errors.worker_values()
+
+    @property
+    def server_error(self) -> Tensor:
+        """[elements whose server this rank is] float32, likewise for the averages that it has sent."""
+        return self.errors.server_values()
 
     def _check_ranks(self) -> None:
         """Check once that all ranks have the same parameters and options.
@@ -214,8 +218,7 @@ class GradientCompression:
                     f"{key} must have {mine[key].numel()} elements, the state dict has {state_dict[key].numel()}: "
                     "are the parameters the same?"
                 )
-        for key in ("worker_error", "server_error"):
-            mine[key].copy_(state_dict[key])
+        self.errors.copy_(state_dict["worker_error"], state_dict["server_error"])
         self.steps, self.skipped_steps = state_dict["steps"], state_dict["skipped_steps"]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -254,7 +257,7 @@ class GradientCompression:
         scale = float(self._loss_scale())
         if not (scale > 0 and math.isfinite(scale)):
             raise ValueError(f"loss_scale must return a finite number > 0, got {scale}")
-        rows = zip(self.layout.buckets, self.errors, strict=True)
+        rows = zip(self.layout.buckets, self.errors.pairs, strict=True)
         slots = (IntegerSlot(b, self.params, self.communicator, 0, errors, self.bits, scale) for b, errors in rows)
         return GradientRound(list(slots))
 

@@ -195,6 +195,8 @@ RUNS: dict[str, dict[str, Run]] = {
             for name in PARTNER
             for run in (Run(name, name, FLOAT32, long=True), Run(f"{name}, state=compact", name, COMPACT, long=True))
         ),
+        Run("AdamW, int4 gradients", "AdamW", gradients="int4", long=True),
+        Run("AdamW, int4 gradients, state=compact", "AdamW", COMPACT, gradients="int4", long=True),
         Run("OnebitAdam, state=compact, clip=late", "OnebitAdam", COMPACT | {"clip": "late"}, long=True),
     ),
     "rivals": named(

@@ -197,7 +197,9 @@ def train(job: Job, make_communicator: Callable[[], Communicator], texts: Texts)
     params = list(model.parameters())
     plain = run.optimizer in UNCOMPRESSED
     optimizer = make_optimizer(job, model, ours)
-    state = GradientCompression(model.named_parameters(), run.gradients, communicator=ours) if run.gradients else None
+    form = run.options.get("state", "float32")
+    named = model.named_parameters()
+    state = GradientCompression(named, run.gradients, communicator=ours, state=form) if run.gradients else None
     rival = RIVALS[run.rival](params, ours, **run.rival_options) if run.rival else None
     scheduler = schedule(optimizer, job.steps)
     largest_step, loss_sum, loss_steps = 0.0, torch.zeros(()), 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.filling import fill
+from hf_compressopt.collectives.group_errors import values_of
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import CheckpointIndex
 from hf_compressopt.format.reader import ShardFiles
@@ -24,7 +25,6 @@ from hf_compressopt.kernels.errors import ERROR_BITS
 from hf_compressopt.kernels.integer_messages import chunk_integer_message_nbytes
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.kernels.variance import check_tops, decode_variance
-from hf_compressopt.optim.feedback import values_of
 from hf_compressopt.optim.options import check_count, check_scale_block
 
 #: Kinds of tensors: codes of the variance, their tops, and messages that are the momentum.

@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_compressopt.checkpoint.checkpointable import LoadPlan
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.grad_compression import GradientCompression
@@ -58,22 +59,25 @@ class CompressionState:
         }
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """See the protocol; the tensors share memory with the compression. A single rank has no errors."""
-        compression, place = self._compression, self.communicator.topology
+        """See the protocol. A single rank has no errors. They are float32 values, so that any buckets can load them."""
+        return self._tensors(self._compression.errors)
+
+    def _tensors(self, errors: GroupErrors) -> list[StateTensor]:
+        layout, place = self._compression.layout, self.communicator.topology
         if place.world_size == 1:
             return []
-        buckets, whole = compression.layout.buckets, (compression.layout.numel,)
-        worker, server = TensorKey("worker_error", group=0, rank=place.node), TensorKey("server_error", group=0)
-        runs = [(0, compression.worker_error)]  # with their first elements
-        if place.node_size > 1:
-            ranges = [place.sent_range(bucket.numel) for bucket in buckets]
-            parts = torch.split(compression.worker_error, [stop - start for start, stop in ranges])
-            runs = [(b.start + start, part) for b, (start, _), part in zip(buckets, ranges, parts, strict=True)]
-        own, size = {"of_each_rank": True, "is_error": True}, place.node_size
-        found = [StateTensor.of(worker, part, whole, start, **own, node_size=size) for start, part in runs]
-        for bucket, (_, error) in zip(buckets, compression.errors, strict=True):
-            start = bucket.start + place.own_range(bucket.numel)[0]
-            found.append(StateTensor.of(server, error, whole, start, is_error=True))
+        worker, server, whole = errors.worker, errors.server, (layout.numel,)
+        if errors.compact:
+            worker, server = errors.values()
+        own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
+        found = []
+        for key, values, range_of, options in (
+            (TensorKey("worker_error", group=0, rank=place.node), worker, errors.sent_range, own),
+            (TensorKey("server_error", group=0), server, errors.own_range, {}),
+        ):
+            ranges = [range_of(bucket) for bucket in layout.buckets]
+            for (start, _), part in zip(ranges, torch.split(values, [b - a for a, b in ranges]), strict=True):
+                found.append(StateTensor.of(key, part, whole, start, is_error=True, **options))
         return [tensor for tensor in found if tensor.local.numel()]
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
@@ -82,12 +86,14 @@ class CompressionState:
         if header.title != _NAME:
             raise ValueError(f"it is of {header.title}, not of {_NAME}")
         known = values["world_size"] > 1
-        tensors = self.tensors(names) if known else []
+        room = compression.errors.room(compact=False)
+        tensors = self._tensors(room) if known else []
 
         def commit() -> None:
             if not known:
-                compression.worker_error.zero_()
-                compression.server_error.zero_()
+                compression.errors.zero_()
+            elif room is not compression.errors:
+                compression.errors.copy_(room.worker, room.server)
             compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
             compression.traffic.restore(values["bytes_sent"])
 

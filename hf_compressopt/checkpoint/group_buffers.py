@@ -10,11 +10,11 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.compact_tensors import BYTES, CODE, MESSAGE, TOP, room_for_messages
 from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.kernels import Average
 from hf_compressopt.optim.compact import Moments
-from hf_compressopt.optim.feedback import GroupErrors
 from hf_compressopt.optim.group_state import GroupState
 
 #: Kinds of the errors.

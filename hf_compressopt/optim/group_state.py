@@ -14,11 +14,11 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
+from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Segment, SignFormat, Variance
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.optim.compact import Moments, ParameterState
-from hf_compressopt.optim.feedback import GroupErrors
 from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
 from hf_compressopt.schedules import StepPlan
 
@@ -86,9 +86,9 @@ class GroupState:
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
-        form = SignFormat(scale_block)
+        self._form = SignFormat(scale_block)
         self.moments = Moments(self.layout, device)
-        self.errors = GroupErrors(self.layout, form, communicator, device, compact=self.compact, used=compressed)
+        self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")
         self.still = [False] * len(self.params)
         self.extras = tuple(extra for extra in extras if compressed or extra.always)
@@ -116,7 +116,7 @@ class GroupState:
     @property
     def feedback(self) -> list[ErrorFeedback]:
         """The errors of each bucket."""
-        return self.errors.feedback
+        return [ErrorFeedback(*pair, self._form) for pair in self.errors.pairs]
 
     # -- moments ------------------------------------------------------------------------------------------------------
 

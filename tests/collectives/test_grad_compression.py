@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt import GradientCompression, compress_hook, load_state, save_state
 from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels.errors import values_of_errors
 from tests.oracles.simulation_integers import Simulation
 from tests.support.harness import RankError, run_ranks
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
@@ -34,9 +35,11 @@ def flat(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     return torch.cat([t.reshape(-1).float() for t in reversed(list(tensors))]).numpy()
 
 
-def in_a_plain_loop(rank: int, world_size: int, compression: str, steps: int) -> tuple[list[np.ndarray], Any]:
+def in_a_plain_loop(
+    rank: int, world_size: int, compression: str, form: str, steps: int
+) -> tuple[list[np.ndarray], Any]:
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    state = GradientCompression(params, compression, bucket_cap_mb=cap())
+    state = GradientCompression(params, compression, bucket_cap_mb=cap(), state=form)
     results = []
     for step in range(steps):
         for p, grad in zip(params, gradients(rank, step), strict=True):
@@ -47,16 +50,17 @@ def in_a_plain_loop(rank: int, world_size: int, compression: str, steps: int) ->
 
 
 @pytest.mark.parametrize("compression", ["int4", "int8"])
+@pytest.mark.parametrize("form", ["compact", "float32"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_the_simulation_in_bits(world_size: int, compression: str) -> None:
+def test_equal_to_the_simulation_in_bits(world_size: int, compression: str, form: str) -> None:
     steps = 4
     numel = sum(int(np.prod(shape)) for shape in SHAPES)
-    simulation = Simulation(numel, BUCKET, world_size, int(compression[3:]))
+    simulation = Simulation(numel, BUCKET, world_size, int(compression[3:]), compact=form == "compact")
     expected = []
     for step in range(steps):
         grads = np.stack([flat(gradients(rank, step)) for rank in range(world_size)])
         expected.append(simulation.average(grads) if world_size > 1 else grads[0])
-    ranks = run_ranks(world_size, in_a_plain_loop, compression, steps)
+    ranks = run_ranks(world_size, in_a_plain_loop, compression, form, steps)
     for rank, (results, (worker_error, _, _)) in enumerate(ranks):
         for mine, theirs in zip(results, expected, strict=True):
             assert mine.tobytes() == theirs.tobytes()
@@ -270,9 +274,9 @@ def test_a_resumed_state_gives_the_same_bits() -> None:
     assert run_ranks(3, resumed) == [True] * 3
 
 
-def saved(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray]:
+def saved(rank: int, world_size: int, folder: str, form: str) -> tuple[np.ndarray, np.ndarray]:
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    state = GradientCompression(params, bucket_cap_mb=cap())
+    state = GradientCompression(params, bucket_cap_mb=cap(), state=form)
     for step in range(3):
         for p, grad in zip(params, gradients(rank, step), strict=True):
             p.grad = grad.clone()
@@ -284,25 +288,29 @@ def saved(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarr
 def whole_server_error(state: GradientCompression) -> np.ndarray:
     """The server errors of all ranks, each at its place."""
     whole, ranks = torch.zeros(state.layout.numel), state.communicator
-    for bucket, (_, error) in zip(state.layout.buckets, state.errors, strict=True):
+    for bucket, (_, error) in zip(state.layout.buckets, state.errors.pairs, strict=True):
         start = bucket.start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0]
-        whole[start : start + error.numel()] = error
+        whole[start : start + error.numel()] = values_of_errors(error)
     ranks.all_reduce(whole).wait()
     return whole.numpy()
 
 
-def loaded(rank: int, world_size: int, folder: str) -> tuple[np.ndarray, np.ndarray, int]:
+def loaded(rank: int, world_size: int, folder: str, form: str) -> tuple[np.ndarray, np.ndarray, int]:
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    state = GradientCompression(params, bucket_cap_mb=cap(170))  # other buckets than those of the save
+    state = GradientCompression(params, bucket_cap_mb=cap(170), state=form)  # other buckets than those of the save
     load_state(state, folder)
     return state.worker_error.numpy(), whole_server_error(state), state.steps
 
 
 @pytest.mark.invariant(22)
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1), (1, 2)])
-def test_errors_go_over_to_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
-    old = run_ranks(before, saved, str(tmp_path))
-    for worker, server, steps in run_ranks(after, loaded, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("before", "after", "form"),
+    [(2, 3, "float32"), (3, 2, "float32"), (4, 1, "float32"), (1, 2, "float32"), (2, 3, "compact"), (2, 1, "compact")],
+)
+def test_errors_go_over_to_another_number_of_ranks(before: int, after: int, form: str, tmp_path: Path) -> None:
+    """A compact state that is saved has the values that it stands for; here float32 buffers load both."""
+    old = run_ranks(before, saved, str(tmp_path), form)
+    for worker, server, steps in run_ranks(after, loaded, str(tmp_path), "float32"):
         assert steps == 3 * (before > 1)
         if after == 1:
             assert worker.size == 0
@@ -314,9 +322,39 @@ def test_errors_go_over_to_another_number_of_ranks(before: int, after: int, tmp_
             assert np.array_equal(server, old[0][1])
 
 
+def resumed_from_files(rank: int, world_size: int, folder: str) -> list[bool]:
+    """A run that is saved after three steps, and goes on from the files in each form of the state."""
+    params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+
+    def run(state: GradientCompression, steps: range) -> np.ndarray:
+        for step in steps:
+            for p, grad in zip(params, gradients(rank, step), strict=True):
+                p.grad = grad.clone()
+            state.average_gradients()
+        return flat([p.grad for p in params])
+
+    whole = GradientCompression(params, bucket_cap_mb=cap())
+    run(whole, range(3))
+    save_state(whole, folder)
+    errors, expected = [whole.worker_error, whole.server_error], run(whole, range(3, 6))
+    same = []
+    for form in ("compact", "float32"):
+        again = GradientCompression(params, bucket_cap_mb=cap(), state=form)
+        load_state(again, folder)
+        same += [torch.equal(again.worker_error, errors[0]), torch.equal(again.server_error, errors[1])]
+        same += [form == "float32" or run(again, range(3, 6)).tobytes() == expected.tobytes()]
+    per_element = sum(buffer.nbytes for buffer in (whole.errors.worker, whole.errors.server)) / whole.layout.numel
+    return [*same, per_element < 1.2 * (1 + 1 / world_size)]  # 1.03 in large buckets
+
+
+def test_a_resume_from_files_gives_the_same_bits_in_a_quarter_of_the_bytes(tmp_path: Path) -> None:
+    assert run_ranks(2, resumed_from_files, str(tmp_path)) == [[True] * 7] * 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"state": "int8"}, "state must be one of"),
         ({"compression": "int2"}, "compression must be one of"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be > 0"),
         ({"dtype": torch.float64}, "must be float32, bfloat16 or float16"),

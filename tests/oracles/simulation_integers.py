@@ -51,10 +51,10 @@ def sum_in_groups(rows: list[np.ndarray]) -> np.ndarray:
 
 
 class Simulation:
-    """The errors of W ranks for one flat buffer that is cut into buckets."""
+    """The errors of W ranks for one flat buffer that is cut into buckets; compact errors are rounded to 8 bits."""
 
-    def __init__(self, numel: int, bucket_numel: int, world_size: int, bits: int) -> None:
-        self.world_size, self.bits = world_size, bits
+    def __init__(self, numel: int, bucket_numel: int, world_size: int, bits: int, *, compact: bool = False) -> None:
+        self.world_size, self.bits, self.compact = world_size, bits, compact
         self.buckets = [slice(i, min(i + bucket_numel, numel)) for i in range(0, numel, bucket_numel)]
         self.worker_error = np.zeros((world_size, numel), np.float32)
         self.server_error = np.zeros(numel, np.float32)
@@ -73,11 +73,14 @@ class Simulation:
                 for rank in range(self.world_size):
                     u = grads[rank, place] + worker_error[rank, place]
                     sent.append(quantize(u, self.bits))
-                    worker_error[rank, place] = u - sent[-1]
+                    worker_error[rank, place] = self._stored(u - sent[-1])
                 mean = sum_in_groups(sent) * np.float32(1.0 / self.world_size)
                 a = mean + server_error[place]
                 out[place] = quantize(a, self.bits)
-                server_error[place] = a - out[place]
+                server_error[place] = self._stored(a - out[place])
         if np.isfinite(out).all():
             self.worker_error, self.server_error = worker_error, server_error
         return out
+
+    def _stored(self, error: np.ndarray) -> np.ndarray:
+        return quantize(error, 8) if self.compact else error

@@ -1,4 +1,4 @@
-"""The errors of one param group: buffers of float32 values or of messages in 8 bits, and their parts by bucket."""
+"""The errors of a flat layout, such as a param group's, as float32 values or as messages in 8 bits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, server_numel
+from hf_compressopt.collectives.exchange import server_numel
 from hf_compressopt.collectives.phases import ShardErrors, WorkerErrors
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerFormat, SignFormat
+from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerFormat
 from hf_compressopt.kernels.errors import ERROR_BITS
 from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes
 
@@ -47,7 +47,7 @@ def keep_(error: WorkerErrors, values: Tensor) -> None:
 
 
 class GroupErrors:
-    """The errors of a param group.
+    """The errors of the buckets of a flat layout.
 
     A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step. Those
     are float32 values.
@@ -58,13 +58,12 @@ class GroupErrors:
         compact: Whether errors lie in 8 bits.
         worker: Worker errors: [elements that this rank sends] float32, or their bytes; [0] if there are none.
         server: Server errors: [elements whose server this rank is] float32, or their bytes; [0] if there are none.
-        feedback: One per bucket, views of the two.
+        pairs: Of each bucket the worker error and the server error, views of the two.
     """
 
     def __init__(
         self,
         layout: FlatLayout,
-        form: SignFormat,
         communicator: Communicator,
         device: torch.device,
         *,
@@ -72,7 +71,7 @@ class GroupErrors:
         used: bool,
     ) -> None:
         """Allocate errors of 0; none unless they are ``used``."""
-        self._layout, self._format, self._communicator = layout, form, communicator
+        self._layout, self._communicator = layout, communicator
         self.compact = compact and communicator.world_size > 1
         dtype = torch.uint8 if self.compact else torch.float32
         sizes = self.sizes_of(dtype) if used and communicator.world_size > 1 else (0, 0)
@@ -93,7 +92,7 @@ class GroupErrors:
         """Return for each bucket the elements whose server this rank is."""
         return [server_numel(bucket.numel, self._communicator) for bucket in self._layout.buckets]
 
-    def _by_bucket(self, worker: Tensor, server: Tensor) -> list[ErrorFeedback]:
+    def _by_bucket(self, worker: Tensor, server: Tensor) -> list[tuple[WorkerErrors, Errors]]:
         """Return the parts of two buffers, of either form, that belong to each bucket."""
         workers: Sequence[WorkerErrors]
         if self._communicator.levels is None:
@@ -103,8 +102,7 @@ class GroupErrors:
             sent = self._sent()
             each = iter(_errors_in(worker, list(chain.from_iterable(sent))))
             workers = [ShardErrors(tuple(islice(each, len(chunks)))) for chunks in sent]
-        pairs = zip(workers, _errors_in(server, self._owned()), strict=True)
-        return [ErrorFeedback(*pair, self._format) for pair in pairs]
+        return list(zip(workers, _errors_in(server, self._owned()), strict=True))
 
     def sent_range(self, bucket: Bucket) -> tuple[int, int]:
         """Return the elements [start, stop) of the flat buffer, of one bucket, whose worker errors this rank has."""
@@ -127,7 +125,7 @@ class GroupErrors:
 
     def _set(self, worker: Tensor, server: Tensor) -> None:
         self.worker, self.server = worker, server
-        self.feedback = self._by_bucket(worker, server)
+        self.pairs = self._by_bucket(worker, server)
 
     def copy_(self, worker: Tensor, server: Tensor) -> None:
         """Take over the values of two buffers, of either form."""
@@ -136,9 +134,9 @@ class GroupErrors:
             self.server.copy_(server)
             return
         device = self.worker.device
-        for mine, other in zip(self.feedback, self._by_bucket(worker.to(device), server.to(device)), strict=True):
-            keep_(mine.worker_error, values_of(other.worker_error))
-            keep_(mine.server_error, values_of(other.server_error))
+        for mine, other in zip(self.pairs, self._by_bucket(worker.to(device), server.to(device)), strict=True):
+            for error, values in zip(mine, other, strict=True):
+                keep_(error, values_of(values))
 
     def values(self) -> tuple[Tensor, Tensor]:
         """Return the worker errors and the server errors as float32 values."""
@@ -146,11 +144,11 @@ class GroupErrors:
 
     def worker_values(self) -> Tensor:
         """Return the worker errors as float32 values."""
-        return self._joined([feedback.worker_error for feedback in self.feedback])
+        return self._joined([worker for worker, _ in self.pairs])
 
     def server_values(self) -> Tensor:
         """Return the server errors as float32 values."""
-        return self._joined([feedback.server_error for feedback in self.feedback])
+        return self._joined([server for _, server in self.pairs])
 
     def _joined(self, errors: Sequence[WorkerErrors]) -> Tensor:
         joined = torch.empty(sum(error.numel() for error in errors), dtype=torch.float32, device=self.worker.device)
@@ -167,7 +165,7 @@ class GroupErrors:
             yield 0, self.worker
             return
         ranges = [self.sent_range(bucket) for bucket in self._layout.buckets]
-        parts: Iterable[Tensor] = (values_of(feedback.worker_error) for feedback in self.feedback)
+        parts: Iterable[Tensor] = (values_of(worker) for worker, _ in self.pairs)
         if not self.compact:  # views, which a load fills
             parts = torch.split(self.worker, [stop - start for start, stop in ranges])
         for (start, _), part in zip(ranges, parts, strict=True):
@@ -179,8 +177,7 @@ class GroupErrors:
         Those of all servers, in the order of chunks and bucket by bucket, have the layout of the worker errors.
         """
         flat, rank, start = self._communicator.levels is None, self._communicator.rank, 0
-        for bucket, feedback in zip(self._layout.buckets, self.feedback, strict=True):
-            error = feedback.server_error
+        for bucket, (_, error) in zip(self._layout.buckets, self.pairs, strict=True):
             if isinstance(error, Tensor) or not flat:
                 yield self.own_range(bucket)[0], values_of(error)
             else:
@@ -198,9 +195,7 @@ class GroupErrors:
         if compact == self.compact:
             return self
         used = self.worker.numel() > 0
-        return GroupErrors(
-            self._layout, self._format, self._communicator, self.worker.device, compact=compact, used=used
-        )
+        return GroupErrors(self._layout, self._communicator, self.worker.device, compact=compact, used=used)
 
     def zero_(self) -> None:
         """Set all errors to 0."""
@@ -211,12 +206,8 @@ class GroupErrors:
         """Multiply the errors of each parameter by its factor."""
         if not self.worker.numel():
             return
-        for bucket, feedback in zip(self._layout.buckets, self.feedback, strict=True):
-            places = (
-                (feedback.worker_error, self.sent_range(bucket)),
-                (feedback.server_error, self.own_range(bucket)),
-            )
-            for error, (first, stop) in places:
+        for bucket, pair in zip(self._layout.buckets, self.pairs, strict=True):
+            for error, (first, stop) in zip(pair, (self.sent_range(bucket), self.own_range(bucket)), strict=True):
                 values = values_of(error)
                 for piece in bucket.pieces:
                     start, end = max(piece.offset, first), min(piece.offset + piece.numel, stop)
