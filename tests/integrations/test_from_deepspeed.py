@@ -13,7 +13,8 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments, get_sched
 
 import hf_compressopt
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, cli
-from hf_compressopt.integrations.deepspeed import tables, translate
+from hf_compressopt.integrations.deepspeed import translate
+from hf_compressopt.integrations.deepspeed.options import RULES
 from hf_compressopt.integrations.deepspeed.render import accelerate_code
 from hf_compressopt.integrations.deepspeed.translation import LOST, SAME
 from hf_compressopt.integrations.optim_args import text_options
@@ -339,8 +340,10 @@ ZERO_OPTIONS = (
 
 
 def test_every_option_is_accounted_for() -> None:
-    paths = {rule.path.rstrip("*") for rules in tables.RULES.values() for rule in rules}
-    sections = {rule.path[:-1] for rule in tables.RULES["REST"] if rule.path.endswith("*")} - {""}
+    paths = {rule.section + name.partition("=")[0].rstrip(":*.") for rule in RULES for name in rule.options.split()}
+    sections = {
+        name[:-2] for rule in RULES for name in rule.options.split() if name.endswith(".*") and not rule.section
+    }
     everything = {name: dict.fromkeys(("enabled", "something"), True) for name in sections}
     zero = {path.split(".")[1]: True for path in paths if path.startswith("zero_optimization.") and "stage" not in path}
     zero |= dict.fromkeys(ZERO_OPTIONS, "auto")

@@ -6,7 +6,6 @@ Facts on DeepSpeed are those of 0.19.6, the last release with the 1-bit optimize
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
-from hf_compressopt.integrations.deepspeed import render, tables
-from hf_compressopt.integrations.deepspeed.translation import AUTO, SAME, Row, Translation, number
+from hf_compressopt.integrations.algorithms import OPTIMIZERS, ZERO_NAMES
+from hf_compressopt.integrations.deepspeed import render
+from hf_compressopt.integrations.deepspeed.options import apply, facts_of
+from hf_compressopt.integrations.deepspeed.translation import SAME, Row, Translation
 from hf_compressopt.integrations.optim_args import read_optim_args
 
 _DEEPEST = 8  # levels of a configuration; DeepSpeed's own have four
@@ -39,66 +39,11 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
             raise ValueError(f"{section} must be an object with options, got {config[section]!r}")
     given = dict(_options("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()}))
     options = {name: value for name, value in given.items() if value is not None}
-    facts = {"same_arithmetic": same_arithmetic, "known": ", ".join([*OPTIMIZERS, *ZERO_NAMES]), "ranks": ranks}
-    facts["missing"], facts["size"] = missing, size = _missing_size(options, ranks)
-    translation = Translation(options | {missing: size} if size else options, options.keys(), facts)
-    for name in _tables(translation):
-        translation.apply(tables.RULES[name])
+    translation = Translation()
+    apply(translation, options, facts_of(options, ranks, same_arithmetic))
     translation.rows += [Row(name, None, SAME, "", "not set") for name in given if name not in options]
     _check_ranges(translation)
     return translation
-
-
-def _tables(translation: Translation) -> Iterator[str]:
-    """Yield the names of the tables for a configuration, while they are applied.
-
-    Raises:
-        ValueError: If there is no such stage of ZeRO.
-    """
-    options = translation.config
-    kind = str(options.get("optimizer.type", "")).lower()
-    if kind in tables.NAMES:
-        yield "OPTIMIZER"
-        if translation.optim in ALGORITHMS and translation.facts["same_arithmetic"]:
-            yield "AS_DEEPSPEED"
-        yield "OPTIONS"
-        if translation.optim in ALGORITHMS and not translation.facts["same_arithmetic"]:
-            yield "BETTER"
-    elif kind:
-        yield "UNKNOWN_OPTIMIZER"
-    stage = options.get("zero_optimization.stage")
-    if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
-        raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
-    yield "ZERO" if stage in (1, 2) and translation.optim not in ALGORITHMS else "NO_ZERO"
-    yield "PRECISION"
-    yield "BATCHES"
-    if kind := str(options.get("scheduler.type", "")).lower():
-        yield "SCHEDULE" if kind in tables.SCHEDULES else "UNKNOWN_SCHEDULE"
-    yield "REST"
-
-
-def _missing_size(options: dict[str, Any], ranks: int | None) -> tuple[str, int | None]:
-    """Return which of the two factors of train_batch_size is missing, and its value, if it follows from the others.
-
-    Raises:
-        ValueError: If a size is not a whole number, or the sizes contradict each other.
-    """
-
-    def whole(name: str) -> int:
-        value = number(name, options[name])
-        if value < 1 or value != int(value):
-            raise ValueError(f'{name} must be a whole number >= 1 or "auto", got {value!r}')
-        return int(value)
-
-    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    known = [name for name in names if options.get(name, AUTO) != AUTO]
-    sizes, missing = [whole(name) for name in known], next((name for name in names if name not in known), "")
-    if ranks is None or not missing or options.get("train_batch_size", AUTO) == AUTO:
-        return missing, None
-    total, divisor = whole("train_batch_size"), ranks * math.prod(sizes)
-    if total % divisor:
-        raise ValueError(f"train_batch_size must be a multiple of {divisor}, by {ranks} rank(s), got {total}")
-    return missing, total // divisor
 
 
 def _options(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:

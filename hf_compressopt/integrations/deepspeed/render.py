@@ -11,31 +11,15 @@ from hf_compressopt.integrations.deepspeed.translation import BECOMES, DIFFERS, 
 from hf_compressopt.integrations.optim_args import text_options
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
-_TITLES = {
-    BECOMES: "What becomes what",
-    DIFFERS: "What is different",
-    SAME: "Nothing to do",
-    LOST: "No counterpart",
-}
-_FLAGS = {
-    "lr": ("--learning_rate",),
-    "betas": ("--adam_beta1", "--adam_beta2"),
-    "eps": ("--adam_epsilon",),
-    "weight_decay": ("--weight_decay",),
-}
+_TITLES = {BECOMES: "What becomes what", DIFFERS: "What is different", SAME: "Nothing to do", LOST: "No counterpart"}
 _TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
 _PLUGIN_FIELDS = ("freeze_step", "scale_block", "variance_floor", "bucket_cap_mb", "communicator")
 
 
 def render(translation: Translation) -> str:
     """Render a translation as text: the flags, the code, and a remark on every option."""
-    words, pairs = translation.arguments(), list[str]()
-    for word in words:
-        if word.startswith("--"):
-            pairs.append(word)
-        else:
-            pairs[-1] += f" {shlex.quote(word)}"
-    lines = ["Trainer: accelerate launch -m hf_compressopt.run script.py, with", *(f"    {pair}" for pair in pairs)]
+    flags = [shlex.join(words) for words in translation.flags_as_words()]
+    lines = ["Trainer: accelerate launch -m hf_compressopt.run script.py, with", *(f"    {flag}" for flag in flags)]
     lines += ["", "Accelerate:", *(f"    {line}" for line in accelerate_code(translation).splitlines())]
     for kind, title in _TITLES.items():
         rows = [row for row in translation.rows if row.kind == kind]
@@ -59,23 +43,21 @@ def as_json(translation: Translation) -> dict[str, Any]:
 
 def accelerate_code(translation: Translation) -> str:
     """Code for a training loop with Accelerate; the script has a ``model``."""
-    name, flags, imports = translation.optim, translation.flags, ["CompressOptAccelerator"]
-    accelerate = _call(translation.accelerate)
+    name, imports, accelerate = translation.optim, ["CompressOptAccelerator"], _call(translation.accelerate)
     if translation.scaler:
         accelerate.append(f"kwargs_handlers=[GradScalerKwargs({', '.join(_call(translation.scaler))})]")
+    made, became = _optimizer(translation, imports), "the loader and scheduler too"
     if plugin := _plugin(translation):
-        imports.append("CompressOptPlugin")
+        imports[1:] = ["CompressOptPlugin"]
         accelerate.insert(0, f"compressopt_plugin=CompressOptPlugin({', '.join(_call(plugin))})")
-        made = _make("torch.optim.AdamW", "", adam_options(translation))
-    else:
-        made = _optimizer(translation, imports)
+        made = _make("torch.optim.AdamW", adam_options(translation))
+        became = f"becomes {ALGORITHMS[name].__name__}" if name in ALGORITHMS else became
     lines = ["from accelerate.utils import GradScalerKwargs"] if translation.scaler else []
     lines += ["import torch"] if "torch." in made else []
     lines += [f"from hf_compressopt import {', '.join(imports)}", ""]
     lines += [f"accelerator = CompressOptAccelerator({', '.join(accelerate)})", f"optimizer = {made}"]
-    became = f"becomes {ALGORITHMS[name].__name__}" if plugin and name in ALGORITHMS else "the loader and scheduler too"
     lines.append(f"model, optimizer = accelerator.prepare(model, optimizer)  # {became}")
-    if norm := flags.get("--max_grad_norm"):
+    if norm := translation.flags.get("--max_grad_norm"):
         lines.append(f"# before each step: accelerator.clip_grad_norm_(model.parameters(), {norm})")
     return "\n".join(lines)
 
@@ -83,48 +65,39 @@ def accelerate_code(translation: Translation) -> str:
 def _plugin(translation: Translation) -> dict[str, Any]:
     """The plugin's fields, or nothing if the plugin has no field for an option."""
     name, stage = translation.optim, ZERO_NAMES.get(translation.optim)
-    fields: dict[str, Any] = {"zero_stage": stage} if stage else {"optimizer": name}
-    for option, value in translation.optim_args.items():
-        key = (
-            "freeze_step" if name in ALGORITHMS and option == getattr(ALGORITHMS[name], "freeze_option", "") else option
-        )
-        if key not in _PLUGIN_FIELDS:
-            return {}
-        fields[key] = value
-    return fields if stage or name in ALGORITHMS else {}
+    freeze = getattr(ALGORITHMS.get(name), "freeze_option", "")
+    options = {"freeze_step" if key == freeze else key: value for key, value in translation.optim_args.items()}
+    if not (stage or name in ALGORITHMS) or options.keys() - set(_PLUGIN_FIELDS):
+        return {}
+    return ({"zero_stage": stage} if stage else {"optimizer": name}) | options
 
 
 def _optimizer(translation: Translation, imports: list[str]) -> str:
     """The expression that creates the optimizer, for :func:`accelerate_code`."""
-    name, options = translation.optim, dict(translation.optim_args)
+    name, options, common = translation.optim, dict(translation.optim_args), adam_options(translation)
+    cls = f"torch.optim.{_TORCH_CLASSES.get(name, 'AdamW')}"
     if name in OPTIMIZERS:
         cls = OPTIMIZERS[name].__name__
         imports.append(cls)
-    else:
-        cls = f"torch.optim.{_TORCH_CLASSES.get(name, 'AdamW')}"
-    common = adam_options(translation)
     if name in _TORCH_CLASSES:
         common = {key: value for key, value in common.items() if key in ("lr", "weight_decay")}
-    stage = ZERO_NAMES.get(name) or options.pop("zero_stage", 0)
-    if not stage:
-        return _make(cls, "", common | options)
+    if not (stage := ZERO_NAMES.get(name) or options.pop("zero_stage", 0)):
+        return _make(cls, common | options)
     imports.append("ZeroOptimizer")
     zero = {key: options.pop(key) for key in list(options) if key in text_options(ZeroOptimizer)}
-    return _make("ZeroOptimizer", cls, {"stage": stage, **zero, **common, **options})
+    return _make("ZeroOptimizer", {"stage": stage, **zero, **common, **options}, cls)
 
 
 def adam_options(translation: Translation) -> dict[str, Any]:
     """Options that Trainer has flags for, by the names that every Adam has."""
-    found = {}
-    for name, flags in _FLAGS.items():
-        values = tuple(translation.flags[flag] for flag in flags if flag in translation.flags)
-        if values:
-            found[name] = values if len(flags) > 1 else values[0]
-    return found
+    names = {"lr": "learning_rate", "betas": "adam_beta1", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+    flags = translation.flags
+    found = {name: flags[f"--{flag}"] for name, flag in names.items() if f"--{flag}" in flags}
+    return found | ({"betas": (found["betas"], flags["--adam_beta2"])} if "betas" in found else {})
 
 
-def _make(cls: str, wrapped: str, options: dict[str, Any]) -> str:
-    return f"{cls}({', '.join(filter(None, ['model.parameters()', wrapped, *_call(options)]))})"
+def _make(cls: str, options: dict[str, Any], *wrapped: str) -> str:
+    return f"{cls}({', '.join(['model.parameters()', *wrapped, *_call(options)])})"
 
 
 def _call(values: dict[str, Any]) -> list[str]:

@@ -192,6 +192,11 @@ struct LambApply {
     }
 };
 
+co_status check_update(const co_variance* exp_avg_sq, const co_segment* params, int64_t count, int64_t numel) {
+    CO_TRY(check_variance(exp_avg_sq));
+    return check_segments(params, count, numel, "params");
+}
+
 }  // namespace
 
 template <>
@@ -233,8 +238,7 @@ int32_t co_apply_adam(const co_average* y, float* exp_avg, const co_variance* ex
     if (y->numel == 0) return CO_OK;
     CO_REQUIRE(params, "params is null");
     CO_REQUIRE(exp_avg || beta == 1.0f, "exp_avg is null, and beta is not 1");
-    CO_TRY(check_variance(exp_avg_sq));
-    CO_TRY(check_segments(params, count, y->numel, "params"));
+    CO_TRY(check_update(exp_avg_sq, params, count, y->numel));
     return with_variance(*exp_avg_sq, [&](auto v) {
         return run(ApplyAdam<decltype(v)>{Average(*y), exp_avg, v, corrections, beta, Descent(*descent)},
                    RunsOf(params, nullptr, y->numel), count, Place(*exec));
@@ -248,8 +252,7 @@ int32_t co_local_step(float* exp_avg, const co_variance* exp_avg_sq, float* loca
     CO_REQUIRE(numel >= 0, "numel < 0");
     if (numel == 0) return CO_OK;
     CO_REQUIRE(exp_avg && local_update && params, "exp_avg, local_update or params is null");
-    CO_TRY(check_variance(exp_avg_sq));
-    CO_TRY(check_segments(params, count, numel, "params"));
+    CO_TRY(check_update(exp_avg_sq, params, count, numel));
     if (grads) CO_TRY(check_segments(grads, count, numel, "grads"));
     for (int64_t k = 0; grads && k < count; ++k) {
         CO_REQUIRE(grads[k].numel == params[k].numel, "grads and params are cut at different places");
@@ -267,8 +270,7 @@ int32_t co_sync_parameters(const co_average* y, float* exp_avg, float* anchor, c
     CO_TRY(check_average(y));
     if (y->numel == 0) return CO_OK;
     CO_REQUIRE(exp_avg && anchor && local_update && params, "exp_avg, anchor, local_update or params is null");
-    CO_TRY(check_variance(exp_avg_sq));
-    CO_TRY(check_segments(params, count, y->numel, "params"));
+    CO_TRY(check_update(exp_avg_sq, params, count, y->numel));
     const Descent with(*descent);
     return with_variance(*exp_avg_sq, [&](auto v) {
         return run(SyncParameters<decltype(v)>{Average(*y), exp_avg, anchor, v, local_update, lr_sum, with.decay,
@@ -283,8 +285,7 @@ int32_t co_lamb_apply(const float* exp_avg, const co_variance* exp_avg_sq, const
     CO_REQUIRE(numel >= 0, "numel < 0");
     if (numel == 0) return CO_OK;
     CO_REQUIRE(exp_avg && params && rates, "exp_avg, params or rates is null");
-    CO_TRY(check_variance(exp_avg_sq));
-    CO_TRY(check_segments(params, count, numel, "params"));
+    CO_TRY(check_update(exp_avg_sq, params, count, numel));
     return with_variance(*exp_avg_sq, [&](auto v) {
         return run(LambApply<decltype(v)>{exp_avg, v, rates, options->weight_decay,
                                           Denominator{options->eps, options->eps_inside_sqrt != 0}},
