@@ -18,6 +18,7 @@ from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 SHAPES = [(30, 7), (11,), (0, 4), (5, 3, 2), (1,)]
 FREEZE, STEPS = 3, 8
+RESUMED_AT = (2, FREEZE, 6)
 
 
 def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
@@ -57,15 +58,20 @@ def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
     return [t.detach().clone() for t in [*params, *moments, *own["worker_error"], *own["server_error"]]]
 
 
-def save_and_go_on(rank: int, world_size: int, directory: str, at: int, state: str) -> list[Tensor]:
+def save_and_go_on(rank: int, world_size: int, directory: str, state: str) -> list[Tensor]:
     from hf_compressopt import save_state
 
     params, optimizer = make(world_size, state=state)
-    train(rank, world_size, params, optimizer, range(at))
-    save_state(optimizer, directory)
-    torch.save([p.detach() for p in params], f"{directory}/params-{rank}.pt")
-    train(rank, world_size, params, optimizer, range(at, STEPS))
+    for step in range(STEPS):
+        if step in RESUMED_AT:
+            save_state(optimizer, f"{directory}/{step}")
+            torch.save([p.detach() for p in params], f"{directory}/{step}/params-{rank}.pt")
+        train(rank, world_size, params, optimizer, range(step, step + 1))
     return everything(params, optimizer)
+
+
+def resume_each(rank: int, world_size: int, directory: str, state: str) -> list[list[Tensor]]:
+    return [resume(rank, world_size, f"{directory}/{at}", at, state) for at in RESUMED_AT]
 
 
 def resume(rank: int, world_size: int, directory: str, at: int, state: str) -> list[Tensor]:
@@ -91,14 +97,13 @@ def resume(rank: int, world_size: int, directory: str, at: int, state: str) -> l
     ("state", "world_size"),
     [("float32", 1), ("float32", 2), ("float32", 3), ("float32", 4), ("compact", 1), ("compact", 2), ("compact", 3)],
 )
-@pytest.mark.parametrize("at", [2, FREEZE, 6])
-def test_resume_is_the_uninterrupted_run(state: str, world_size: int, at: int, tmp_path: Path) -> None:
-    directory = str(tmp_path / "checkpoint")
-    whole = run_ranks(world_size, save_and_go_on, directory, at, state)
-    resumed = run_ranks(world_size, resume, directory, at, state)
-    for before, after in zip(whole, resumed, strict=True):
-        assert len(before) == len(after)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+def test_resume_is_the_uninterrupted_run(state: str, world_size: int, tmp_path: Path) -> None:
+    whole = run_ranks(world_size, save_and_go_on, str(tmp_path), state)
+    resumed = run_ranks(world_size, resume_each, str(tmp_path), state)
+    for before, found in zip(whole, resumed, strict=True):
+        for at, after in zip(RESUMED_AT, found, strict=True):
+            assert len(before) == len(after)
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), f"resumed at step {at}"
     if world_size > 1:
         assert any(error.any() for error in whole[0][-2:]), "no error feedback was at work"
 

@@ -57,10 +57,13 @@ def load(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[Tensor
 
 
 @pytest.mark.parametrize("saved_by", [2, 3])
-@pytest.mark.parametrize("loaded_by", [1, 2, 3, 4])
-def test_any_number_of_ranks_loads(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
+def test_any_number_of_ranks_loads(saved_by: int, tmp_path: Path) -> None:
     saved = run_ranks(saved_by, save, str(tmp_path))
-    loaded = run_ranks(loaded_by, load, str(tmp_path))
+    for loaded_by in (1, 2, 3, 4):
+        check_loaded(saved_by, saved, loaded_by, run_ranks(loaded_by, load, str(tmp_path)), tmp_path)
+
+
+def check_loaded(saved_by: int, saved: list[Any], loaded_by: int, loaded: list[Any], tmp_path: Path) -> None:
     numel = sum(torch.Size(shape).numel() for shape in SHAPES)
     for name in NAMES:
         workers = [contents(tmp_path / name)[f"worker_error/group0/rank{rank}"] for rank in range(saved_by)]

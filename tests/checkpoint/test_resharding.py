@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_compressopt.checkpoint.source import bytes_of
 from tests.oracles.stored import in_float32
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.made_once import made_once
 
 RANKS = (1, 2, 3, 4)
 SHAPES = [(15, 7), (11,), (0, 4), (5, 3, 2), (1,), (40,)]
@@ -145,10 +146,15 @@ class Matrix:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.uninterrupted = {ranks: run_ranks(ranks, save_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
-        self.resumed = {ranks: run_ranks(ranks, load_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
+        self.uninterrupted, self.resumed = torch.load(folder / "losses.pt")
+
+    @staticmethod
+    def make(folder: Path) -> None:
+        uninterrupted = {ranks: run_ranks(ranks, save_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
+        resumed = {ranks: run_ranks(ranks, load_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
         for ranks in RANKS:
             run_ranks(ranks, load_back, str(folder), timeout=180.0)
+        torch.save((uninterrupted, resumed), folder / "losses.pt")
 
     def contents(self, name: str, *ranks: int | str) -> dict[str, Tensor]:
         return contents(self.folder / "-".join([name, *map(str, ranks)]))
@@ -156,7 +162,7 @@ class Matrix:
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(tmp_path_factory.mktemp("matrix"))
+    return Matrix(made_once(tmp_path_factory, "matrix", Matrix.make))
 
 
 def paths(saved_by: int, loaded_by: int) -> list[list[int]]:

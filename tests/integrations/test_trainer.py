@@ -111,7 +111,8 @@ def test_warmup_has_the_bits_of_adamw_torch_with_three_ranks(tmp_path: Path) -> 
 @pytest.mark.invariant(21)
 @pytest.mark.parametrize("name", EACH)
 def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(name: str, tmp_path: Path) -> None:
-    whole = run_variant(name, {**ONEBIT, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1})
+    in_every_stage = (2, FREEZE, 5) if name in ("plain", "accumulation", "scaler") else (5,)
+    whole = run_variant(name, {**ONEBIT, "output_dir": str(tmp_path)}, save_at=in_every_stage)
     for result in whole:
         assert result["alike"] == [True] * 8
         assert equal_params(result["params"], whole[0]["params"])
@@ -119,7 +120,6 @@ def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(name: str, tmp_
     assert whole[0]["metrics"]["compression_ratio"] > 2
     stages = [row["compressopt/stage"] for row in whole[0]["history"] if "loss" in row]
     assert stages == [0.0] * FREEZE + [1.0] * (8 - FREEZE)
-    in_every_stage = (2, FREEZE, 5) if name in ("plain", "accumulation", "scaler") else (5,)
     for step in in_every_stage:
         arguments = {**ONEBIT, "output_dir": str(tmp_path / "resumed")}
         resumed = run_variant(name, arguments, resume=str(tmp_path / f"checkpoint-{step}"))
@@ -251,13 +251,13 @@ FAMILY = {
 def test_the_family_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path) -> None:
     arguments = {"optim": name, "optim_args": FAMILY[name] + ",scale_block=256,bucket_cap_mb=0.02", "max_steps": 14}
 
-    def run(directory: str, **more: Any) -> list[dict[str, Any]]:
-        resume = more.pop("resume", None)  # no dropout: an evaluation draws random numbers
+    def run(directory: str, *save_at: int, resume: str | None = None, **more: Any) -> list[dict[str, Any]]:
         given = {**arguments, **more, "output_dir": str(tmp_path / directory)}
-        return run_variant("plain", given, resume=resume, dropout=0.0)
+        # no dropout: an evaluation draws random numbers
+        return run_variant("plain", given, resume=resume, dropout=0.0, save_at=save_at)
 
     plain = run("plain")
-    watched = run("watched", eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=1)
+    watched = run("watched", 3, 4, 9, 11, eval_strategy="steps", eval_steps=3)
     assert plain[0]["metrics"]["stage"] == 1.0
     for result in (*plain, *watched):  # after the training all ranks hold the same, and watching changes no bit
         assert equal_params(result["params"], plain[0]["params"])

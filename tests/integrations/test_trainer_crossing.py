@@ -1,5 +1,6 @@
 """Trainer resumes on another number of ranks, and with another optimizer, beside the run that nobody stopped."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 
 from hf_compressopt import cli
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.made_once import made_once
 from tests.support.trainer_runs import OLD_HOST, Run, equal_params, train, use_accelerate
 
 pytestmark = pytest.mark.skipif(
@@ -49,7 +51,9 @@ WARMUP = {
 WATCHED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int, **more: Any) -> Run:
+def a_run(
+    folder: Path, name: str, options: str, resume: Path | None, ranks: int, save_at: tuple[int, ...] = (), **more: Any
+) -> Run:
     """The same four examples in each step, on one rank and on two."""
     arguments = {
         "output_dir": str(folder),
@@ -61,7 +65,7 @@ def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int
         "per_device_train_batch_size": 4 // ranks,
         **more,
     }
-    return Run(arguments, resume=resume and str(resume), dropout=0.0)
+    return Run(arguments, resume=resume and str(resume), dropout=0.0, save_at=save_at)
 
 
 def in_turn(world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
@@ -76,21 +80,44 @@ def losses(result: dict[str, Any]) -> list[float]:
 Results = dict[Any, dict[str, Any]]
 
 
+Made = Callable[[str, Callable[[Path], Results]], Results]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Runs that are taken once, by whichever process of the session asks first, and their results."""
+
+    def results_of(name: str, make: Callable[[Path], Results]) -> Results:
+        folder = made_once(tmp_path_factory, name, lambda folder: torch.save(make(folder), folder / "results"))
+        results: Results = torch.load(folder / "results", weights_only=False)
+        return results
+
+    return results_of
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("crossing")
+    return made_once(tmp_path_factory, "crossing", lambda folder: None)
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Results:
-    """Each optimizer's run on two ranks, saved every other step."""
-    runs = [a_run(folder / name, name, options, None, 2, **WATCHED) for name, options in OPTIMIZERS.items()]
-    return dict(zip(OPTIMIZERS, in_turn(2, runs), strict=True))
+def whole(folder: Path, made: Made) -> Results:
+    """Each optimizer's run on two ranks, saved once."""
+
+    def run(_: Path) -> Results:
+        runs = [a_run(folder / name, name, options, None, 2, (SAVED,)) for name, options in OPTIMIZERS.items()]
+        return dict(zip(OPTIMIZERS, in_turn(2, runs), strict=True))
+
+    return made("crossing-whole", run)
 
 
 @pytest.fixture(scope="module")
-def elastic(folder: Path, whole: Results) -> Results:
+def elastic(folder: Path, whole: Results, made: Made) -> Results:
     """From SAVED to the end on one rank, with rotation; and from its step AGAIN to the end on two ranks again."""
+    return made("crossing-elastic", lambda _: run_on_other_ranks(folder))
+
+
+def run_on_other_ranks(folder: Path) -> Results:
     rotating = {**WATCHED, "save_total_limit": 3, "load_best_model_at_end": True}
 
     def runs(before: str, step: int, ranks: int, **more: Any) -> list[Run]:
@@ -133,12 +160,15 @@ def test_two_ranks_one_and_two_again(name: str, folder: Path, whole: Results, el
 
 
 @pytest.fixture(scope="module")
-def crossed(folder: Path, whole: Results) -> Results:
-    runs = []
-    for saved, name, options in CROSSING:
-        given = WARMUP[name] if options == "warmup" else options
-        runs.append(a_run(folder / "crossed", name, given, folder / saved / f"checkpoint-{SAVED}", 2))
-    return dict(zip(CROSSING, in_turn(2, runs), strict=True))
+def crossed(folder: Path, whole: Results, made: Made) -> Results:
+    def run(_: Path) -> Results:
+        runs = []
+        for saved, name, options in CROSSING:
+            given = WARMUP[name] if options == "warmup" else options
+            runs.append(a_run(folder / "crossed", name, given, folder / saved / f"checkpoint-{SAVED}", 2))
+        return dict(zip(CROSSING, in_turn(2, runs), strict=True))
+
+    return made("crossing-crossed", run)
 
 
 @pytest.mark.invariant(2)

@@ -25,6 +25,7 @@ from tests.oracles.cases import (
 )
 from tests.oracles.simulation_compact import CompactOnebitAdam, CompactOnebitLamb, CompactZeroOneAdam
 from tests.support.harness import run_ranks
+from tests.support.spreading import Share, spread
 
 SIMULATIONS = {"OnebitAdam": CompactOnebitAdam, "OnebitLamb": CompactOnebitLamb, "ZeroOneAdam": CompactZeroOneAdam}
 CASES = [*LOW_BIT_CASES, Case("blocks", [{"shapes": [(11, 13), (150,)]}], {"scale_block": 64, "lr": 0.01, "eps": 1e-3})]
@@ -50,16 +51,15 @@ def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str]]) -> li
     return [solve(rank, *row) for row in rows]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
-def test_equals_the_simulation_in_both_stages(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3, 4)))
+def test_equals_the_simulation_in_both_stages(world_size: int, share: Share) -> None:
     rows, expected = [], []
-    for case in CASES:
-        for name in SIMULATIONS:
-            problem, *solution = first_safe(
-                case, world_size, Problem, partial(simulate, name=name, bits=4, simulations=SIMULATIONS)
-            )
-            rows.append((problem, name))
-            expected.append(solution)
+    for case, name in share.of((case, name) for name in SIMULATIONS for case in CASES):
+        problem, *solution = first_safe(
+            case, world_size, Problem, partial(simulate, name=name, bits=4, simulations=SIMULATIONS)
+        )
+        rows.append((problem, name))
+        expected.append(solution)
     ranks = run_ranks(world_size, solve_all, rows, timeout=240)
     for (problem, name), (simulation, history), results in zip(rows, expected, zip(*ranks, strict=True), strict=True):
         for rank, got in enumerate(results):

@@ -24,6 +24,7 @@ from tests.optim.test_warmup_hook import Net, data
 from tests.oracles.cases import bucket_cap
 from tests.support.harness import run_ranks
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
+from tests.support.spreading import Share, spread
 
 STEPS, FREEZE = 8, 3
 CLIP = 0.01  # smaller than all norms
@@ -110,13 +111,13 @@ def train(rank: int, name: str) -> dict[str, Any]:
     return {"equal": equal, "left": left, "buckets": buckets, "weights": weights}
 
 
-def train_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    return {name: train(rank, name) for name in VARIANTS}
+def train_all(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: train(rank, name) for name in names}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_without_clipping_the_bits_are_those_of_messages_in_the_step(world_size: int) -> None:
-    ranks = run_ranks(world_size, train_all, timeout=300)
+@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3)))
+def test_without_clipping_the_bits_are_those_of_messages_in_the_step(world_size: int, share: Share) -> None:
+    ranks = run_ranks(world_size, train_all, share.of(VARIANTS), timeout=300)
     for results in ranks:
         for name, result in results.items():
             assert result["equal"] == [True] * STEPS, name

@@ -29,6 +29,7 @@ from tests.oracles.steps import (
     problems_of_a_skip,
 )
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.spreading import spread
 
 CASES = [
     *(Case(f"block_{block}", [{"shapes": ODD}], {"lr": 0.01, "scale_block": block}) for block in (None, 8, 64, 4096)),
@@ -52,9 +53,9 @@ def solve_all(rank, world_size, problems):
 
 
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equals_simulation(world_size):
-    solved = [safe_problem(case, world_size) for case in CASES]
+@pytest.mark.parametrize(("world_size", "share"), spread(1, 2, shared=(3, 4)))
+def test_equals_simulation(world_size, share):
+    solved = [safe_problem(case, world_size) for case in share.of(CASES)]
     by_rank = run_ranks(world_size, solve_all, [problem for problem, _, _ in solved])
     for index, (problem, simulation, history) in enumerate(solved):
         for rank in range(world_size):

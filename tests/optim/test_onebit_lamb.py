@@ -38,6 +38,7 @@ from tests.oracles.steps import (
     problems_of_a_skip,
 )
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.spreading import spread
 
 CANCEL = "momentum cancels"  # a case of this name: tensor 1 of every group has a momentum of exactly zero at the freeze
 
@@ -123,10 +124,10 @@ def solve(rank, problem):
 
 
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
-def test_equals_simulation(world_size):
+@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3, 4)))
+def test_equals_simulation(world_size, share):
     """Parameters after every step alike on all ranks, bit for bit, and equal to the simulation's."""
-    solved = [safe_problem(case, world_size) for case in CASES]
+    solved = [safe_problem(case, world_size) for case in share.of(CASES)]
     by_rank = run_ranks(world_size, solve_all, [problem for problem, *_ in solved])
     for index, (problem, simulation, history, coeffs) in enumerate(solved):
         for rank in range(world_size):

@@ -14,6 +14,7 @@ from hf_compressopt import attach_ddp, average_gradients
 from tests.oracles.cases import bucket_cap
 from tests.support.harness import run_ranks
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
+from tests.support.spreading import Share, spread
 
 STEPS, FREEZE = 6, 4
 
@@ -96,13 +97,13 @@ def train(rank: int, world_size: int, name: str) -> dict[str, Any]:
     }
 
 
-def train_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    return {name: train(rank, world_size, name) for name in VARIANTS}
+def train_all(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
+    return {name: train(rank, world_size, name) for name in names}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_hook_has_the_bits_of_the_plain_loop(world_size: int) -> None:
-    ranks = run_ranks(world_size, train_all, timeout=240)
+@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3)))
+def test_the_hook_has_the_bits_of_the_plain_loop(world_size: int, share: Share) -> None:
+    ranks = run_ranks(world_size, train_all, share.of(VARIANTS), timeout=240)
     for results in ranks:
         for name, result in results.items():
             if name != "unused parameters":  # DDP leaves out what no rank has used, the loop what no rank has

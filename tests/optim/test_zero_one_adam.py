@@ -43,6 +43,7 @@ from tests.oracles.steps import (
 )
 from tests.support.harness import run_ranks
 from tests.support.logs import log_lines
+from tests.support.spreading import spread
 
 FREEZE, STEPS = 8, 24
 SCHEDULE = {"var_freeze_step": FREEZE, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
@@ -155,10 +156,10 @@ def solve(rank, problem):
 
 
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
-def test_equals_simulation(world_size):
+@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3, 4)))
+def test_equals_simulation(world_size, share):
     """Every rank's own parameters after every step, and the same bits on all ranks after a sync."""
-    solved = [safe_problem(case, world_size) for case in CASES]
+    solved = [safe_problem(case, world_size) for case in share.of(CASES)]
     by_rank = run_ranks(world_size, solve_all, [problem for problem, *_ in solved])
     for index, (problem, simulation, history) in enumerate(solved):
         for rank in range(world_size):

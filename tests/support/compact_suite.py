@@ -35,8 +35,6 @@ class CompactSuite:
                 options = {"segments": numel % 5, "with_factors": numel % 5 > 2, "with_x": numel % 3 > 0}
                 cases.check_commit(device, numel, world_size, scale_block, compact=compact, **options)
         cases.check_commit(device, 5003, 2, scale_block, compact=compact, segments=40, last=3, still=True)
-        for block in (100_000, 65_536, None):
-            cases.check_commit(device, 150_001, 2, block, compact=compact, segments=3)
 
     @_BLOCKS
     def test_average_with_errors_in_8_bits(self, device: torch.device, scale_block: int | None) -> None:
@@ -49,6 +47,9 @@ class CompactSuite:
             cases.check_compress(device, numel, 1, scale_block, segments=3, last=2)
             cases.check_compress(device, numel, 3, scale_block, segments=3)
             cases.check_average_compress(device, numel, 2, scale_block)
+        for block in (100_000, 65_536, None):
+            for compact in (True, False):
+                cases.check_commit(device, 150_001, 2, block, compact=compact, segments=3)
 
     @pytest.mark.parametrize("scale_block", (8, 136, 4096, None))
     def test_errors_that_are_not_finite(self, device: torch.device, scale_block: int | None) -> None:

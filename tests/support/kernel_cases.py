@@ -182,6 +182,15 @@ def sign_messages(case: Pair, numel: int, count: int, scale_block: int | None) -
     return messages
 
 
+def mean_squares(values: Tensor, block: int | None) -> Tensor:
+    """The mean square of each block, the last of which may be shorter: float64."""
+    squares = values.double().square()
+    whole = squares.numel() - squares.numel() % (block or max(squares.numel(), 1))
+    head, tail = squares[:whole], squares[whole:]
+    means = [head.view(-1, block or whole).mean(1)] * bool(whole) + [tail.mean()[None]] * bool(tail.numel())
+    return torch.cat(means)
+
+
 def check_messages(u: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> Tensor:
     """Scales within 2 ulp of float64's, and the reference's signs and padding. Returns the errors that they leave."""
     errors, byte = torch.empty_like(u), 0
@@ -197,8 +206,7 @@ def check_messages(u: Tensor, messages: Tensor, world_size: int, scale_block: in
         message = messages[byte : byte + nbytes]
         scales = message[: 4 * blocks].view(torch.float32)
         whole = u if scale_block is None else part
-        rows = [b.double().square().mean().sqrt() for b in whole.split(scale_block or max(whole.numel(), 1))]
-        assert_scales_close(scales, torch.stack(rows))
+        assert_scales_close(scales, mean_squares(whole, scale_block).sqrt())
         expected = torch.zeros(nbytes - 4 * blocks, dtype=torch.uint8)
         packed = signs.pack_signs(part)
         expected[: packed.numel()] = packed

@@ -31,6 +31,7 @@ class Run:
     dropout: float = 0.1
     frozen: bool = False
     twice: bool = False
+    save_at: tuple[int, ...] = ()  # steps after which it saves, besides those of the arguments
     own_scheduler: bool = False  # a Trainer whose create_scheduler does not call the one it overrides
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -105,6 +106,7 @@ def make_trainer(rank: int, world_size: int, run: Run) -> Any:
             row = {"lr": inner.param_groups[0]["lr"], "skipped": getattr(inner, "step_was_skipped", False)}
             flat = torch.cat([p.detach().flatten() for p in model.parameters()])
             self.rows.append({**row, "norm": flat.double().norm().item()})
+            control.should_save |= state.global_step in run.save_at
 
     class TestTrainer(Trainer):
         def create_accelerator_and_postprocess(self) -> None:

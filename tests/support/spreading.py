@@ -1,0 +1,34 @@
+"""Cases over numbers of ranks: in `make test` each case on some numbers, in `make test-full` on every number."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+
+_Case = TypeVar("_Case")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every ``count``-th case from ``place`` on; or, as the rest, all others."""
+
+    place: int
+    count: int
+    rest: bool = False
+
+    def of(self, cases: Iterable[_Case]) -> list[_Case]:
+        return [case for number, case in enumerate(cases) if (number % self.count == self.place) != self.rest]
+
+
+def spread(*whole: int, shared: tuple[int, ...]) -> list[Any]:
+    """Parameters (world_size, share): all cases on ``whole`` ranks, and each case on one number of ``shared``.
+
+    The long tests take the cases on the other numbers.
+    """
+    rows = [pytest.param(ranks, Share(0, 1), id=f"{ranks}") for ranks in whole]
+    for place, ranks in enumerate(shared):
+        rows.append(pytest.param(ranks, Share(place, len(shared)), id=f"{ranks}-share"))
+        rest = Share(place, len(shared), rest=True)
+        rows.append(pytest.param(ranks, rest, id=f"{ranks}-rest", marks=pytest.mark.full))
+    return rows
