@@ -123,6 +123,7 @@ class PartitionedState:
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         """See the protocol."""
         optimizer = self._optimizer
+        optimizer.partition.require_replicas("load_state()")
         check_header(optimizer, header.values)
         own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
         check_ranks(header.values["world_size"], self.communicator.world_size, own)

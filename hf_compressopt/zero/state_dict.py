@@ -152,8 +152,10 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
 
     Raises:
         ValueError: If it does not fit; nothing is changed then.
+        RuntimeError: Inside ``masters_in_parameters()``.
     """
     partition = optimizer.partition
+    partition.require_replicas("load_state_dict()")
     saved_groups = state_dict["param_groups"]
     sizes, saved = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved_groups]
     if sizes != saved:

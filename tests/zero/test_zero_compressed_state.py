@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.checkpoint.zero_errors import error_tensors
+from hf_compressopt.format.index import CheckpointError
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, run_steps
@@ -101,6 +102,12 @@ def cross_over(rank: int, world_size: int, folder: str) -> None:
     save_state(optimizer, folder)
     with optimizer.masters_in_parameters(), pytest.raises(RuntimeError, match="save_state.. inside masters_in"):
         save_state(optimizer, folder)
+    state = optimizer.state_dict()
+    with optimizer.masters_in_parameters():
+        with pytest.raises(CheckpointError, match="load_state.. inside masters_in"):
+            load_state(optimizer, folder)
+        with pytest.raises(RuntimeError, match="load_state_dict.. inside masters_in"):
+            optimizer.load_state_dict(state)
 
     plain_model, zero_model = Net(), Net()
     plain = torch.optim.AdamW(plain_model.parameters(), lr=1e-2, weight_decay=0.1)
