@@ -67,9 +67,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Lines of one model on one number of ranks, so many of them on a node."""
     ranks, numel, per_node = rows[0].ranks, rows[0].numel, rows[0].per_node
     links = list(dict.fromkeys(row.link for row in rows))
-    nodes = (
-        "" if per_node == 1 else f" on {ranks // per_node} nodes, whose links have these rates and carry these bytes"
-    )
+    nodes = "" if per_node == 1 else f" on {ranks // per_node} nodes; rates and bytes are those of a node's link"
     lines = [f"**{rows[0].model}: {numel:,} parameters, {ranks} ranks{nodes}**", ""]
     cells = [["", *(f"{link}, ms" for link in links), "MB sent per step", "of the formula"]]
     compute = {row.link: median(row) for row in rows if row.method == "compute"}
