@@ -20,7 +20,7 @@ class Method:
     Attributes:
         title: Its name in tables.
         optim: Trainer's ``--optim``.
-        optim_args: Trainer's ``--optim_args``.
+        optim_args: Trainer's ``--optim_args``; ``{per_node}`` stands for the ranks of a node.
         hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
         bytes_per_parameter: What a rank sends in a step, by the formula; of W ranks.
     """
@@ -52,6 +52,12 @@ METHODS = {
     ),
     "zero2": Method("ZeRO-2", "zero2_adamw", bytes_per_parameter=ring(4)),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
+    "int4_levels": Method(
+        "AdamW, int4 gradients, two levels", "adamw_torch", "grad_compression=int4,node_size={per_node}"
+    ),
+    "onebit_adam_levels": Method(
+        "OnebitAdam, two levels", "onebit_adam", f"freeze_step={SWITCH},node_size={{per_node}}"
+    ),
     "onebit_adam_late": Method(
         "OnebitAdam, clip=late",
         "onebit_adam",
@@ -85,7 +91,8 @@ class Row:
         method: Key of METHODS.
         numel: Parameters.
         seconds: Of a step: the mean of each window of steps, one window per round.
-        sent: Bytes that one rank sent per step, the mean over ranks and rounds.
+        sent: Bytes that left one rank's interface per step, the mean over ranks and rounds; ranks may share one.
+        per_node: Ranks that share a link.
     """
 
     model: str
@@ -95,9 +102,10 @@ class Row:
     numel: int
     seconds: list[float]
     sent: float
+    per_node: int = 1
 
     @property
-    def place(self) -> tuple[int, int, int, int]:
+    def place(self) -> tuple[int, ...]:
         """The place among all rows."""
-        columns = (list(MODELS).index(self.model), self.ranks, list(RATES).index(self.link))
+        columns = (list(MODELS).index(self.model), self.ranks, self.per_node, list(RATES).index(self.link))
         return *columns, list(METHODS).index(self.method)

@@ -56,18 +56,19 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         "network interface.",
         "",
     ]
-    if not arguments.loopback and arguments.report is not None:
+    if not arguments.loopback and arguments.report is not None and _has_picture(rows):
         lines += [f"![ms per step over bandwidth]({arguments.report.stem}.png)", ""]
-    for model, ranks in dict.fromkeys((row.model, row.ranks) for row in rows):
-        lines += [*table([row for row in rows if (row.model, row.ranks) == (model, ranks)]), ""]
+    for place in dict.fromkeys((row.model, row.ranks, row.per_node) for row in rows):
+        lines += [*table([row for row in rows if (row.model, row.ranks, row.per_node) == place]), ""]
     return "\n".join(lines)
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Lines of one model on one number of ranks."""
-    ranks, numel = rows[0].ranks, rows[0].numel
+    """Lines of one model on one number of ranks, so many of them on a node."""
+    ranks, numel, per_node = rows[0].ranks, rows[0].numel, rows[0].per_node
     links = list(dict.fromkeys(row.link for row in rows))
-    lines = [f"**{rows[0].model}: {numel:,} parameters, {ranks} ranks**", ""]
+    nodes = "" if per_node == 1 else f" on {ranks // per_node} nodes; rates and bytes are those of a node's link"
+    lines = [f"**{rows[0].model}: {numel:,} parameters, {ranks} ranks{nodes}**", ""]
     cells = [["", *(f"{link}, ms" for link in links), "MB sent per step", "of the formula"]]
     compute = {row.link: median(row) for row in rows if row.method == "compute"}
     for name in METHODS:
@@ -75,7 +76,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         if not its:
             continue
         sent = statistics.fmean(row.sent for row in its.values())
-        formula = METHODS[name].bytes_per_parameter
+        formula = METHODS[name].bytes_per_parameter if per_node == 1 else None
         share = f"{sent / (formula(ranks) * numel):.3f}" if formula else ""
         times = [cell(its[link], compute.get(link)) if link in its else "" for link in links]
         cells.append([METHODS[name].title, *times, f"{sent / 1e6:.3f}", share])
@@ -101,7 +102,7 @@ def limits(rows: Sequence[Row]) -> dict[str, float]:
     found = {}
     for row in rows:
         rate = RATES[row.link]
-        if row.method == "compute":
+        if row.method == "compute" and row.per_node == 1:
             wire = 0.0 if rate is None else ring(SIGN_BYTES)(row.ranks) * row.numel * 8 / rate
             found[row.link] = median(row) + wire
     return found
@@ -114,7 +115,8 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     figure, grid = pyplot().subplots(len(models), len(counts), figsize=size, layout="constrained", squeeze=False)
     for (row, model), (column, ranks) in itertools.product(enumerate(models), enumerate(counts)):
         panel = grid[row][column]
-        mine = [row for row in rows if (row.model, row.ranks) == (model, ranks) and RATES[row.link] is not None]
+        mine = [row for row in rows if (row.model, row.ranks, row.per_node) == (model, ranks, 1)]
+        mine = [row for row in mine if RATES[row.link] is not None]
         panel.set_visible(bool(mine))
         for name in METHODS:
             points = sorted((gigabits(row.link), median(row) * 1e3) for row in mine if row.method == name)
@@ -133,8 +135,13 @@ def write_report(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
     """The Markdown file, and beside it the rows and, of links, the picture."""
     arguments.report.write_text(report(rows, arguments))
     write_rows(arguments.report, rows)
-    if not arguments.loopback:
+    if not arguments.loopback and _has_picture(rows):
         plot(arguments.report.with_suffix(".png"), rows)
+
+
+def _has_picture(rows: Sequence[Row]) -> bool:
+    """Only ranks with links of their own are drawn."""
+    return any(row.per_node == 1 for row in rows)
 
 
 def gigabits(link: str) -> float:

@@ -1,7 +1,8 @@
 """Ranks that train over links of known speed: each a process in a network namespace of its own, joined by a bridge.
 
-`tc ... tbf` shapes the traffic that a rank sends and receives. The namespaces are removed at the end, also after an
-error or Ctrl-C.
+A namespace may also hold several ranks, as a node does: these reach each other without its link.
+`tc ... tbf` shapes the traffic that a namespace sends and receives. The namespaces are removed at the end, also after
+an error or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -41,45 +42,45 @@ def run(*words: object) -> None:
 
 
 class Network:
-    """Namespaces, one for each rank, joined by a bridge in one more."""
+    """Namespaces, one for each node, joined by a bridge in one more."""
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, per_node: int = 1) -> None:
+        self.ranks, self.per_node, self.nodes = ranks, per_node, ranks // per_node
         self.prefix = f"co{os.getpid()}"
         self.hub = f"{self.prefix}-hub"
 
-    def namespace(self, rank: int) -> str:
-        return f"{self.prefix}-{rank}"
+    def namespace(self, node: int) -> str:
+        return f"{self.prefix}-{node}"
 
-    def address(self, rank: int) -> str:
-        return f"10.77.0.{rank + 1}"
+    def address(self, node: int) -> str:
+        return f"10.77.0.{node + 1}"
 
     def build(self) -> None:
         run("ip", "netns", "add", self.hub)
         inside = ("ip", "-n", self.hub)
         run(*inside, "link", "add", "bridge", "type", "bridge")
         run(*inside, "link", "set", "bridge", "up")
-        for rank in range(self.ranks):
-            name = self.namespace(rank)
+        for node in range(self.nodes):
+            name = self.namespace(node)
             run("ip", "netns", "add", name)
             run("ip", "-n", name, "link", "set", "lo", "up")
-            run(*inside, "link", "add", f"port{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            run(*inside, "link", "set", f"port{rank}", "master", "bridge", "up")
-            run("ip", "-n", name, "address", "add", f"{self.address(rank)}/24", "dev", "eth0")
+            run(*inside, "link", "add", f"port{node}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            run(*inside, "link", "set", f"port{node}", "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"{self.address(node)}/24", "dev", "eth0")
             run("ip", "-n", name, "link", "set", "eth0", "up")
 
     def shape(self, rate: float | None) -> None:
-        """Give every rank a link of ``rate`` bits per second, each way; None is as fast as the machine can."""
+        """Give every node a link of ``rate`` bits per second, each way; None is as fast as the machine can."""
         burst = 2_000_000 if rate is None or rate > 2e9 else 256_000 if rate > 2e8 else 96_000
-        for rank in range(self.ranks):
-            for namespace, device in ((self.namespace(rank), "eth0"), (self.hub, f"port{rank}")):
+        for node in range(self.nodes):
+            for namespace, device in ((self.namespace(node), "eth0"), (self.hub, f"port{node}")):
                 subprocess.run(("tc", "-n", namespace, "qdisc", "del", "dev", device, "root"), capture_output=True)
                 if rate is not None:
                     shaped = ("rate", f"{rate:.0f}bit", "burst", burst, "latency", "20ms")
                     run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shaped)
 
     def remove(self) -> None:
-        for name in (self.hub, *map(self.namespace, range(self.ranks))):
+        for name in (self.hub, *map(self.namespace, range(self.nodes))):
             subprocess.run(("ip", "netns", "del", name), capture_output=True)
 
 
@@ -108,16 +109,17 @@ class Ranks:
     def __init__(self, network: Network | None, ranks: int, threads: int, script: str) -> None:
         self.processes: list[subprocess.Popen[str]] = []
         port = free_port() if network is None else PORT
-        interface = "lo" if network is None else "eth0"
+        interface, per_node = "lo" if network is None else "eth0", 1 if network is None else network.per_node
+        local = per_node if per_node > 1 else ranks
         for rank in range(ranks):
-            prefix = [] if network is None else ["ip", "netns", "exec", network.namespace(rank)]
+            prefix = [] if network is None else ["ip", "netns", "exec", network.namespace(rank // per_node)]
             words = [*prefix, sys.executable, str(Path(script).resolve()), "--serve", interface]
             environment = {
                 **os.environ,
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
+                "LOCAL_RANK": str(rank % local),
                 "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(local),
                 "MASTER_ADDR": "127.0.0.1" if network is None else network.address(0),
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": interface,
@@ -224,9 +226,11 @@ def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 @contextmanager
-def ranks_on_links(ranks: int, threads: int, script: str, *, loopback: bool) -> Iterator[tuple[Network | None, Ranks]]:
-    """The network, None over loopback, and its ranks; both are gone afterwards."""
-    network = None if loopback else Network(ranks)
+def ranks_on_links(
+    ranks: int, threads: int, script: str, *, loopback: bool, per_node: int = 1
+) -> Iterator[tuple[Network | None, Ranks]]:
+    """The network, None over loopback, and its ranks, ``per_node`` behind each link; both are gone afterwards."""
+    network = None if loopback else Network(ranks, per_node)
     try:
         if network is not None:
             network.build()

@@ -1,12 +1,14 @@
 """Train over links of known speed, and compare what a step takes with every way to exchange gradients.
 
     sudo python scripts/benchmark_network.py --report docs/network.md      # a shaped link for every rank
+    sudo python scripts/benchmark_network.py --nodes 2 --ranks-per-node 2  # several ranks share a shaped link
     python scripts/benchmark_network.py --loopback                         # without the right to make networks
 
-Every rank has a network namespace and a shaped link of its own (slow_network.py). Each trains the same GPT-2-like model
-with transformers' Trainer, one method after the other, and that several times over, so that a slow spell of the machine
-meets all methods. Times are those of whole steps in the stage that a method spends most of a run in; bytes are the
-interface's own. A report that is there already keeps its rows of other models, numbers of ranks, links and methods.
+Every rank, or every node, has a network namespace and a shaped link of its own (_slow_network.py). Each rank trains the
+same GPT-2-like model with transformers' Trainer, one method after the other, and that several times over, so that a
+slow spell of the machine meets all methods. Times are those of whole steps in the stage that a method spends most of a
+run in; bytes are the interface's own. A report that is there already keeps its rows of other models, numbers of ranks,
+links and methods.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
             ddp_bucket_cap_mb=1000 if method.hook == "powersgd" else 25,  # it needs one bucket on gloo
             ddp_find_unused_parameters=False,
             optim=method.optim,
-            optim_args=method.optim_args or None,
+            optim_args=method.optim_args.format(per_node=order["per_node"]) or None,
             per_device_train_batch_size=1,
             max_steps=warmup + steps,
             learning_rate=1e-4,
@@ -127,17 +129,17 @@ def steps_for(link: str, arguments: argparse.Namespace) -> int:
 
 def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> Iterator[list[Row]]:
     """The rows of every model on every link; on each the methods take turns."""
-    count = len(ranks.processes)
+    count, per_node = len(ranks.processes), arguments.ranks_per_node
     for model in arguments.models:
         for link in ["unshaped"] if network is None else arguments.links:
             if network is not None:
                 network.shape(RATES[link])
-            rows = {name: Row(model, count, link, name, 0, [], 0.0) for name in arguments.methods}
+            rows = {name: Row(model, count, link, name, 0, [], 0.0, per_node) for name in arguments.methods}
             names = list(arguments.methods)
             for number in range(arguments.rounds):
                 for name in in_turn(names, number):
                     steps = LONGEST_INTERVAL if name == "zero_one_adam" else steps_for(link, arguments)
-                    answers = ranks.order(method=name, model=model, steps=steps)
+                    answers = ranks.order(method=name, model=model, steps=steps, per_node=per_node)
                     mean = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
                     sent = statistics.fmean(answer["sent"] for answer in answers) / steps
                     row = rows[name]
@@ -157,15 +159,28 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks (2)")
+    parser.add_argument("--nodes", type=int, help="instead of --ranks: nodes of --ranks-per-node ranks each")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="that share a link (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (%(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["10M", "30M"])
     add_link_arguments(parser, list(RATES))
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="all that the nodes can have")
     parser.add_argument("--rounds", type=int, default=3, help="how often the methods take turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=LONGEST_INTERVAL, help="measured in each turn (%(default)s)")
     parser.add_argument("--slow-steps", type=int, default=4, help="the same at 100 Mbit/s (%(default)s)")
     arguments = parser.parse_args()
-    check_least(parser, arguments, {"ranks": 2, "threads": 1, "rounds": 1, "steps": 2, "slow_steps": 2})
+    least = {"ranks": 2, "ranks_per_node": 1, "threads": 1, "rounds": 1, "steps": 2, "slow_steps": 2}
+    check_least(parser, arguments, least)
+    shared = arguments.ranks_per_node > 1
+    if shared and (arguments.nodes is None or arguments.nodes < 2 or arguments.loopback):
+        parser.error("--ranks-per-node needs --nodes of 2 or more, and links of their own: no --loopback")
+    if arguments.nodes is not None:
+        arguments.ranks = [arguments.nodes * arguments.ranks_per_node]
+    levels = [name for name in METHODS if "{per_node}" in METHODS[name].optim_args]
+    if arguments.methods is None:
+        arguments.methods = [name for name in METHODS if shared or name not in levels]
+    if not shared and set(levels) & set(arguments.methods):
+        parser.error(f"--methods: {', '.join(levels)} need --ranks-per-node of 2 or more")
     check_report(parser, arguments.report)
     return arguments
 
@@ -182,7 +197,9 @@ def main() -> None:
         rows = [Row(**row) for row in json.loads(data.read_text())]
     try:
         for count in arguments.ranks:
-            with ranks_on_links(count, arguments.threads, __file__, loopback=arguments.loopback) as (network, ranks):
+            per_node, loopback = arguments.ranks_per_node, arguments.loopback
+            links = ranks_on_links(count, arguments.threads, __file__, loopback=loopback, per_node=per_node)
+            with links as (network, ranks):
                 for fresh in measure(arguments, network, ranks):
                     rows = merged(rows, fresh)
                     if arguments.report is not None:

@@ -19,8 +19,9 @@ from typing import Any
 
 from _common import parser_of
 
-from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Cluster, Model, Training
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Model, Training
 from hf_compressopt.planner.units import bandwidth
+from hf_compressopt.planner.wire import Cluster
 
 # Of docs/benchmarks.md's machine, whose ranks share two cores and their memory.
 CORES = 2

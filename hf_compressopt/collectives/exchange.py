@@ -107,7 +107,6 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
     if world_size == 1:
         return _with_old_errors(z, feedback)
     parts = yield from parts_to_send(z, feedback.worker_error, form, communicator)
-
     to_servers = messages_of(parts, form.compress_with_feedback_, z.device)
     del parts
 

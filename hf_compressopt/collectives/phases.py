@@ -106,9 +106,9 @@ def _mean_in_node(z: Combination, topology: Topology, levels: Levels) -> Task[Te
     own = sizes[topology.place]
     received = values.new_empty(topology.node_size * own)
     handle = levels.node.all_to_all(received, values, output_splits=[own] * topology.node_size, input_splits=sizes)
-    del values
     yield
     handle.wait()
+    del values
     rows = received.view(topology.node_size, own)
     total = rows[0].to(torch.float32, copy=True)
     for row in rows[1:]:
@@ -140,7 +140,6 @@ def averaged(
     if levels is not None:
         gathered = messages.new_empty(communicator.world_size * nbytes[0])
         handle = levels.node.all_gather(gathered, messages)
-        del messages
         yield
         handle.wait()
         messages = gathered

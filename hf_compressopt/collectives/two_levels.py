@@ -34,7 +34,8 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     told = _announced()
     if communicator.world_size == 1 or wanted.topology == FLAT or wanted.node_size == 1:
         return communicator
-    if wanted.node_size is None and wanted.topology != TWO_LEVELS and told in (None, communicator.world_size):
+    one_node = communicator.process_group is None and told == communicator.world_size
+    if wanted.node_size is None and wanted.topology != TWO_LEVELS and (told is None or one_node):
         return communicator
     size = _agreed_size(communicator, wanted, told)
     if size == 1:

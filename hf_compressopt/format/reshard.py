@@ -76,16 +76,24 @@ def plan_reads(index: CheckpointIndex, wanted: StateTensor, world_size: int) -> 
         world_size: Ranks of the run that reads.
 
     Raises:
-        ValueError: If the checkpoint does not have the tensor in that dtype and shape.
+        ValueError: If the checkpoint does not have the tensor in that dtype and shape, or its header is wrong.
     """
     saved_ranks = len(index.shards)
-    names, saved_together = [str(wanted.key)], index.header.get(NODE_SIZE, 1) if wanted.is_error else 1
+    names, saved_together = [str(wanted.key)], _node_size(index) if wanted.is_error else 1
     if wanted.of_each_rank and (world_size, wanted.node_size) != (saved_ranks, saved_together):
         names = [str(wanted.key.of_rank(rank)) for rank in range(saved_ranks // saved_together)]
     if wanted.is_error and saved_ranks == 1 and not any(name in index.tensors for name in names):
         names = []
     sources = [_reads(_fitting(index, name, wanted), wanted) for name in names]
     return Plan(tuple(sources), (wanted.stop - wanted.start) * DTYPES[wanted.dtype][1])
+
+
+def _node_size(index: CheckpointIndex) -> int:
+    """Ranks per node in the exchange of the run that saved; 1 if it was flat."""
+    size = index.header.get(NODE_SIZE, 1)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or len(index.shards) % size:
+        raise ValueError(f"{NODE_SIZE} must divide the {len(index.shards)} ranks of the checkpoint, got {size!r}")
+    return size
 
 
 def _fitting(index: CheckpointIndex, name: str, wanted: StateTensor) -> TensorEntry:

@@ -53,6 +53,12 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
     parser.add_argument(
         "--bucket-cap-mb", type=argument(units.mebibytes), default=25.0, help="MiB sent together (%(default)s)"
     )
+    parser.add_argument(
+        "--topology",
+        choices=["auto", "flat", "two-level"],
+        default="auto",
+        help="of compressed messages: flat, or one message per node of several GPUs (auto, as in training)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     _add_times(parser, measured)
 
@@ -106,9 +112,10 @@ def _run(arguments: argparse.Namespace) -> int:
     ranks, dtype = arguments.nodes * arguments.gpus_per_node, getattr(torch, arguments.dtype)
     if ranks > _MOST_RANKS:
         arguments.parser.error(f"--nodes times --gpus-per-node must be at most {_MOST_RANKS:,} ranks, got {ranks:,}")
+    node_size = 1 if arguments.topology == "flat" or arguments.nodes == 1 else arguments.gpus_per_node
     try:
         memory = report.memory_rows(
-            arguments.params, ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
+            arguments.params, ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb, node_size
         )
         model = cost_model(arguments, dtype.itemsize)
     except ValueError as error:
@@ -133,7 +140,8 @@ def cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
     Raises:
         ValueError: If an argument that the model needs is missing, or if there is only one rank.
     """
-    from hf_compressopt.planner.cost import Cluster, Model, Training
+    from hf_compressopt.planner.cost import Model, Training
+    from hf_compressopt.planner.wire import Cluster
 
     of_training, of_cluster = (
         {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
@@ -157,4 +165,4 @@ def cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
         bucket_cap_mb=arguments.bucket_cap_mb,
         **of_training,
     )
-    return Model(training, Cluster(nodes, gpus, arguments.bandwidth, **of_cluster))
+    return Model(training, Cluster(nodes, gpus, arguments.bandwidth, topology=arguments.topology, **of_cluster))

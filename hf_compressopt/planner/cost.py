@@ -1,13 +1,7 @@
 """Predicted seconds and bytes of a step: a model of a few terms, each the time of one physical process.
 
-N ranks on M nodes, g on each; R the bytes per second of a node's link, L those between ranks of a node, B the bytes of
-a message.
+Collectives cost what :mod:`hf_compressopt.planner.wire` says.
 
-Wire. A ring passes every link once each way; an all-to-all sends all that leaves a node over its one link:
-    all-reduce  2 (N-1)/N B / min(R, L)       all-gather  (N-1)/N B / min(R, L)                            (1)
-    all-to-all  max(g (N-g)/N B / R, (g-1)/N B / L)                                                        (2)
-    A message reaches WIRE_EFFICIENCY of these rates. It takes the latency once for each hop that waits for another
-    hop, and at least its bytes over host_bandwidth if processors move them.
 DDP. With f, b, u the seconds of forward, backward and update, and k buckets that become ready evenly over b (host
 work makes b longer by h):
     f + max(ready_1 + sum of all messages, b + h + last message) + u                                       (3)
@@ -17,8 +11,8 @@ Compressed step, of k buckets. Passes over memory, P seconds, and messages, C se
 Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P, and
 the passes that write the errors and the averages, Q, come last:
     f + max(ready_1 + sum of all messages, b + h + P + last message) + Q + u                               (5)
-Sources: the ring, Patarasuk and Yuan 2009; overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a
-backward pass has two products for each product of the forward pass.
+Sources: overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a backward pass has two products for each
+product of the forward pass.
 """
 
 from __future__ import annotations
@@ -33,11 +27,8 @@ from hf_compressopt.kernels.integers import IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.warmup_gradients import check_warmup_bits
+from hf_compressopt.planner.wire import Cluster, Message, all_to_all, ring, two_phases
 
-#: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
-WIRE_EFFICIENCY = 0.9
-#: Share of the memory's bandwidth that the passes below reach, by docs/benchmarks.md (0.73 to 0.87).
-MEMORY_EFFICIENCY = 0.8
 #: Share of the backward pass in forward and backward.
 BACKWARD_SHARE = 2 / 3
 
@@ -73,106 +64,6 @@ ZERO_ONE_GRADIENT = Passes(_NORM, 12, 20)
 ZERO_ONE_LOCAL = Passes(_NORM + 40, 12, 24)
 #: As 1-bit Adam; then m, v, v_fresh, p -> m, v_fresh and sums, and once more m, v, p -> p.
 ONEBIT_LAMB = Passes(_NORM, 16, 40)
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The machines and their links. Rates are in bytes per second; infinity costs no time.
-
-    Attributes:
-        nodes: Machines, >= 1; with one, ``bandwidth`` is not used.
-        gpus_per_node: Ranks on each machine.
-        bandwidth: Rate of a node's link, each way, shared by its ranks.
-        local_bandwidth: Rate of each rank to the others of its node, each way.
-        memory_bandwidth: Rate of a rank's memory; its share, if ranks share a processor.
-        host_bandwidth: Rate at which a rank's processor moves messages while it also computes; infinity if network
-            cards move them.
-        latency: Seconds of one hop between nodes.
-    """
-
-    nodes: int
-    gpus_per_node: int
-    bandwidth: float
-    local_bandwidth: float = 300e9
-    memory_bandwidth: float = 2e12
-    host_bandwidth: float = math.inf
-    latency: float = 20e-6
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        for name in ("nodes", "gpus_per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-        for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0 bytes per second, got {getattr(self, name)}")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency must be >= 0 seconds, got {self.latency}")
-
-    @property
-    def ranks(self) -> int:
-        """The number of all ranks."""
-        return self.nodes * self.gpus_per_node
-
-    def pass_seconds(self, nbytes: float) -> float:
-        """Seconds that the kernels take to move this many bytes over a rank's memory."""
-        return nbytes / (self.memory_bandwidth * MEMORY_EFFICIENCY)
-
-
-@dataclass(frozen=True)
-class Message:
-    """Cost of one collective.
-
-    Attributes:
-        sent: Bytes that a rank sends.
-        on_link: Bytes that leave a node over its link.
-        seconds: Time from start to end, if nothing else runs.
-        host: Seconds of a rank's own processor.
-    """
-
-    sent: float
-    on_link: float
-    seconds: float
-    host: float
-
-    def __add__(self, other: Message) -> Message:
-        """Add the cost of a collective that follows this one."""
-        return Message(
-            self.sent + other.sent, self.on_link + other.on_link, self.seconds + other.seconds, self.host + other.host
-        )
-
-    def __mul__(self, count: float) -> Message:
-        """Multiply: this many collectives in a row."""
-        return Message(self.sent * count, self.on_link * count, self.seconds * count, self.host * count)
-
-
-_NOTHING = Message(0, 0, 0, 0)
-
-
-def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Message:
-    """Cost of an all-reduce (``passes`` 2) or all-gather (1) of ``nbytes``, (1); ``work``: see :func:`_message`."""
-    count, several = cluster.ranks, cluster.nodes > 1
-    sent = passes * (count - 1) / count * nbytes
-    rates = [cluster.bandwidth] * several + [cluster.local_bandwidth] * (cluster.gpus_per_node > 1)
-    hops = passes * ((cluster.nodes if several else count) - 1)
-    wire = sent / (min(rates, default=math.inf) * WIRE_EFFICIENCY)
-    return _message(cluster, sent, sent * several, wire, hops, work)
-
-
-def all_to_all(cluster: Cluster, nbytes: float) -> Message:
-    """Cost of an all-to-all: every rank sends each other rank its part of ``nbytes``, (2)."""
-    count, local = cluster.ranks, cluster.gpus_per_node
-    on_link = local * (count - local) / count * nbytes
-    inside = (local - 1) / count * nbytes
-    wire = max(on_link / cluster.bandwidth, inside / cluster.local_bandwidth) / WIRE_EFFICIENCY
-    return _message(cluster, (count - 1) / count * nbytes, on_link, wire, int(count > 1), 0.0)
-
-
-def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Message:
-    """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
-    host = max(sent, work) / cluster.host_bandwidth
-    return Message(sent, on_link, hops * cluster.latency + max(wire, host), host)
 
 
 @dataclass(frozen=True)
@@ -295,9 +186,10 @@ class Model:
         params, world_size, block = self.training.params, self.cluster.ranks, self.training.scale_block
         bucket = self._float_bucket()
         number = params / bucket
-        messages = self._two_phases(chunk_message_nbytes(bucket, world_size, block)) * number
+        messages = two_phases(self.cluster, bucket, chunk_message_nbytes(bucket, world_size, block)) * number
         serve = 2 + 8 / world_size  # average this rank's share of all signs; read and write its error
-        moved = self.cluster.pass_seconds((passes.compress + serve + passes.apply) * params)
+        make = passes.compress + self._node_passes()
+        moved = self.cluster.pass_seconds((make + serve + passes.apply) * params)
         wire = messages.seconds
         pipeline = max(moved + messages.host, wire) + min(moved, wire) / max(1.0, number)
         return Step(self.alone(passes).seconds + pipeline, messages.sent, messages.on_link)
@@ -306,10 +198,12 @@ class Model:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
         params, world_size, grad = self.training.params, self.cluster.ranks, self.training.itemsize
         bucket, message = self._float_bucket(), bits / 8
-        one = self._two_phases(IntegerFormat(bits).chunk_nbytes(bucket, world_size))
+        one = two_phases(self.cluster, bucket, IntegerFormat(bits).chunk_nbytes(bucket, world_size))
         every = one * (params / bucket)
         # gradient, error -> message; messages, server error -> message, new server error
-        make = self.cluster.pass_seconds((grad + FLOAT_BYTES + 2 * message + 8 / world_size) * params)
+        make = self.cluster.pass_seconds(
+            (grad + FLOAT_BYTES + 2 * message + 8 / world_size + self._node_passes()) * params
+        )
         # gradient, error, both messages -> error, gradient; new server error -> server error
         finish = self.cluster.pass_seconds((2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / world_size) * params)
         overlapped = self._overlapped(bucket / params, every, one, make)
@@ -337,11 +231,12 @@ class Model:
         """Elements of a bucket of float32 values."""
         return min(bucket_numel_of(self.training.bucket_cap_mb), self.training.params)
 
-    def _two_phases(self, nbytes: list[int]) -> Message:
-        """The compressed all-reduce of a bucket, of whose chunks the messages have these bytes."""
-        if len(nbytes) == 1:
-            return _NOTHING
-        return all_to_all(self.cluster, sum(nbytes)) + ring(self.cluster, len(nbytes) * nbytes[0], passes=1)
+    def _node_passes(self) -> float:
+        """Bytes over memory per parameter that two levels add: all values are written, those of the node read.
+
+        In return only this rank's shard is compressed, which the planner does not count.
+        """
+        return 0.0 if self.cluster.node_size == 1 else 2 * FLOAT_BYTES
 
     def _overlapped(self, first_share: float, messages: Message, last: Message, work: float = 0.0) -> float:
         """Seconds of forward and backward, overlapped with the messages: (3) without the update; work is (5)'s P."""

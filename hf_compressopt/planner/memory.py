@@ -17,13 +17,19 @@ _MOMENTS = 2
 _SCALE_BLOCK = signature(CompressedOptimizer).parameters["scale_block"].default
 
 
-def error_bytes(params: int, world_size: int) -> int:
-    """Bytes of the errors of a rank, as float32 values; one rank alone has none."""
-    return FLOAT_BYTES * (params + -(-params // world_size)) if world_size > 1 else 0
+def error_bytes(params: int, world_size: int, node_size: int = 1) -> int:
+    """Bytes of the errors of a rank, as float32 values; one rank alone has none.
+
+    Args:
+        params: Trainable parameters.
+        world_size: Number of ranks.
+        node_size: Ranks of a node in two levels, which share the worker errors; 1 if the exchange is flat.
+    """
+    return FLOAT_BYTES * (-(-params // node_size) + -(-params // world_size)) if world_size > 1 else 0
 
 
 def compressed_states(
-    optimizer_class: type[CompressedOptimizer], params: int, world_size: int, bucket_numel: int
+    optimizer_class: type[CompressedOptimizer], params: int, world_size: int, bucket_numel: int, node_size: int = 1
 ) -> dict[str, int]:
     """Bytes of the state of a compressed optimizer on each rank, by the form of the state.
 
@@ -36,27 +42,28 @@ def compressed_states(
         params: Trainable parameters.
         world_size: Number of ranks.
         bucket_numel: Elements that are sent together.
+        node_size: See :func:`error_bytes`.
     """
     own = FLOAT_BYTES * params * sum(state.per == "element" for state in optimizer_class.extra_state)
-    errors, momentum = _compact_errors(params, world_size, bucket_numel), FLOAT_BYTES * params
+    errors, momentum = _compact_errors(params, world_size, bucket_numel, node_size), FLOAT_BYTES * params
     if optimizer_class.momentum_is_message and world_size > 1:
         momentum = _messages(params, world_size, bucket_numel)
     moments = FLOAT_BYTES * params * _MOMENTS
     return {
-        FLOAT32: own + moments + error_bytes(params, world_size),
+        FLOAT32: own + moments + error_bytes(params, world_size, node_size),
         COMPACT_FIRST: own + moments + errors,
         COMPACT_THEN: own + momentum + params + errors,  # a byte for the variance
     }
 
 
-def _compact_errors(params: int, world_size: int, bucket_numel: int) -> int:
+def _compact_errors(params: int, world_size: int, bucket_numel: int, node_size: int) -> int:
     """Bytes of the errors in 8 bits, on the rank that serves the longest chunks."""
 
     def of_bucket(numel: int) -> int:
         chunk = min(chunk_numel(numel, world_size), numel)
         if not chunk:
             return 0
-        whole, rest = divmod(numel, chunk)
+        whole, rest = divmod(min(world_size // node_size * chunk, numel), chunk)  # those of the first shard
         one = integer_message_nbytes(chunk, ERROR_BITS)
         return (whole + 1) * one + integer_message_nbytes(rest, ERROR_BITS)
 

@@ -36,12 +36,17 @@ _LOW_BITS = (4, 8)
 
 
 def memory_rows(
-    params: int, world_size: int, dtype: torch.dtype, states_per_parameter: int, bucket_cap_mb: float
+    params: int,
+    world_size: int,
+    dtype: torch.dtype,
+    states_per_parameter: int,
+    bucket_cap_mb: float,
+    node_size: int = 1,
 ) -> dict[str, dict[str, int]]:
     """Bytes on each rank, by optimizer and by content.
 
     A compressed optimizer has a row for each form of its state: see :func:`compressed_states`. Its messages in flight
-    are left out: they have 1/32 of the buckets' bytes.
+    are left out: they have 1/32 of the buckets' bytes. ``node_size``: see :func:`error_bytes`.
     """
     estimate = partial(
         estimate_zero_memory,
@@ -56,10 +61,11 @@ def memory_rows(
         small = estimate(2, grad_compression="int4", param_compression="int4")
         estimates["zero2_adamw, int4"] = replace(small, states=small.states + small.errors, errors=0)
         full = estimates["no ZeRO"]
-        errors = error_bytes(params, world_size)
+        errors = error_bytes(params, world_size, node_size)
         estimates["grad_compression"] = replace(full, states=full.states + errors)
+    bucket_numel = bucket_numel_of(bucket_cap_mb)
     for cls in ALGORITHMS.values():
-        for form, states in compressed_states(cls, params, world_size, bucket_numel_of(bucket_cap_mb)).items():
+        for form, states in compressed_states(cls, params, world_size, bucket_numel, node_size).items():
             estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(
                 params * dtype.itemsize, params * dtype.itemsize, states, 0
             )

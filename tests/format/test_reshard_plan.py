@@ -1,6 +1,7 @@
 """The plan of what a rank reads: every byte that it wants once, from wherever it lies, and nothing else."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -123,6 +124,35 @@ def test_what_is_not_there_is_named(wanted: StateTensor, said: str) -> None:
     for world_size in (2, 3):
         with pytest.raises(ValueError, match=re.escape(said)):
             plan_reads(index_of({"x/w": X}), wanted, world_size)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "world_size", "mine", "sources"),
+    [
+        (4, 2, 4, 2, [1]),  # the same nodes
+        (4, 2, 4, 1, [0, 1]),
+        (4, 1, 4, 2, [0, 1, 2, 3]),
+        (4, 2, 2, 1, [0, 1]),  # as many ranks as there were nodes
+        (4, 2, 8, 4, [0, 1]),
+        (4, 4, 4, 2, [0]),
+    ],
+)
+def test_worker_errors_are_of_nodes(ranks: int, size: int, world_size: int, mine: int, sources: list[int]) -> None:
+    nodes = range(ranks // size)
+    tensors = {
+        f"e/group0/rank{node}": TensorEntry("float32", (3,), (Piece(node * size, f"e{node}", 0, 3, ("", "")),))
+        for node in nodes
+    }
+    wanted = replace(error_of(1), node_size=mine, start=1)
+    plan = plan_reads(index_of(tensors, ranks, header={"node_size": size}), wanted, world_size)
+    assert [reads[0].piece.key for reads in plan.sources] == [f"e{source}" for source in sources]
+    assert all((reads[0].begin, reads[0].end) == (4, 12) for reads in plan.sources)
+    for bad in (0, -1, 3, 2.0, "2", True, None):
+        with pytest.raises(ValueError, match="node_size must divide the 4 ranks"):
+            plan_reads(index_of(tensors, ranks, header={"node_size": bad}), wanted, world_size)
+    own = replace(wanted, is_error=False, node_size=1)  # of 0/1 Adam: each rank has its own, whatever the topology
+    with pytest.raises(ValueError, match="has no tensor"):
+        plan_reads(index_of({}, ranks, header={"node_size": size}), own, ranks)
 
 
 def test_errors_that_one_rank_did_not_save_are_zero_but_not_those_of_more() -> None:

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli
-from hf_compressopt.planner import cost, report, units
-from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Cluster, Model, Training
+from hf_compressopt.planner import report, units, wire
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Model, Training
+from hf_compressopt.planner.memory import COMPACT_THEN, compressed_states, error_bytes
+from hf_compressopt.planner.wire import Cluster
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, run
@@ -69,21 +71,21 @@ def test_what_crosses_a_link_is_what_ranks_of_different_nodes_send_each_other(no
             leaving[sender // gpus] += 1
         elif sender != receiver:
             inside[sender] += 1
-    message = cost.all_to_all(cluster, nbytes)
+    message = wire.all_to_all(cluster, nbytes)
     on_link = max(leaving.values(), default=0) * nbytes / count
     assert message.on_link == pytest.approx(on_link)
     slowest = max(on_link, max(inside.values(), default=0) * nbytes / count / 3.0)
-    assert message.seconds == pytest.approx(slowest / cost.WIRE_EFFICIENCY)
+    assert message.seconds == pytest.approx(slowest / wire.WIRE_EFFICIENCY)
     assert message.sent == pytest.approx((count - 1) * nbytes / count)
 
     neighbours = [(rank, (rank + 1) % count) for rank in range(count) if count > 1]
     crossing = Counter(a // gpus for a, b in neighbours if a // gpus != b // gpus)
     assert set(crossing.values()) <= {1}  # a ring leaves a node once
     for passes in (1, 2):
-        message, volume = cost.ring(cluster, nbytes, passes), passes * (count - 1) * nbytes / count
+        message, volume = wire.ring(cluster, nbytes, passes), passes * (count - 1) * nbytes / count
         assert message.on_link == pytest.approx(max(crossing.values(), default=0) * volume)
         rate = 1.0 if nodes > 1 else 3.0
-        assert message.seconds == pytest.approx(volume / rate / cost.WIRE_EFFICIENCY)
+        assert message.seconds == pytest.approx(volume / rate / wire.WIRE_EFFICIENCY)
 
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e9, 3e9, 1e10, 1e12])
@@ -93,7 +95,7 @@ def test_overlap_is_that_of_buckets_that_leave_one_after_the_other(bandwidth: fl
     ready = end = model.forward
     for nbytes in buckets:
         ready += model.backward * nbytes / sum(buckets)
-        end = max(ready, end) + 6 * 1e-3 + 1.5 * nbytes / (bandwidth * cost.WIRE_EFFICIENCY)
+        end = max(ready, end) + 6 * 1e-3 + 1.5 * nbytes / (bandwidth * wire.WIRE_EFFICIENCY)
     assert model.ddp().seconds == pytest.approx(end + model.update, rel=2e-3)
 
 
@@ -104,13 +106,13 @@ def test_a_compressed_step_is_a_pipeline_of_passes_and_messages(bandwidth: float
     training = Training(count * 6_553_600, 0.5)
     model = Model(training, Cluster(2, 1, bandwidth, latency=0.0))
     moved = model.cluster.pass_seconds(ONEBIT_ADAM.compress * 6_553_600), model.cluster.pass_seconds(22 * 6_553_600)
-    wire = 6_553_600 * (1 / 8 + 4 / 4096) / (bandwidth * cost.WIRE_EFFICIENCY)
+    sent = 6_553_600 * (1 / 8 + 4 / 4096) / (bandwidth * wire.WIRE_EFFICIENCY)
     memory = link = model.forward + model.backward + model.cluster.pass_seconds(ONEBIT_ADAM.alone * training.params)
     arrived = [0.0] * count
     for index in range(count + 1):
         if index < count:
             memory += moved[0]
-            link = arrived[index] = max(link, memory) + wire
+            link = arrived[index] = max(link, memory) + sent
         if index > 0:
             memory = max(memory, arrived[index - 1]) + moved[1]
     assert model.compressed(ONEBIT_ADAM).seconds == pytest.approx(memory, rel=0.02)
@@ -121,12 +123,12 @@ def test_low_bit_gradients_leave_during_the_backward_pass(bandwidth: float) -> N
     """A processor that computes and makes messages, and a link; errors and averages are written at the end."""
     count, numel = 32, 6_553_600
     model = Model(Training(count * numel, 0.5), Cluster(2, 1, bandwidth, latency=0.0))
-    wire = numel * (1 / 2 + 2 / 128) / (bandwidth * cost.WIRE_EFFICIENCY)  # half of it in each phase
+    sent = numel * (1 / 2 + 2 / 128) / (bandwidth * wire.WIRE_EFFICIENCY)  # half of it in each phase
     make = model.cluster.pass_seconds((8 + 1 + 4) * numel)
     computed = link = model.forward
     for _ in range(count):
         computed += model.backward / count + make
-        link = max(link, computed) + wire
+        link = max(link, computed) + sent
     finish = model.cluster.pass_seconds((16 + 1 + 4) * count * numel)
     assert model.low_bit(4).seconds == pytest.approx(link + finish + model.update, rel=2e-3)
     assert model.low_bit(8).sent == pytest.approx(count * numel * (1 + 2 / 128), rel=1e-3)
@@ -150,6 +152,47 @@ def test_low_bit_bytes_are_those_that_are_sent(world_size: int) -> None:
         assert sent == pytest.approx([model.low_bit(bits).sent for bits in (4, 8)], rel=0.005)
 
 
+def bytes_of_levels(rank: int, world_size: int, numel: int) -> tuple[float, float, int]:
+    param = torch.nn.Parameter(torch.zeros(numel))
+    compression = GradientCompression([param], bucket_cap_mb=0.05, node_size=2)
+    param.grad = torch.ones(numel)
+    compression.average_gradients()
+    found = compression.metrics()
+    errors = compression.worker_error.nbytes + compression.server_error.nbytes
+    return found["bytes_sent_step"], found["bytes_sent_in_node"], errors
+
+
+def test_bytes_and_errors_in_two_levels_are_those_of_real_ranks() -> None:
+    numel = 40_000
+    training = Training(numel, 1.0, bucket_cap_mb=0.05)
+    levels, flat = (Model(training, Cluster(2, 2, 1e9, topology=topology)) for topology in ("auto", "flat"))
+    ranks = run_ranks(4, bytes_of_levels, numel)
+    step = levels.low_bit(4)
+    for node in (ranks[:2], ranks[2:]):
+        assert sum(between for between, _, _ in node) == pytest.approx(step.on_link, rel=0.01)
+        assert sum(between + inside for between, inside, _ in node) == pytest.approx(2 * step.sent, rel=0.01)
+        assert [errors for _, _, errors in node] == pytest.approx([error_bytes(numel, 4, 2)] * 2, rel=0.01)
+    # over gloo all of a flat exchange goes to each rank apart; the planner has a ring, which leaves a node once
+    assert step.on_link < 0.6 * flat.low_bit(4).on_link
+    memory = report.memory_rows(numel, 4, torch.float32, 2, 0.05, 2)
+    assert memory["grad_compression"]["states"] == 8 * numel + error_bytes(numel, 4, 2)
+    whole, shared = (compressed_states(OnebitAdam, numel, 4, 13_107, size)[COMPACT_THEN] for size in (1, 2))
+    assert whole - shared == pytest.approx(1.0156 * numel / 2, rel=0.01)
+
+
+def test_two_levels_pay_where_a_node_is_faster_inside() -> None:
+    for bandwidth, pays in ((1e8, True), (1e11, False)):
+        levels, flat = (
+            Model(SMALL, Cluster(8, 8, bandwidth, 1e11, topology=topology)) for topology in ("two-level", "flat")
+        )
+        assert (levels.compressed(ONEBIT_ADAM).seconds < flat.compressed(ONEBIT_ADAM).seconds) is pays
+        assert levels.ddp() == flat.ddp() and levels.zero() == flat.zero()
+    one = [Model(SMALL, Cluster(8, 1, 1e8, topology=topology)) for topology in ("two-level", "flat")]
+    assert one[0].compressed(ONEBIT_ADAM) == one[1].compressed(ONEBIT_ADAM)
+    with pytest.raises(ValueError, match="topology must be one of"):
+        Cluster(2, 2, 1e9, topology="ring")
+
+
 def test_zero_shares_the_update_and_waits_for_the_parameters() -> None:
     training, cluster = Training(100_000_000, 1.0, update_seconds=0.4), Cluster(4, 1, 1e12, latency=0.0)
     fast = Model(training, cluster)
@@ -157,7 +200,7 @@ def test_zero_shares_the_update_and_waits_for_the_parameters() -> None:
     expected = 0.6 + 0.1 + passes  # a link so fast hides all but the last slice and the gather
     assert fast.zero().seconds == pytest.approx(expected, rel=2e-3)
     slow = fast.at(1e6)
-    assert slow.zero().seconds == pytest.approx(2 * 0.75 * 4e8 / 1e6 / cost.WIRE_EFFICIENCY, rel=1e-2)
+    assert slow.zero().seconds == pytest.approx(2 * 0.75 * 4e8 / 1e6 / wire.WIRE_EFFICIENCY, rel=1e-2)
 
 
 def test_a_processor_that_moves_messages_cannot_hide_it_behind_computing() -> None:
@@ -297,6 +340,19 @@ def test_the_default_of_warmup_bits_is_the_optimizers() -> None:
     assert OnebitAdam([torch.nn.Parameter(torch.zeros(1))]).warmup_bits == Training(1, 1.0).warmup_bits
     with pytest.raises(ValueError, match="warmup_bits must be one of"):
         Training(1, 1.0, warmup_bits=2)
+
+
+def test_the_command_knows_topologies(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for topology in ("auto", "two-level", "flat"):
+        assert cli.main([*WORDS, *NETWORK, "--json", "--topology", topology]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        found[topology] = facts["steps"]["OnebitAdam"]["compressed"]["on_link"], facts["bytes_per_rank"]
+        assert facts["assumptions"]["topology"] == topology
+    assert found["auto"] == found["two-level"]
+    assert found["auto"][0] < 0.7 * found["flat"][0]
+    states = [found[topology][1]["OnebitAdam, float32"]["states"] for topology in ("flat", "auto")]
+    assert states[0] - states[1] == 4 * 62_000_000  # of two ranks per node, each has half of the worker errors
 
 
 def test_one_node_and_16_bit_parameters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,21 @@ def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @needs_namespaces
+def test_ranks_of_a_node_share_a_link(tmp_path: Path) -> None:
+    report = tmp_path / "nodes.md"
+    words = ["--models", "tiny", "--methods", "ddp", "int4", "int4_levels", "--rounds", "1", "--steps", "3"]
+    nodes = ["--nodes", "2", "--ranks-per-node", "2", "--links", "1 Gbit/s", "--report", str(report)]
+    text = run([*SCRIPT, *words, *nodes]).stdout
+    rows = {row["method"]: row for row in json.loads(report.with_suffix(".json").read_text())}
+    assert all((row["ranks"], row["per_node"]) == (4, 2) for row in rows.values())
+    assert "4 ranks on 2 nodes" in text and "AdamW, int4 gradients, two levels" in text
+    assert not report.with_suffix(".png").exists()
+    sent = {name: row["sent"] / row["numel"] for name, row in rows.items()}
+    assert sent["int4_levels"] < 0.7 * sent["int4"] < 0.7 * sent["ddp"]
+
+
+@pytest.mark.full
+@needs_namespaces
 def test_ctrl_c_leaves_nothing_behind() -> None:
     process = subprocess.Popen(
         [*SCRIPT, *SMALL, "--rounds", "999"],
@@ -131,7 +146,12 @@ def test_time_to_loss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--ranks", "1"], "--ranks must be >= 2, got 1"), (["--report", "nowhere/x.md"], "there is no folder nowhere")],
+    [
+        (["--ranks", "1"], "--ranks must be >= 2, got 1"),
+        (["--report", "nowhere/x.md"], "there is no folder nowhere"),
+        (["--ranks-per-node", "2"], "--ranks-per-node needs --nodes of 2 or more"),
+        (["--methods", "int4_levels"], "need --ranks-per-node of 2 or more"),
+    ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     done = run_python([*SCRIPT[1:], *arguments])
