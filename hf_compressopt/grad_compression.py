@@ -75,7 +75,7 @@ class GradientCompression:
     ) -> None:
         """Allocate the errors.
 
-        They take b (1 / node_size + 1 / world_size) bytes per parameter; if the topology is flat the node_size is 1.
+        There are 1 / node_size + 1 / world_size of them per parameter; if the topology is flat the node_size is 1.
 
         Args:
             params: The model's parameters, alike on all ranks, named or not; those that require no gradient do not
@@ -89,7 +89,7 @@ class GradientCompression:
             topology: As for :class:`~hf_compressopt.OnebitAdam`.
             node_size: Likewise.
             node_bits: Likewise.
-            state: "compact" keeps errors in 8 bits, and b above is 1.03; "float32" rounds nothing, and b is 4.
+            state: "compact" keeps errors in 8 bits, 1.03 bytes each; "float32" rounds nothing.
 
         Raises:
             ValueError: For an option outside its range, and for parameters on several devices.

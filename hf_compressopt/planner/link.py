@@ -19,7 +19,7 @@ import torch
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.planner.cost import Cluster, Message, all_to_all, ring
+from hf_compressopt.planner.wire import Cluster, Message, all_to_all, ring
 
 #: How the planner predicts each collective.
 COLLECTIVES: dict[str, Callable[[Cluster, float], Message]] = {
