@@ -45,7 +45,7 @@ def compressed_states(
         node_size: See :func:`error_bytes`.
     """
     own = FLOAT_BYTES * params * sum(state.per == "element" for state in optimizer_class.extra_state)
-    errors, momentum = _compact_errors(params, world_size, bucket_numel, node_size), FLOAT_BYTES * params
+    errors, momentum = compact_error_bytes(params, world_size, bucket_numel, node_size), FLOAT_BYTES * params
     if optimizer_class.momentum_is_message and world_size > 1:
         momentum = _messages(params, world_size, bucket_numel)
     moments = FLOAT_BYTES * params * _MOMENTS
@@ -56,8 +56,15 @@ def compressed_states(
     }
 
 
-def _compact_errors(params: int, world_size: int, bucket_numel: int, node_size: int) -> int:
-    """Bytes of the errors in 8 bits, on the rank that serves the longest chunks."""
+def compact_error_bytes(params: int, world_size: int, bucket_numel: int, node_size: int = 1) -> int:
+    """Bytes of the errors of a rank in 8 bits, of the one that serves the longest chunks; one rank alone has none.
+
+    Args:
+        params: Trainable parameters.
+        world_size: Number of ranks.
+        bucket_numel: Elements that are sent together.
+        node_size: See :func:`error_bytes`.
+    """
 
     def of_bucket(numel: int) -> int:
         chunk = min(chunk_numel(numel, world_size), numel)

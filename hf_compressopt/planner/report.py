@@ -21,7 +21,7 @@ from hf_compressopt.planner.cost import (
     Step,
     average,
 )
-from hf_compressopt.planner.memory import compressed_states, error_bytes
+from hf_compressopt.planner.memory import compact_error_bytes, compressed_states
 from hf_compressopt.schedules import OnebitSchedule, Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
@@ -46,7 +46,8 @@ def memory_rows(
     """Bytes on each rank, by optimizer and by content.
 
     A compressed optimizer has a row for each form of its state: see :func:`compressed_states`. Its messages in flight
-    are left out: they have 1/32 of the buckets' bytes. ``node_size``: see :func:`error_bytes`.
+    are left out: they have 1/32 of the buckets' bytes. ``node_size``: see
+    :func:`compact_error_bytes`.
     """
     estimate = partial(
         estimate_zero_memory,
@@ -56,14 +57,14 @@ def memory_rows(
         states_per_parameter=states_per_parameter,
         bucket_cap_mb=bucket_cap_mb,
     )
+    bucket_numel = bucket_numel_of(bucket_cap_mb)
     estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
     if world_size > 1:
         small = estimate(2, grad_compression="int4", param_compression="int4")
         estimates["zero2_adamw, int4"] = replace(small, states=small.states + small.errors, errors=0)
         full = estimates["no ZeRO"]
-        errors = error_bytes(params, world_size, node_size)
+        errors = compact_error_bytes(params, world_size, bucket_numel, node_size)
         estimates["grad_compression"] = replace(full, states=full.states + errors)
-    bucket_numel = bucket_numel_of(bucket_cap_mb)
     for cls in ALGORITHMS.values():
         for form, states in compressed_states(cls, params, world_size, bucket_numel, node_size).items():
             estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(
