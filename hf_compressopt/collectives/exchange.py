@@ -201,7 +201,8 @@ class Exchanged(Generic[AnyAverage]):
             return
         values = torch.empty(self.average.numel, dtype=torch.float32, device=self.sent.device)
         self.format.decompress_(self.average, values)
-        values.mul_(scale)
+        if scale != 1:
+            values.mul_(scale)
         for segment, part in zip(outputs, torch.split(values, [s.numel for s in outputs]), strict=True):
             if segment.tensor is not None:
                 segment.part.copy_(part)

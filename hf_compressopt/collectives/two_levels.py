@@ -65,17 +65,11 @@ def _announced() -> int | None:
 
 def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int | None) -> int:
     """Return the ranks per node, alike on all ranks; 1 for the flat topology."""
-    mine = [wanted.topology, wanted.node_size, wanted.node_bits]
-    rows = communicator.reached().all_gather_object([mine, gethostname(), told])
-    options, hosts, announced = zip(*rows, strict=True)
-    different = [rank for rank, theirs in enumerate(options) if theirs != options[0]]
-    if different:
-        raise ValueError(
-            f"ranks {different} differ from rank 0 in [topology, node_size, node_bits]: rank {different[0]} has "
-            f"{options[different[0]]}, rank 0 {options[0]}"
-        )
+    ranks = communicator.reached()
+    ranks.require_equal("topology, node_size or node_bits", [wanted.topology, wanted.node_size, wanted.node_bits])
     if wanted.node_size is not None:
         return wanted.checked_size(communicator.world_size)
+    hosts, announced = zip(*ranks.all_gather_object([gethostname(), told]), strict=True)
     size, reason = node_size_of_hosts(hosts, announced if communicator.process_group is None else ())
     if wanted.topology == TWO_LEVELS and size == 1:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_compressopt import GradientCompression, OnebitAdam, kernels
+from hf_compressopt import GradientCompression, OnebitAdam, average_gradients, kernels
 from hf_compressopt.collectives import two_levels
 from hf_compressopt.collectives.communicator import Levels
 from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce_, server_numel
@@ -246,7 +246,8 @@ def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes() -> None:
 
 
 def refused(rank: int, world_size: int, given: list[dict[str, Any]]) -> None:
-    OnebitAdam([nn.Parameter(torch.zeros(64))], **given[rank % len(given)])
+    optimizer = OnebitAdam([nn.Parameter(torch.zeros(64))], **given[rank % len(given)])
+    average_gradients(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +258,7 @@ def refused(rank: int, world_size: int, given: list[dict[str, Any]]) -> None:
         ([{"node_size": 2, "scale_block": None}], ["scale_block", "None", "topology='flat'"]),
         ([{"node_size": 2}, {"node_size": 4}], ["ranks [1, 3] differ", "node_size"]),
         ([{"node_size": 2}, {"node_size": 2, "node_bits": 16}], ["ranks [1, 3] differ", "16"]),
+        ([{"node_size": 2}, {"topology": "flat"}], ["ranks [1, 3] differ"]),
     ],
 )
 def test_what_cannot_be_is_an_error_on_all_ranks(given: list[dict[str, Any]], words: list[str]) -> None:
