@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
-from transformers import HfArgumentParser, Trainer, TrainingArguments, get_scheduler
 
 import hf_compressopt
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, cli
@@ -130,6 +128,8 @@ def with_optimizer(kind: str, **params: Any) -> dict[str, Any]:
 
 def optimizer_of(config: dict[str, Any], tmp_path: Path, ranks: int = 2) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer that Trainer makes of the printed flags, and Trainer's arguments."""
+    from transformers import HfArgumentParser, Trainer, TrainingArguments
+
     words = translate(config, ranks=ranks).arguments()
     words += ["--output_dir", str(tmp_path), "--use_cpu"]
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(words)
@@ -284,6 +284,8 @@ def test_loss_scales_are_had_in_accelerate_alone() -> None:
 
 
 def test_schedules(tmp_path: Path) -> None:
+    from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+
     cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 900, "warmup_min_ratio": 0.1}}
     translation = translate({"scheduler": cosine})
     assert translation.flags["--lr_scheduler_type"] == "cosine_with_min_lr"
@@ -374,6 +376,8 @@ def test_sections_that_are_off_lose_nothing() -> None:
 
 @pytest.mark.parametrize("name", [*CONFIGS, "plugin"])
 def test_the_printed_code_runs(name: str) -> None:
+    from accelerate.state import AcceleratorState
+
     config = copy.deepcopy(CONFIGS.get(name, with_optimizer("OneBitAdam", freeze_step=7)))
     config.get("optimizer", {}).get("params", {}).pop("comm_backend_name", None)  # this process has no NCCL
     translation = translate(config, ranks=64, same_arithmetic=name == "1-bit LAMB")

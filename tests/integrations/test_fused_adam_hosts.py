@@ -1,12 +1,12 @@
 """FusedAdam in Trainer and Accelerate, with two real processes."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from packaging.version import Version
 from torch import nn
 
@@ -17,7 +17,7 @@ from tests.support.trainer_runs import Run, equal_params, same_on_all_ranks, tra
 EPSILON = {"adam_epsilon": 1e-5}
 
 # Older Trainers have torch load every optimizer's tensors to "cpu:0" where CPU ranks are several, which it refuses.
-RESUMING_RANKS = 2 if Version(transformers.__version__) >= Version("5.18") else 1
+RESUMING_RANKS = 2 if Version(version("transformers")) >= Version("5.18") else 1
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation_and_clipping": ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}, {}),

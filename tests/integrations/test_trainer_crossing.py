@@ -51,9 +51,7 @@ WARMUP = {
 WATCHED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def a_run(
-    folder: Path, name: str, options: str, resume: Path | None, ranks: int, save_at: tuple[int, ...] = (), **more: Any
-) -> Run:
+def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int, **more: Any) -> Run:
     """The same four examples in each step, on one rank and on two."""
     arguments = {
         "output_dir": str(folder),
@@ -65,7 +63,7 @@ def a_run(
         "per_device_train_batch_size": 4 // ranks,
         **more,
     }
-    return Run(arguments, resume=resume and str(resume), dropout=0.0, save_at=save_at)
+    return Run(arguments, resume=resume and str(resume), dropout=0.0)
 
 
 def in_turn(world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
@@ -102,10 +100,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, made: Made) -> Results:
-    """Each optimizer's run on two ranks, saved once."""
+    """Each optimizer's run on two ranks, saved every other step: a resumed run saves as often as the first one."""
 
     def run(_: Path) -> Results:
-        runs = [a_run(folder / name, name, options, None, 2, (SAVED,)) for name, options in OPTIMIZERS.items()]
+        runs = [a_run(folder / name, name, options, None, 2, **WATCHED) for name, options in OPTIMIZERS.items()]
         return dict(zip(OPTIMIZERS, in_turn(2, runs), strict=True))
 
     return made("crossing-whole", run)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hf_compressopt.integrations import step_time
 from hf_compressopt.planner import advice, link, report
 from hf_compressopt.planner.cost import Cluster, Model, Training
 from hf_compressopt.planner.link import Link, Timing
@@ -99,12 +98,16 @@ def test_the_advice_changes_no_more_than_the_link_asks_for() -> None:
 
 @pytest.mark.parametrize("params", [10_000, 124_000_000, 7_000_000_000])
 def test_a_stand_in_has_about_the_size_that_is_asked_for(params: int) -> None:
+    from hf_compressopt.integrations import step_time
+
     config = step_time.stand_in(params, 128)
     assert step_time.trainable(config) == pytest.approx(params, rel=0.05)
     assert config.n_embd % config.n_head == 0 and config.n_positions == 128
 
 
 def test_what_cannot_be_timed_is_refused() -> None:
+    from hf_compressopt.integrations import step_time
+
     for call, said in (
         (lambda: step_time.stand_in(1000, 128), "no stand-in has about 1,000 parameters"),
         (lambda: step_time.stand_in(10**15, 128), "no stand-in has about 1,000,000,000,000,000 parameters"),
@@ -119,6 +122,8 @@ def test_what_cannot_be_timed_is_refused() -> None:
 
 
 def test_two_ranks_time_a_model_and_advise(tmp_path: Path) -> None:
+    from hf_compressopt.integrations import step_time
+
     step_time.stand_in(10_000, 16).save_pretrained(tmp_path)
     model = ["--config_name", str(tmp_path), "--batch-size", "2"]
     done = run_python([*MODULE, *model, *LINK], ranks=2)
@@ -135,6 +140,8 @@ JSON_OF_FOUR = f"""
 import os, sys
 os.environ["LOCAL_WORLD_SIZE"] = "2"
 from hf_compressopt import advise
+from hf_compressopt.planner import link
+link._SIZES = link._SIZES[:5]  # up to 1 MiB: the largest take most of the time
 sys.exit(advise.main({[*GIVEN, "--json", "--steps", "1000"]!r}))
 """
 
