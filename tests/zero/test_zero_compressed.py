@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from hf_compressopt import GradScaler, ZeroOptimizer
-from hf_compressopt.zero.memory import memory_report
+from hf_compressopt.zero.memory import estimate_zero_memory, memory_report
 from tests.oracles.simulation_zero import ZeroSimulation
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.trainer_runs import same_on_all_ranks
@@ -197,6 +197,10 @@ def bytes_and_memory(rank: int, world_size: int) -> None:
         report = memory_report(optimizer)
         assert 1.01 * numel < report.errors < 1.04 * numel
         assert report.masters == pytest.approx(4 * numel / world_size if size else 0, rel=0.02)
+        estimate = estimate_zero_memory(model, world_size, 2, **options)
+        assert estimate.states == pytest.approx(report.states + report.masters, rel=0.02)
+        model(torch.randn(4, 640)).square().sum().backward()
+        assert memory_report(optimizer).errors == 2 * report.errors == pytest.approx(estimate.errors, rel=0.02)
         words = f", gradients as {grads}" + (f", parameters as {params}" if size else "")
         assert optimizer.describe().endswith(words)
 
