@@ -25,7 +25,8 @@ class Moments:
     """The two moments of a param group: flat float32 buffers, or a compact form that takes their place.
 
     A frozen variance becomes 8 bits an element. A momentum that is what the servers' last messages say becomes these
-    messages. Until they are there, in the first compressed step and after a load on another number of ranks, it is float32.
+    messages. Until they are there, in the first compressed step and after a load on another number of ranks, it is
+    float32.
 
     Attributes:
         exp_avg: [numel] float32, or [0] while messages take its place.
