@@ -48,6 +48,8 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(inner, CompressedOptimizer) and inner.plan.reduce_grads and inner.warmup_bits < 16:
             inner.warmup_gradients.note_loss_scale(1.0 / float(inv_scale))
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if isinstance(inner, CompressedOptimizer):
+            inner.early_messages.note_unscaled()
         if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
             inner._consensus.note_overflow(any(map(bool, found.values())))
             return found or {found_inf.device: found_inf}

@@ -145,6 +145,7 @@ def send_early(optimizer: Any, params: Sequence[Tensor]) -> None:
         for param in reversed(params):
             current.add(param, param.grad)
         current.finish()
+        messages.note_gradients()
 
 
 def clip(run: Run, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], others: Communicator) -> None:

@@ -61,6 +61,10 @@ class HasEarlySlots(Protocol):
         """Return the slots in which they leave; see :meth:`HasSlots.slots`."""
         ...
 
+    def note_gradients(self) -> None:
+        """Take note of the gradients that a backward pass has left behind."""
+        ...
+
 
 class HasPlan(Protocol):
     """An optimizer that says whether the coming step needs averaged gradients, and how they travel then."""
@@ -127,12 +131,19 @@ class GradientSync:
     ) -> torch.futures.Future[Tensor]:
         """Take a bucket of DDP's, and return the future of its averages; :func:`ddp_hook` calls it."""
         if self._has_slots():
-            return self._buckets.add(bucket, self._start)
+            future = self._buckets.add(bucket, self._start)
+            if bucket.is_last() and any(map(_sends_early, self.optimizers)):
+                _after_backward(self._note_gradients)
+            return future
         buffer = bucket.buffer()
         if not self.reduce_grads:
             return as_it_is(buffer)
         buffer.mul_(1.0 / self.communicator.world_size)
         return self.communicator.all_reduce_future(buffer)
+
+    def _note_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.early_messages.note_gradients()
 
     def _has_slots(self) -> bool:
         """Return whether some gradients travel otherwise than others, or otherwise than by DDP, or in messages."""
@@ -162,6 +173,16 @@ class GradientSync:
         slots.sort(key=lambda slot: min(position[param] for param in slot.members()), reverse=True)
         self._checked = require_same_slots(slots, self.communicator, self._checked)
         return GradientRound(slots)
+
+
+def _after_backward(act: Callable[[], None]) -> None:
+    """Call a function after this backward pass, when DDP has written all gradients. It must start no collective.
+
+    DDP writes them in a callback at the end of the pass, which it queues behind those that its hooks have queued. What
+    a callback queues comes behind both.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(act))
 
 
 def _sends_early(optimizer: HasPlan) -> bool:

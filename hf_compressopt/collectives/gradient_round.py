@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -51,8 +52,10 @@ class Slot(ABC):
         params: The parameters that the indices in ``bucket`` stand for.
         communicator: The ranks.
         owner: Number of the optimizer that takes the gradients. All gradients of an owner are dropped together.
+        waits_in_step: Whether nothing is written into the gradients, so that the step may await the average.
     """
 
+    waits_in_step: ClassVar[bool] = False
     bucket: Bucket
     params: Sequence[Tensor]
     communicator: Communicator
@@ -73,6 +76,10 @@ class Slot(ABC):
             for piece in self.bucket.pieces
         ]
         done((yield from self._exchange(segments)))
+
+    def hand_over(self, finish: Callable[[], object]) -> None:
+        """Take what the owner calls in its step to await the average, if the slot ``waits_in_step``."""
+        raise NotImplementedError("abstract")
 
     @abstractmethod
     def _exchange(self, segments: Sequence[Segment]) -> Task[Arrived]:
@@ -209,7 +216,7 @@ class GradientRound:
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         """Start with no gradient. ``slots`` leave in this order, which must be alike on all ranks."""
-        self._to_leave = deque(slots)
+        self._slots, self._to_leave = tuple(slots), deque(slots)
         self._params = dict.fromkeys(param for slot in slots for param in slot.members())
         self._grads: dict[Tensor, Tensor | None] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -230,23 +237,42 @@ class GradientRound:
     def _leave(self, slot: Slot) -> None:
         self._pipeline.add(slot.start(self._grads, lambda average: self._averages.append((slot.owner, average))))
 
+    def hand_over(self) -> bool:
+        """Let what has not left leave, and let the owners call :meth:`finish` in their steps.
+
+        Returns:
+            Whether they will: False if a slot writes into the gradients, or if there is none.
+        """
+        if not self._slots or not all(slot.waits_in_step for slot in self._slots):
+            return False
+        self._leave_all()
+        self._copies = []  # what is written into them is nothing
+        for slot in self._slots:
+            slot.hand_over(self.finish)
+        return True
+
+    def _leave_all(self) -> None:
+        for param in self._params:
+            if param not in self._grads:
+                self.add(param, None)
+
     def finish(self) -> Collection[int]:
-        """Exchange what has not left yet, and write the averages into the gradients.
+        """Exchange what has not left yet, and write the averages into the gradients. A second call does nothing.
 
         Returns:
             The owners with a gradient that is not finite; their errors stay as before the round.
         """
-        for param in self._params:
-            if param not in self._grads:
-                self.add(param, None)
+        self._leave_all()
         self._pipeline.drain()
-        found = [average.not_finite for _, average in self._averages]
+        averages, self._averages = self._averages, []
+        found = [average.not_finite for _, average in averages]
         flags = torch.stack(found).tolist() if found else []
-        not_finite = {owner for (owner, _), flag in zip(self._averages, flags, strict=True) if flag}
-        for owner, average in self._averages:
+        not_finite = {owner for (owner, _), flag in zip(averages, flags, strict=True) if flag}
+        for owner, average in averages:
             average.write(owner not in not_finite)
         for original, copy in self._copies:
             original.copy_(copy)
+        self._copies = []
         return not_finite
 
 
@@ -254,8 +280,8 @@ class BucketRounds:
     """Rounds that take their gradients from DistributedDataParallel's buckets.
 
     Messages leave as soon as their gradients are there, and travel while backward computes further ones. What is still
-    on the way is awaited in the last bucket's call: nothing is ever started from a callback, so that all ranks start
-    their collectives in one order.
+    on the way is awaited in the last bucket's call, or in the step if nothing is written into gradients. Nothing is
+    ever started from a callback, so that all ranks start their collectives in one order.
     """
 
     def __init__(self) -> None:
@@ -274,7 +300,7 @@ class BucketRounds:
         Args:
             bucket: The bucket.
             start: Makes the round, with the first bucket of a backward pass.
-            done: Takes what :meth:`GradientRound.finish` returns, after the last bucket.
+            done: Takes what :meth:`GradientRound.finish` returns, if it is called after the last bucket.
 
         Returns:
             The bucket's buffer, as DDP expects it: complete after the last bucket.
@@ -294,7 +320,8 @@ class BucketRounds:
             current.add(param, _in_order_of(param, grad))
         if bucket.is_last():
             self._round = None
-            done(current.finish())
+            if not current.hand_over():
+                done(current.finish())
             for waiting, gradients in self._futures:
                 waiting.set_result(gradients)
             self._futures = []

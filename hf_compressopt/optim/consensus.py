@@ -177,7 +177,8 @@ class Consensus:
             self.early.drop()
         gradients, measured = self._collect(given, ask=ask), self.measured
         same = gradients.reuse(measured)
-        if measured is not None and measured.ask and ask and given is None and not max_grad_norm:
+        known = measured is not None and measured.ask and self.early.agreed
+        if measured is not None and known and ask and given is None and not max_grad_norm:
             if measured.is_finite():
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
@@ -260,7 +261,10 @@ class Consensus:
             self.at_sync = mean
         if alike and not alike[0]:
             self.require_same_hyperparameters()
-            self.communicator.require_equal("the messages that left during backward", self.early.signature)
+            self.early.agree()
+            for each in (gradients, part or gradients):
+                each.left = self.early.left(gradients.groups)
+        self.early.agreed |= gradients.ask
         self.heed_gradients(digests[1:], alike[1:])
 
     def _measure(

@@ -6,150 +6,64 @@ The message of a bucket leaves as soon as its gradients are there, and travels w
 
 The norm of g is not known then. So c is the clip coefficient of the last step that was taken, min(1, max_norm / norm).
 A rank whose gradient grows beyond twice the usual one meanwhile clips its further messages as if the norm had grown as
-much. :meth:`EarlyMessages.average` writes the errors in ``step()``, where all ranks know that the step is finite.
+much. :meth:`EarlyMessages.average` writes the errors in ``step()``, where all ranks know that the step is finite. There
+the messages are awaited, too: the norm is measured while the last ones travel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import (
-    ErrorFeedback,
-    Exchanged,
-    compressed_all_reduce,
-    lazy_all_reduce,
-)
-from hf_compressopt.collectives.gradient_round import Arrived, Slot
+from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce
+from hf_compressopt.collectives.gradient_round import Slot
 from hf_compressopt.collectives.phases import Task
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
+from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.sign_slots import Backward, Early, Grads, Key, LastNorm, Prepare, SignSlot
 from hf_compressopt.schedules import StepPlan
 
 #: Name of the tensor that holds what the next step's messages follow from: :class:`LastNorm`, and the loss scale.
 LATE_CLIP = "late_clip"
-#: How much larger than usual a rank's gradient may grow before the rank clips its messages by more than was predicted.
-GROWTH = 2.0
-
-_Grads = Sequence["Tensor | None"]
-_Prepare = Callable[[StepPlan, GroupState, Bucket, _Grads], Combination]
-_Key = tuple[int, int]  # number of the param group, first element of the bucket
 
 
-class LastNorm(NamedTuple):
-    """The norms that clipping found in the last step that was taken, alike on all ranks.
+class _Made(NamedTuple):
+    """A gradient as backward has left it behind; ``grad`` returns None if it is gone."""
 
-    Attributes:
-        norm: The norm of the mean gradient, before clipping.
-        max_norm: The norm that it was clipped to.
-        usual: The root of the mean square of the ranks' own norms; NaN if it was not measured.
-    """
+    grad: Callable[[], Any]
+    version: int
 
-    norm: float
-    max_norm: float
-    usual: float
+    @classmethod
+    def of(cls, grad: Tensor | None) -> _Made | None:
+        """Return what identifies a gradient."""
+        return None if grad is None else cls(ref(grad), grad._version)
 
 
-class _Backward:
-    """One backward pass on one rank: the coefficient of the gradients that leave in it."""
-
-    def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
-        """Begin with no gradient. Without ``last`` gradients are not clipped."""
-        self.loss_scale = loss_scale
-        self._last, self._square = last, 0.0
-        # the ranks' own norms are at most so much larger than that of the mean if they are alike
-        self._usual = 0.0 if last is None else last.usual
-        if last is not None and not math.isfinite(last.usual):
-            self._usual = math.sqrt(world_size) * last.norm
-
-    def coefficient(self, segments: Sequence[Segment], device: torch.device) -> float:
-        """Return the clip coefficient of gradients that leave now; they carry the loss scale."""
-        if self._last is None:
-            return 1.0
-        parts = [segment.part for segment in segments if segment.tensor is not None]
-        self._square += float(sum_of_squares(parts, device)) / self.loss_scale**2
-        own, norm = math.sqrt(self._square), self._last.norm
-        if own > GROWTH * self._usual:
-            norm = norm * own / self._usual if self._usual > 0 else own
-        return min(1.0, self._last.max_norm / (norm + 1e-6))
-
-
-@dataclass(frozen=True)
-class _Early:
-    """A bucket whose messages are back before the step.
-
-    Attributes:
-        exchanged: What the exchange has brought, and its errors, which are not written yet.
-        coefficient: The clip coefficient of this rank's gradients in it.
-        finite: Whether the average is finite; alike on all ranks.
-    """
-
-    exchanged: Exchanged[Average]
-    coefficient: float
-    finite: bool
-
-
-@dataclass(frozen=True)
-class SignSlot(Slot):
-    """A bucket of a param group whose momentum leaves as signs. Nothing is written into the gradients.
-
-    Attributes:
-        plan: Plan of the coming step.
-        state: The param group.
-        feedback: The errors of the bucket, which are read only.
-        prepare: Makes the message's values from gradients without loss scale.
-        backward: The backward pass.
-        keep: Takes what has arrived.
-    """
-
-    plan: StepPlan
-    state: GroupState
-    feedback: ErrorFeedback
-    prepare: _Prepare
-    backward: _Backward
-    keep: Callable[[_Key, _Early], None]
-
-    def form(self) -> str:
-        """See the base class."""
-        return f"signs, {self.feedback.format.scale_block} to a scale"
-
-    def _exchange(self, segments: Sequence[Segment]) -> Task[Arrived]:
-        coefficient = self.backward.coefficient(segments, self.state.device)
-        grads: list[Tensor | None] = [None] * len(self.params)
-        for segment in segments:
-            grads[segment.index] = segment.tensor
-        z = self.prepare(self.plan, self.state, self.bucket, grads)
-        z = replace(z, beta=z.beta * coefficient / self.backward.loss_scale)
-        errors = self.feedback.worker_error, self.feedback.server_error
-        exchanged = yield from lazy_all_reduce(z, *errors, self.feedback.format, self.communicator)
-        return _ArrivedSigns(self, exchanged, coefficient)
-
-
-class _ArrivedSigns(Arrived):
-    def __init__(self, slot: SignSlot, exchanged: Exchanged[Average], coefficient: float) -> None:
-        self.not_finite = ~all_finite(exchanged.average)
-        self._slot, self._exchanged, self._coefficient = slot, exchanged, coefficient
-
-    def write(self, finite: bool) -> None:
-        key = self._slot.state.number, self._slot.bucket.start
-        self._slot.keep(key, _Early(self._exchanged, self._coefficient, finite))
+def _is_unchanged(made: _Made | None, grad: Tensor | None) -> bool:
+    if made is None or grad is None:
+        return made is None and grad is None
+    return made.grad() is grad and made.version == grad._version
 
 
 class EarlyMessages:
     """The messages of one optimizer that leave during backward.
 
-    A step takes a param group's messages only if all of them have left in the backward pass before it; else, and in
-    every other step, they are made in ``step()``.
+    A step takes a param group's messages only if all of them have left in the backward pass before it, and if its
+    gradients are on all ranks those that the backward pass has left behind: the same tensors, which nobody has changed
+    but a gradient scaler. Else, and in every other step, messages are made in ``step()``. What is changed after
+    the ranks have agreed on that, as they do when they clip, is taken up by the errors.
 
     Attributes:
         enabled: Whether messages may leave early at all; in one rank's run none do.
+        agreed: Whether the ranks have agreed on the messages that count, or there are none.
     """
 
     def __init__(
@@ -159,7 +73,7 @@ class EarlyMessages:
         communicator: Communicator,
         follow: Callable[[], None],
         tensors: dict[str, Tensor],
-        prepare: _Prepare,
+        prepare: Prepare,
     ) -> None:
         """Begin with no message.
 
@@ -174,11 +88,20 @@ class EarlyMessages:
         self.enabled = enabled
         self._states, self._communicator, self._tensors = states, communicator, tensors
         self._prepare, self._follow = prepare, follow
-        self._arrived: dict[_Key, _Early] = {}
+        self.agreed = True
+        self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way
+        self._finite: dict[Key, bool] = {}  # of those that have arrived, whether they still count or not
+        self._finish: Callable[[], object] | None = None  # awaits what is on its way
+        self._made_from: dict[int, list[_Made | None]] = {}  # the gradients after backward, by param group
         self._noted: LastNorm | None = None  # in the step under way
         self._plan: StepPlan  # of the coming step, which due() gets
         self._unclipped = False  # the last step of this process was not clipped
         self._loss_scale = self._assumed_scale = 1.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but messages: those of a copy are made in its step."""
+        none: dict[str, Any] = {"agreed": True, "_arrived": {}, "_finite": {}, "_finish": None, "_made_from": {}}
+        return self.__dict__ | none
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -203,15 +126,14 @@ class EarlyMessages:
     ) -> list[Slot]:
         """Return the slots in which messages leave, and drop what an earlier backward pass has sent of these groups.
 
-        Args:
-            loss_scale: Factor that the gradients carry; None for the one that a gradient scaler has found before.
-            owner: Number of the optimizer.
-            present: The parameters whose gradients come in the round; None for all.
+        See :meth:`~hf_compressopt.collectives.ddp_hook.HasSlots.slots` for the arguments.
         """
         self._follow()
+        self._await()
+        self.agreed = False
         self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
         here = None if present is None else set(present)
-        backward = _Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
+        backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
         slots: list[Slot] = []
         for state in self._states:
             if not state.compressed or state.own_rank is not None:
@@ -221,34 +143,76 @@ class EarlyMessages:
             self._drop(state)
             for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
                 place = bucket, state.params, state.communicator, owner
-                slots.append(
-                    SignSlot(*place, self._plan, state, feedback, self._prepare, backward, self._arrived.__setitem__)
-                )
+                prepare, later = self._prepare, self._await_later
+                slots.append(SignSlot(*place, self._plan, state, feedback, prepare, backward, self._keep, later))
         return slots
+
+    def _keep(self, key: Key, early: Early | None) -> None:
+        """Take note of a message that leaves, with None, and of one that has arrived, unless it has been dropped."""
+        if early is None or key in self._arrived:
+            self._arrived[key] = early
+        if early is not None and key in self._finite:
+            self._finite[key] = early.finite
+        elif early is None:
+            self._finite[key] = True
+
+    def _await_later(self, finish: Callable[[], object]) -> None:
+        self._finish = finish
+
+    def _await(self) -> None:
+        """Await what is on its way. All ranks call this at the same places, whatever counts on each."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def note_gradients(self) -> None:
+        """Take note of the gradients of the messages, as DistributedDataParallel leaves them behind after backward."""
+        for state in self._states:
+            if any(number == state.number for number, _ in self._arrived):
+                self._made_from[state.number] = [_Made.of(param.grad) for param in state.params]
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def left(self, gradients: Sequence[_Grads]) -> frozenset[int]:
+    def left(self, gradients: Sequence[Grads]) -> frozenset[int]:
         """Return the ids of the gradients, one list per param group, that are in messages already.
 
-        What has arrived of a param group without the rest of its buckets is dropped.
+        What has left of a param group without the rest of its buckets is dropped on this rank, and, until the ranks
+        have agreed, what was made of other gradients; see :meth:`agree`.
         """
         found: set[int] = set()
         for state in self._states if self._arrived else ():
-            if all((state.number, bucket.start) in self._arrived for bucket in state.layout.buckets):
-                found |= {id(grad) for grad in gradients[state.number] if grad is not None} if gradients else set()
+            grads = gradients[state.number] if gradients else []
+            whole = all((state.number, bucket.start) in self._arrived for bucket in state.layout.buckets)
+            if whole and (self.agreed or not gradients or self._made_from_these(state, grads)):
+                found |= {id(grad) for grad in grads if grad is not None}
             else:
                 self._drop(state)
         return frozenset(found)
 
-    @property
-    def not_finite(self) -> bool:
-        """True if an average that has arrived is not finite; alike on all ranks."""
-        return not all(early.finite for early in self._arrived.values())
+    def _made_from_these(self, state: GroupState, grads: Grads) -> bool:
+        made = self._made_from.get(state.number, [])
+        return len(made) == len(grads) and all(map(_is_unchanged, made, grads))
+
+    def agree(self) -> None:
+        """Drop what another rank has dropped, after ranks have found that their signatures differ. All ranks call."""
+        with self._communicator.traffic.paused():
+            everyone = self._communicator.all_gather_object([list(key) for key in self.signature])
+        self._arrived = {
+            key: early for key, early in self._arrived.items() if all(list(key) in keys for keys in everyone)
+        }
 
     @property
-    def signature(self) -> list[_Key]:
-        """The buckets whose messages have arrived, for ranks to compare."""
+    def not_finite(self) -> bool:
+        """True if an average that has left in backward is not finite, whether it still counts or not. Awaits them.
+
+        All ranks ask at the same places, and get the same answer.
+        """
+        self._await()
+        return not all(self._finite.values())
+
+    @property
+    def signature(self) -> list[Key]:
+        """The buckets whose messages have left and count, for ranks to compare."""
         return sorted(self._arrived)
 
     def average(self, state: GroupState, bucket: Bucket, z: Combination, feedback: ErrorFeedback) -> Task[Average]:
@@ -261,6 +225,7 @@ class EarlyMessages:
                 left, the error takes up the difference; in two levels the difference is lost.
             feedback: The errors of this bucket, updated in place.
         """
+        self._await()
         early = self._arrived.pop((state.number, bucket.start), None)
         if early is None:
             return (yield from compressed_all_reduce(z, feedback, state.communicator))
@@ -286,19 +251,29 @@ class EarlyMessages:
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
 
-        Messages that have left under another one are dropped: they leave once more, in the step.
+        Messages that have left under another one are dropped: they leave once more, in the step. Others still count
+        after the scaler has divided their gradients; see :meth:`note_unscaled`.
         """
         if scale != self._assumed_scale:
             self.drop()
         self._loss_scale = self._assumed_scale = scale
+        for state in self._states if self._made_from else ():
+            if not self._made_from_these(state, [param.grad for param in state.params]):
+                self._made_from.pop(state.number, None)
+
+    def note_unscaled(self) -> None:
+        """Take note that a gradient scaler has changed the gradients since :meth:`note_loss_scale`."""
+        for number in self._made_from:
+            state = self._states[number]
+            self._made_from[number] = [_Made.of(param.grad) for param in state.params]
 
     def drop(self) -> None:
-        """Drop what has arrived; errors are as before."""
-        self._arrived.clear()
+        """Drop what has left; errors are as before. What is on its way is awaited by the next step or backward."""
+        self._arrived, self._finite, self._made_from = {}, {}, {}
+        self.agreed = True
 
     def _drop(self, state: GroupState) -> None:
-        for key in [key for key in self._arrived if key[0] == state.number]:
-            del self._arrived[key]
+        self._arrived = {key: early for key, early in self._arrived.items() if key[0] != state.number}
 
     def end_step(self, *, taken: bool) -> None:
         """Close a step: keep the norm of one that was taken, and drop the rest."""
@@ -309,6 +284,7 @@ class EarlyMessages:
             self._tensors.pop(LATE_CLIP, None)
         self._unclipped = self._noted is None if taken else self._unclipped
         self._noted = None
+        self._await()
         self.drop()
 
     def state_loaded(self) -> None:

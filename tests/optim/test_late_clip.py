@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_compressopt
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, attach_ddp
 from hf_compressopt.kernels import Segment
-from hf_compressopt.optim.early_messages import LATE_CLIP, LastNorm, _Backward
+from hf_compressopt.optim.early_messages import LATE_CLIP
+from hf_compressopt.optim.sign_slots import Backward, LastNorm
 from hf_compressopt.optim.state_dict import check_tensors
 from hf_compressopt.schedules import OnebitSchedule
 from tests.optim.test_warmup_hook import Net, data
@@ -183,7 +184,7 @@ def test_a_rank_whose_gradient_grows_clips_by_its_growth() -> None:
     grad = torch.full((100,), 0.1)  # of norm 1
 
     def coefficients(last: LastNorm | None, scale: float, *factors: float) -> list[float]:
-        backward = _Backward(last, scale, 4)
+        backward = Backward(last, scale, 4)
         return [backward.coefficient([Segment(scale * f * grad, 0, 100, 0)], grad.device) for f in factors]
 
     assert coefficients(None, 1.0, 1e9) == [1.0]
@@ -205,6 +206,7 @@ def spike(rank: int, world_size: int) -> dict[str, Any]:
     for step in range(STEPS):
         factor = 1e3 if rank == 0 and step == STEPS - 2 else 1.0
         (factor * ddp(data(rank, step)).square().mean()).backward()
+        assert not optimizer.early_messages.not_finite  # all have arrived
         found[step] = [early.coefficient for early in optimizer.early_messages._arrived.values()]
         optimizer.step()
         optimizer.zero_grad()
@@ -285,6 +287,71 @@ def test_messages_whose_step_does_not_follow_are_dropped() -> None:
     assert all(result["same"] for result in run_ranks(2, dropped))
 
 
+def zeroed(params: list[nn.Parameter], rank: int) -> None:
+    for p in params:
+        if p.grad is not None:
+            p.grad.zero_()
+
+
+def doubled_on_one_rank(params: list[nn.Parameter], rank: int) -> None:
+    if rank == 0 and params[0].grad is not None:
+        params[0].grad.mul_(2)
+
+
+def replaced(params: list[nn.Parameter], rank: int) -> None:
+    for p in params:
+        p.grad = torch.full_like(p, 0.1 * (rank + 1))
+
+
+#: What may happen between a backward pass and a step, beside zero_grad().
+BETWEEN: dict[str, Any] = {
+    "none": lambda params, rank: None,
+    "zeros": zeroed,
+    "torch's clipping": lambda params, rank: torch.nn.utils.clip_grad_norm_(params, 1e-3),
+    "one rank": doubled_on_one_rank,
+    "others": replaced,
+    "freed": lambda params, rank: [setattr(p, "grad", None) for p in params],
+}
+
+
+def changed(rank: int, world_size: int, views: bool, scaled: bool) -> dict[str, list[bool]]:
+    """Gradients that are changed, replaced or given up after their messages have left, against clip="sketch"."""
+    found: dict[str, list[bool]] = {}
+    for name, act in [*BETWEEN.items(), *((f"zero_grad({to_none})", to_none) for to_none in (True, False))]:
+        pairs = [make(clip) for clip in ("late", "sketch")]
+        scaler = [hf_compressopt.GradScaler("cpu", init_scale=64.0, enabled=scaled) for _ in pairs]
+        models = []
+        for number, (net, optimizer) in enumerate(pairs):
+            models.append(DistributedDataParallel(net, bucket_cap_mb=0.005, gradient_as_bucket_view=views))
+            attach_ddp(models[-1], optimizer, loss_scale=scaler[number].get_scale)
+        found[name] = []
+        for step in range(STEPS):
+            for number, (ddp, (net, optimizer)) in enumerate(zip(models, pairs, strict=True)):
+                scaler[number].scale(ddp(data(rank, step)).square().mean()).backward()
+                if step == STEPS - 3 and name == "none":
+                    with ddp.no_sync():  # what has left is not all
+                        scaler[number].scale(ddp(data(rank, step, part=3)).square().mean()).backward()
+                elif step == STEPS - 3 and callable(act):
+                    act([p for p in net.parameters() if p.requires_grad], rank)
+                elif step == STEPS - 3:
+                    optimizer.zero_grad(set_to_none=act)
+                assert number or bool(optimizer.early_messages.signature) == (step + 1 >= FIRST)
+                if any(p.grad is not None for p in net.parameters()):
+                    scaler[number].step(optimizer)
+                    scaler[number].update()
+                else:  # which a scaler refuses
+                    optimizer.step()
+                optimizer.zero_grad()
+            found[name].append(same(*(tensors_of(*pair) for pair in pairs)))
+    return found
+
+
+@pytest.mark.parametrize(("views", "scaled"), [(False, False), (True, False), (False, True)])
+def test_messages_count_only_for_the_gradients_that_they_were_made_from(views: bool, scaled: bool) -> None:
+    for found in run_ranks(2, changed, views, scaled, timeout=240):
+        assert found == {name: [True] * STEPS for name in found} and len(found) == len(BETWEEN) + 2
+
+
 def partly(rank: int, world_size: int) -> list[bool]:
     """Gradients that are clipped by the norm of a part of them do not leave early."""
     net, optimizer = make("late")
@@ -362,6 +429,7 @@ def record(rank: int, world_size: int) -> list[str]:
         attach_ddp(ddp, optimizer)
 
         def step() -> None:
+            communicator.events.append("backward is over")
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
             communicator.events.append("step")
@@ -374,6 +442,13 @@ def record(rank: int, world_size: int) -> list[str]:
 def test_the_first_message_leaves_before_the_last_gradient_is_there() -> None:
     for events in run_ranks(2, record):
         check_overlap(events)
+
+
+def test_the_last_messages_are_awaited_in_the_step() -> None:
+    for events in run_ranks(2, record):
+        over = events.index("backward is over")
+        assert events.count("message") == events.count("answer") == events[:over].count("message")
+        assert events[:over].count("answer") == events.count("message") - 1
 
 
 @pytest.mark.parametrize("cls", [ZeroOneAdam, OnebitLamb])

@@ -16,7 +16,7 @@ CAP = bucket_cap(WIDTH * WIDTH)
 
 
 class Recording(TorchCommunicator):
-    """The real thing, which also writes down its first phases."""
+    """The real thing, which also writes down its phases."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(device=torch.device("cpu"))
@@ -25,6 +25,10 @@ class Recording(TorchCommunicator):
     def all_to_all(self, output: Tensor, inputs: Tensor, **splits: Sequence[int]) -> Handle:
         self.events.append("message")
         return super().all_to_all(output, inputs, **splits)
+
+    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
+        self.events.append("answer")
+        return super().all_gather(output, part)
 
 
 def events_of_backward(
