@@ -50,11 +50,15 @@ from hf_compressopt.zero.memory import release_memory, resident_bytes
 BLOCK = 4 * MIB
 
 
+def matrices(options: dict[str, Any]) -> int:
+    """The number of square matrices that have as many elements as there are to be parameters, or fewer."""
+    return max(options["parameters"] // options["width"] ** 2, 1)
+
+
 def parameters(options: dict[str, Any]) -> list[nn.Parameter]:
     """Square matrices, of 1024 x 1024 elements by default; alike on all ranks."""
     torch.manual_seed(0)
-    count = max(options["parameters"] // options["width"] ** 2, 1)
-    return [nn.Parameter(torch.randn(options["width"], options["width"])) for _ in range(count)]
+    return [nn.Parameter(torch.randn(options["width"], options["width"])) for _ in range(matrices(options))]
 
 
 def make(options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -309,7 +313,7 @@ def table_of_forms(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list
             spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if form != FORMS[0] else ""
             row += [f"{statistics.median(mine):.2f}", f"{statistics.median(ratios):.2f}{spread}"]
         rows.append(row)
-    count, rounds_run = options["parameters"], options["rounds"]
+    count, rounds_run = matrices(options) * options["width"] ** 2, options["rounds"]
     return [
         f"OnebitAdam, {count:,} parameters, {options['ranks']} ranks, {rounds_run} rounds",
         "",

@@ -59,20 +59,18 @@ class GroupBuffers:
             ValueError: If the header does not tell how messages are cut.
             TypeError: Likewise.
         """
-        key, last, ranks = (
-            partial(TensorKey, group=state.number, rank=state.own_rank),
-            None,
-            header.values["world_size"],
-        )
-        group_ranks = ranks if state.own_rank is None else state.communicator.world_size
+        key, last = partial(TensorKey, group=state.number, rank=state.own_rank), None
+        ranks = state.communicator.world_size
+        saved = header.values["world_size"] if state.own_rank is None else ranks
         if str(key(MESSAGE)) in entries:
-            cut = header.values["bucket_numel"], group_ranks, header.values.get("scale_block")
+            cut = header.values["bucket_numel"], saved, header.values.get("scale_block")
             last = room_for_messages(state.layout.numel, *cut, state.device)
-        error = entries.get(str(TensorKey(WORKER, group=state.number, rank=rank)))
-        alike = group_ranks == state.communicator.world_size and state.communicator.levels is None
-        in_bytes = alike and error is not None and error.dtype == BYTES
         moments = state.moments.room(codes=str(key(TOP)) in entries, last=last)
-        return cls(state, moments, state.errors.room(compact=in_bytes))
+        error = entries.get(str(TensorKey(WORKER, group=state.number, rank=rank)))
+        in_bytes = error is not None and error.dtype == BYTES
+        alike = saved == ranks and state.communicator.levels is None
+        as_saved = in_bytes and alike and state.worker_error.numel() > 0
+        return cls(state, moments, state.errors.room(compact=as_saved))
 
     def of_parameter(self, index: int) -> dict[str, Tensor]:
         """Return the moments of a parameter, by their kinds; no momentum if messages take its place."""
@@ -114,8 +112,9 @@ class GroupBuffers:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
         state, moments = self.state, self.moments
         starts = [bucket.start for bucket in state.layout.buckets]
-        keep = state.compact and sorted(moments.last) == starts and all(map(self._is_mine, moments.last.values()))
-        moments.decode(momentum=not keep, variance=not (state.compact and frozen))
+        mine = sorted(moments.last) == starts and all(map(self._is_mine, moments.last.values()))
+        keep = state.compact and frozen  # the first stage takes float32
+        moments.decode(momentum=not (keep and mine), variance=not keep)
         if state.compact:
             moments.settle()
             state.moments = moments
