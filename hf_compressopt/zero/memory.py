@@ -62,7 +62,7 @@ def estimate_zero_memory(
     With N ranks, a trainable float32 parameter under Adam takes 16 bytes without ZeRO, 8 + 8/N in stage 1 and
     4 + 12/N in stage 2. In 16 bits with float32 masters it takes 16, 4 + 12/N and 2 + 14/N. Two buckets come on top.
     Stage 1 needs its 8 (4) bytes only while whole gradients are held, as during accumulation. With several ranks
-    grad_compression adds 2.06 bytes from backward to step(), half of them for the whole run, and param_compression 4/N
+    grad_compression adds 2.03 bytes from backward to step(), half of them for the whole run, and param_compression 4/N
     for the masters of float32 parameters.
 
     Args:
