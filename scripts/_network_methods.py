@@ -51,6 +51,12 @@ METHODS = {
         "AdamW, int8 gradients", "adamw_torch", "grad_compression=int8", bytes_per_parameter=ring(INT8_BYTES)
     ),
     "zero2": Method("ZeRO-2", "zero2_adamw", bytes_per_parameter=ring(4)),
+    "zero2_int4": Method(
+        "ZeRO-2, int4 both ways",
+        "zero2_adamw",
+        "grad_compression=int4,param_compression=int4",
+        bytes_per_parameter=ring(INT4_BYTES),
+    ),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
     "int4_levels": Method(
         "AdamW, int4 gradients, two levels", "adamw_torch", "grad_compression=int4,node_size={per_node}"
