@@ -128,8 +128,8 @@ class EarlyMessages:
 
         See :meth:`~hf_compressopt.collectives.ddp_hook.HasSlots.slots` for the arguments.
         """
-        self._follow()
         self._await()
+        self._follow()
         self.agreed = False
         self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
         here = None if present is None else set(present)
@@ -141,6 +141,7 @@ class EarlyMessages:
             if here is not None and not here.issuperset(state.params):
                 continue
             self._drop(state)
+            self._made_from.pop(state.number, None)
             for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
                 place = bucket, state.params, state.communicator, owner
                 prepare, later = self._prepare, self._await_later
@@ -168,7 +169,8 @@ class EarlyMessages:
     def note_gradients(self) -> None:
         """Take note of the gradients of the messages, as DistributedDataParallel leaves them behind after backward."""
         for state in self._states:
-            if any(number == state.number for number, _ in self._arrived):
+            new = state.number not in self._made_from
+            if new and any(number == state.number for number, _ in self._arrived):
                 self._made_from[state.number] = [_Made.of(param.grad) for param in state.params]
 
     # -- the step -----------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ def run(rank: int, world_size: int, clip: str, arguments: dict[str, Any], overfl
         early.append(self.seen)  # type: ignore[attr-defined]
 
     def left(self: EarlyMessages, gradients: Any) -> frozenset[int]:
-        self.seen = len(self.signature) > 0  # type: ignore[attr-defined]
-        return original_left(self, gradients)
+        found = original_left(self, gradients)
+        self.seen = len(found) > 0  # type: ignore[attr-defined]
+        return found
 
     original_left = EarlyMessages.left
     EarlyMessages.end_step, EarlyMessages.left = end_step, left  # type: ignore[method-assign]

@@ -109,7 +109,8 @@ def train(rank: int, name: str) -> dict[str, Any]:
         equal.append(same(*(tensors_of(*pair) for pair in pairs)))
     weights = [p.detach().float().numpy() for p in pairs[0][0].parameters()]
     buckets = sum(len(state.layout.buckets) for state in pairs[0][1]._states if state.compressed)
-    return {"equal": equal, "left": left, "buckets": buckets, "weights": weights}
+    sent = [optimizer.traffic.total_bytes for _, optimizer in pairs]
+    return {"equal": equal, "left": left, "buckets": buckets, "weights": weights, "sent": sent}
 
 
 def train_all(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -125,6 +126,8 @@ def test_without_clipping_the_bits_are_those_of_messages_in_the_step(world_size:
             early = [step >= FIRST and world_size > 1 for step in range(1, STEPS + 1)]
             assert [count > 0 for count in result["left"]] == early, name
             assert world_size == 1 or result["left"][-1] == result["buckets"] > 2
+            once, twice = result["sent"][1], name in ("every backward syncs", "scaler that grows")
+            assert (result["sent"][0] == once) != (twice and world_size > 1), f"{name}: messages left twice"
             for mine, theirs in zip(result["weights"], ranks[0][name]["weights"], strict=True):
                 assert mine.tobytes() == theirs.tobytes(), name
 
