@@ -180,8 +180,14 @@ def rival(title: str, name: str, lr: float | None = None, **options: Any) -> Run
     return Run(title, "AdamW", rival=name, rival_options=options, **kept)
 
 
+ZERO_INT4 = Run(
+    "ZeRO-2 and AdamW, int4 both ways",
+    "AdamW",
+    zero={"stage": 2, "grad_compression": "int4", "param_compression": "int4"},
+    long=True,
+)
 #: Peak learning rates and outer learning rates of rivals, by the group "rivals, rates".
-DEMO_RATE, SIGN_RATE, OUTER_RATE = 1e-3, 5e-4, 0.7
+DEMO_RATE, SIGN_RATE, OUTER_RATE = 3e-3, 1e-3, 0.4
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 SHORT = (20, 60, 100, 200, 300, 400)
 FINE_TUNING = (100, 200, 300)
@@ -211,15 +217,11 @@ RUNS: dict[str, dict[str, Run]] = {
         Run("AdamW, int4 gradients", "AdamW", gradients="int4", long=True),
         Run("OnebitAdam, state=compact", "OnebitAdam", COMPACT, long=True),
         *(Run(name, name, {}, long=True) for name in ("ZeroOneAdam", "OnebitLamb")),
+        ZERO_INT4,
     ),
     "zero": named(
         Run("AdamW", "AdamW", long=True),
-        Run(
-            "ZeRO-2 and AdamW, int4 both ways",
-            "AdamW",
-            zero={"stage": 2, "grad_compression": "int4", "param_compression": "int4"},
-            long=True,
-        ),
+        ZERO_INT4,
     ),
     "GPT-2": every(", GPT-2", model=GPT2, long=True),
     "texts": {

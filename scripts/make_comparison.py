@@ -27,7 +27,8 @@ NUMEL, COMPUTE_SECONDS, EFFICIENCY = 29_381_632, 0.685, 0.9
 LINKS = {"1 Gbit/s": 1e9 / 8, "100 Mbit/s": 1e8 / 8}
 #: Bytes of state per parameter of what is not this package's, on each rank.
 ADAMW, ONE_BUFFER = 8.0, 4.0
-OURS = ("int4", "OnebitAdam", "ZeroOneAdam", "OnebitLamb")
+#: Bytes of an error in 8 bits, with its share of a scale.
+ERROR = 1 + 2 / 128
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,10 @@ def state_bytes(run: Run, ranks: int) -> float:
         cls = getattr(hf_compressopt, run.optimizer)
         forms = compressed_states(cls, NUMEL, ranks, bucket_numel_of(25.0))
         return forms[COMPACT_FIRST if run.options.get("state") == "compact" else FLOAT32] / NUMEL
+    if run.zero:  # moments and masters of a part; errors of all elements, twice
+        return (ADAMW + ONE_BUFFER) / ranks + 2 * ERROR
     if run.gradients:
-        return ADAMW + 4 + 4 / ranks  # both errors, in float32
+        return ADAMW + (ERROR if run.options.get("state") == "compact" else 4.0) * (1 + 1 / ranks)
     more = {"PowerSGD": ONE_BUFFER, "DiLoCo": 2 * ONE_BUFFER}  # the error; the parameters together, and their momentum
     return ONE_BUFFER if run.optimizer in ("DeMo", "SignSGD") else ADAMW + more.get(run.rival, 0.0)
 
@@ -117,9 +120,19 @@ def table(lines: Sequence[Line]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in body)
 
 
+def rates(rows: Sequence[dict[str, Any]]) -> str:
+    """The runs by which rates were chosen, as Markdown."""
+    losses = {row["name"]: row["eval_loss"] for row in rows}
+    body = [["run", "evaluation loss"], ["---", "---:"]]
+    for run in RUNS["rivals, rates"].values():
+        if run.name in losses:
+            body.append([run.name, f"{losses[run.name]:.3f}"])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in body)
+
+
 def ours(run: Run) -> bool:
     """Whether it is a method of this package."""
-    return run.optimizer in PARTNER or bool(run.gradients)
+    return run.optimizer in PARTNER or bool(run.gradients or run.zero)
 
 
 def plot(path: Path, lines: Sequence[Line]) -> None:
@@ -154,10 +167,10 @@ def main() -> None:
     arguments = parse_arguments()
     rows = json.loads(arguments.rows.read_text())
     text = arguments.report.read_text()
-    for ranks in (2, 4, 8):
-        place = re.compile(f"(?<=<!-- table {ranks} ranks -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
-        lines = lines_of(rows, ranks)
-        text = place.sub(lambda _, lines=lines: f"{table(lines)}\n", text, count=1)  # type: ignore[misc]
+    tables = {"rates": rates(rows), **{f"{ranks} ranks": table(lines_of(rows, ranks)) for ranks in (2, 4, 8)}}
+    for name, lines in tables.items():
+        place = re.compile(f"(?<=<!-- table {name} -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+        text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)  # type: ignore[misc]
     arguments.report.write_text(text)
     plot(arguments.report.with_suffix(".png"), lines_of(rows, arguments.ranks))
     print(f"wrote {arguments.report}, and its picture beside it")

@@ -101,6 +101,7 @@ def test_the_command_is_cheap_to_start() -> None:
 def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """bfloat16 with float32 masters: 16, 4 + 12/N and 2 + 14/N bytes per parameter, and two buckets."""
     words = ["estimate", "--params", "7e9", "--nodes", "4", "--gpus-per-node", "8", "--dtype", "bfloat16"]
+    words += ["--topology", "flat"]
     assert cli.main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["ranks"] == 32

@@ -169,7 +169,7 @@ def test_links_between_and_inside_machines_are_measured_apart() -> None:
         ([], "one of the arguments --config_name --params is required"),
         (["--params", "-1"], "argument --params: must be a whole number"),
         ([*GIVEN, *LINK, "--timeout", "soon"], "argument --timeout"),
-        (["--config_name", "no/such"], "--config_name 'no/such' cannot be loaded"),
+        pytest.param(["--config_name", "no/such"], "--config_name 'no/such' cannot be loaded", marks=pytest.mark.full),
         (["--params", "7e10"], "give --compute-seconds, measured on a machine that has them"),
         ([*GIVEN, *LINK, "--update-seconds", "0.2"], "update_seconds must be >= 0 and less than compute_seconds"),
     ],

@@ -235,7 +235,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Any) -> None:
         finally:
             del _pool.kill  # type: ignore[method-assign]
     start = time.monotonic()
-    while not file.exists() and time.monotonic() - start < 15:
+    while not (file.exists() and file.read_text()) and time.monotonic() - start < 15:
         time.sleep(0.05)
     assert file.read_text()
     _pool.kill()
