@@ -187,7 +187,7 @@ ZERO_INT4 = Run(
     long=True,
 )
 #: Peak learning rates and outer learning rates of rivals, by the group "rivals, rates".
-DEMO_RATE, SIGN_RATE, OUTER_RATE = 3e-3, 1e-3, 0.4
+DEMO_RATE, SIGN_RATE, OUTER_RATE = 3e-3, 2e-3, 0.2
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 SHORT = (20, 60, 100, 200, 300, 400)
 FINE_TUNING = (100, 200, 300)
