@@ -56,9 +56,9 @@ struct Part {
     }
 };
 
-/* body(i, lanes) for every vector of n elements. */
+/* body(i, lanes) for every vector of n elements. What body has captured by value stays in registers. */
 template <class Body>
-inline void each_vector(int64_t n, const Body &body) {
+inline void each_vector(int64_t n, Body body) {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) body(i, Full{});
     if (i < n) body(i, Part{static_cast<int>(n - i)});
@@ -102,9 +102,10 @@ inline void stream_copy(float *out, const float *in, int64_t n) {
 /* A sum of squares: of even and of odd vectors, in sixteen lanes each, so that its order is the same everywhere. */
 class NormSum {
   public:
-    /* Adds value(i, lanes) for n elements. Only in the last call for a sum may n be no multiple of 32. */
+    /* Adds value(i, lanes) for n elements. Only in the last call for a sum may n be no multiple of 32. What value has
+     * captured by value stays in registers. */
     template <class Value>
-    void add(int64_t n, const Value &value) {
+    void add(int64_t n, Value value) {
         SquareSum even = even_, odd = odd_; /* in registers: value may write to memory */
         int64_t i = 0;
         for (; i + 2 * kLanes <= n; i += 2 * kLanes) {

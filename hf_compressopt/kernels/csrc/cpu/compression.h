@@ -98,7 +98,7 @@ struct Compressor {
                 for (int64_t at = first; at < first + n; at += kStep) {
                     int64_t stop = least(at + kStep, first + n);
                     fetch(stop - at);
-                    source.add_to(at, stop, error + at, sum);
+                    source.add_to(at, stop, Lying{error + at}, error + at, sum);
                 }
                 float scale = root_mean_square(sum.total(), n);
                 write_scale(j, begin / scale_block, scale);
@@ -126,7 +126,9 @@ struct Compressor {
     }
 
     void compress_run(int64_t j, int64_t begin, int64_t n, float *u) const {
-        int64_t decoded = 0, written = 0, ahead = j * chunks.chunk + begin + n / 2;
+        int64_t first = j * chunks.chunk + begin, written = 0, ahead = first + n / 2;
+        bool whole = scale_block % kLanes == 0; /* vectors lie in a block each */
+        if (!whole) errors.read(j, begin, begin + n, u);
         auto fetch = [&](int64_t elements) {
             source.fetch(least(ahead, chunks.numel), least(ahead + elements / 2, chunks.numel));
             ahead += elements / 2;
@@ -135,12 +137,10 @@ struct Compressor {
             int64_t stop = least(block + scale_block, n);
             NormSum sum;
             for (int64_t at = block; at < stop; at += kStep) {
-                int64_t to = least(at + kStep, stop), first = j * chunks.chunk + begin;
-                for (; decoded < to; decoded += kIntegerTile) {
-                    errors.read(j, begin + decoded, begin + least(decoded + kIntegerTile, n), u + decoded);
-                }
+                int64_t to = least(at + kStep, stop);
+                auto add = [&](const auto &error) { source.add_to(first + at, first + to, error, u + at, sum); };
                 fetch(to - at);
-                source.add_to(first + at, first + to, u + at, sum);
+                whole ? errors.with(j, begin + at, begin + to, add) : add(Lying{u + at});
             }
             float scale = root_mean_square(sum.total(), stop - block);
             write_scale(j, (begin + block) / scale_block, scale);
@@ -217,7 +217,7 @@ struct Compressor {
     }
 
     void add(int64_t j, int64_t begin, int64_t end, float *u, NormSum &sum) const {
-        source.add_to(j * chunks.chunk + begin, j * chunks.chunk + end, u, sum);
+        source.add_to(j * chunks.chunk + begin, j * chunks.chunk + end, Lying{u}, u, sum);
     }
 
     /* use(first and last element, scale) of the parts of blocks in [begin, end) */

@@ -22,6 +22,28 @@ struct FloatErrors {
     FloatErrors another(const co_errors &errors) const { return {errors.values, chunk}; } /* of the same bucket */
 };
 
+/* Errors as integers, from an element whose place in its block is known. No vector lies in two blocks. */
+struct ErrorsAt {
+    const int8_t *integers;
+    const float *units; /* of the block of the first element, and of those after it */
+    uint64_t place;
+    template <class Lanes>
+    Vec operator()(int64_t i, Lanes) const { /* a message has sixteen bytes to read from its last vector on */
+        return load(integers + i) * set1(units[(place + static_cast<uint64_t>(i)) / kIntegerBlock]);
+    }
+};
+
+/* use(error), error(i, lanes) being the errors of chunk j from the element begin + i on, of at most kIntegerTile
+ * elements. begin is a multiple of kLanes. */
+template <class Use>
+inline void with_error(const IntegerMessages<8> &messages, int64_t j, int64_t begin, int64_t end, const Use &use) {
+    Message<8> first = messages.from(j, begin);
+    int64_t place = begin % kIntegerBlock, blocks = ceil_div(place + end - begin, kIntegerBlock);
+    float units[kTileBlocks + 1];
+    for (int64_t b = 0; b < blocks; ++b) units[b] = load_bfloat16(first.scales + 2 * b);
+    use(ErrorsAt{reinterpret_cast<const int8_t *>(first.integers), units, static_cast<uint64_t>(place)});
+}
+
 /* Messages that stand for errors: tiles begin at multiples of kIntegerBlock, unless said. */
 struct IntegerErrors {
     IntegerMessages<8> messages;
@@ -31,6 +53,10 @@ struct IntegerErrors {
     const float *read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
         messages.from(j, begin).decode(end - begin, scratch);
         return scratch;
+    }
+    template <class Use>
+    void with(int64_t j, int64_t begin, int64_t end, const Use &use) const {
+        with_error(messages, j, begin, end, use);
     }
     /* Scratch, aligned to 64 bytes, with room for whole blocks. */
     float *place(int64_t, int64_t, float *scratch) const { return scratch; }
@@ -54,6 +80,10 @@ struct KeptFloats {
     void read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
         memcpy(scratch, values + j * chunk + begin, static_cast<size_t>(end - begin) * 4);
     }
+    template <class Use>
+    void with(int64_t j, int64_t begin, int64_t, const Use &use) const {
+        use(Lying{values + j * chunk + begin});
+    }
     void write(int64_t, int64_t, int64_t, float *) const {}
     void write_padding() const {}
 };
@@ -64,6 +94,10 @@ struct KeptIntegers {
 
     void read(int64_t j, int64_t begin, int64_t end, float *scratch) const {
         messages.from(j, begin).decode(end - begin, scratch);
+    }
+    template <class Use>
+    void with(int64_t j, int64_t begin, int64_t end, const Use &use) const {
+        with_error(messages, j, begin, end, use);
     }
     void write(int64_t, int64_t, int64_t, float *) const {}
     void write_padding() const {}

@@ -49,6 +49,23 @@ inline void decode(float s, const uint8_t *signs, int64_t n, float *out) {
     });
 }
 
+/* What signs and a scale stand for, from the first of the signs on. */
+struct SignedScale {
+    Scale scale;
+    const uint8_t *signs;
+    Vec operator()(int64_t i, Full) const { return scale.with_signs_at(signs + i / 8); }
+    Vec operator()(int64_t i, Part part) const { return scale.with_signs(few_bits(signs + i / 8, part.n)); }
+};
+
+/* What lies in memory. */
+struct Lying {
+    const float *values;
+    template <class Lanes>
+    Vec operator()(int64_t i, Lanes lanes) const {
+        return lanes.get(values + i);
+    }
+};
+
 /* y of compressopt.h. */
 struct Average {
     const co_average &y;
@@ -65,18 +82,28 @@ struct Average {
 
     /* The same of messages, always written. */
     void write(int64_t begin, int64_t end, float *out) const {
-        int64_t block = y.scale_block == 0 ? chunks.chunk : y.scale_block;
         while (begin < end) {
-            int64_t j = begin / chunks.chunk, at = begin - j * chunks.chunk, numel = chunks.size(j);
-            int64_t b = at / block;
-            int64_t n = least(least((b + 1) * block, numel), end - j * chunks.chunk) - at;
-            const uint8_t *message = y.messages + j * y.stride;
-            float scale;
-            memcpy(&scale, message + 4 * b, 4);
-            decode(scale, message + signs_offset(numel, y.scale_block) + at / 8, n, out);
+            Run run = run_from(begin);
+            int64_t n = least(run.n, end - begin);
+            decode(run.scale, run.signs, n, out);
             begin += n;
             out += n;
         }
+    }
+
+    /* Elements that share a scale: as many of messages as there are from element begin on, a multiple of 8. */
+    struct Run {
+        float scale;
+        const uint8_t *signs;
+        int64_t n;
+    };
+    Run run_from(int64_t begin) const {
+        int64_t block = y.scale_block == 0 ? chunks.chunk : y.scale_block;
+        int64_t j = begin / chunks.chunk, at = begin - j * chunks.chunk, numel = chunks.size(j), b = at / block;
+        const uint8_t *message = y.messages + j * y.stride;
+        float scale;
+        memcpy(&scale, message + 4 * b, 4);
+        return {scale, message + signs_offset(numel, y.scale_block) + at / 8, least((b + 1) * block, numel) - at};
     }
 };
 

@@ -51,11 +51,12 @@ struct Combination {
         });
     }
 
-    /* out <- z + out, whose squares are added to the sum. */
-    void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
+    /* out <- z + error, whose squares are added to the sum; error(i, lanes) are the errors from element begin + i on. */
+    template <class Error>
+    void add_to(int64_t begin, int64_t end, const Error &error, float *out, NormSum &sum) const {
         auto add = [&](const auto &value) {
-            sum.add(end - begin, [&value, out](int64_t i, auto lanes) {
-                Vec u = value(i, lanes) + lanes.get(out + i);
+            sum.add(end - begin, [value, error, out](int64_t i, auto lanes) {
+                Vec u = value(i, lanes) + error(i, lanes);
                 lanes.put(out + i, u);
                 return u;
             });
@@ -67,14 +68,23 @@ struct Combination {
         }
         int64_t s = segments.starts.find(begin);
         if (segments.starts.at[s + 1] < end) { /* in several tensors: lanes are counted from the block's beginning */
+            put(error, end - begin, out, false);
             write(begin, end, out, true);
             sum.add(out, end - begin);
             return;
         }
         const co_segment &segment = segments.table[s];
+        const void *g = data(segment, begin - segments.starts.at[s]);
+        if (decodes() && (segment.flags & CO_STILL) == 0) {
+            Average::Run same = last.run_from(begin);
+            if (same.n >= end - begin) { /* decoded in registers, times alpha before */
+                return run_scaled(SignedScale{Scale(z.alpha * same.scale), same.signs}, g, segment.dtype,
+                                  factor(segment), add);
+            }
+        }
         const float *x = values(begin, end, scratch);
         keep_still(segment, scratch, end - begin);
-        run(x, data(segment, begin - segments.starts.at[s]), segment.dtype, factor(segment), add);
+        run(x, g, segment.dtype, factor(segment), add);
     }
 
     /* Fetches what z will need of the elements [begin, end). */
@@ -113,32 +123,38 @@ struct Combination {
     /* use(value), value(i, lanes) being z of the elements from i on; x and the gradient g are given, or NULL. */
     template <class Use>
     void run(const float *x, const void *g, int32_t dtype, float factor, const Use &use) const {
-        Vec alpha = set1(z.alpha), beta = set1(z.beta), f = set1(factor), zero = set1(0.0f);
-        if (g == nullptr && x == nullptr) {
-            use([&](int64_t, auto) { return zero * f; });
-        } else if (g == nullptr) {
-            if (z.alpha == 1.0f && factor == 1.0f) return use([x](int64_t i, auto lanes) { return lanes.get(x + i); });
-            use([=](int64_t i, auto lanes) { return alpha * lanes.get(x + i) * f; });
+        if (x == nullptr) {
+            Vec zero = set1(0.0f);
+            run_scaled([zero](int64_t, auto) { return zero; }, g, dtype, factor, use);
+        } else if (g == nullptr && z.alpha == 1.0f && factor == 1.0f) {
+            use(Lying{x});
         } else {
-            with_dtype(dtype, [&](auto type) {
-                const auto *grad = static_cast<const typename decltype(type)::type *>(g);
-                if (x == nullptr) {
-                    use([&](int64_t i, auto lanes) { return (zero + beta * lanes.get(grad + i)) * f; });
-                } else {
-                    use([&](int64_t i, auto lanes) {
-                        return (alpha * lanes.get(x + i) + beta * lanes.get(grad + i)) * f;
-                    });
-                }
-            });
+            Vec alpha = set1(z.alpha);
+            run_scaled([=](int64_t i, auto lanes) { return alpha * lanes.get(x + i); }, g, dtype, factor, use);
         }
+    }
+
+    /* The same with alpha x. */
+    template <class Scaled, class Use>
+    void run_scaled(const Scaled &scaled, const void *g, int32_t dtype, float factor, const Use &use) const {
+        Vec beta = set1(z.beta), f = set1(factor);
+        if (g == nullptr) return use([=](int64_t i, auto lanes) { return scaled(i, lanes) * f; });
+        with_dtype(dtype, [&](auto type) {
+            const auto *grad = static_cast<const typename decltype(type)::type *>(g);
+            if (factor == 1.0f) {
+                use([=](int64_t i, auto lanes) { return scaled(i, lanes) + beta * lanes.get(grad + i); });
+            } else {
+                use([=](int64_t i, auto lanes) { return (scaled(i, lanes) + beta * lanes.get(grad + i)) * f; });
+            }
+        });
     }
 
     template <class Value>
     static void put(const Value &value, int64_t n, float *out, bool add) {
         if (add) {
-            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes) + lanes.get(out + i)); });
+            each_vector(n, [=](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes) + lanes.get(out + i)); });
         } else {
-            each_vector(n, [&](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes)); });
+            each_vector(n, [=](int64_t i, auto lanes) { lanes.put(out + i, value(i, lanes)); });
         }
     }
 };
@@ -159,31 +175,40 @@ struct Mean {
     void fetch(int64_t, int64_t) const {} /* few bytes, which add_to fetches */
     int64_t bytes() const { return world_size / 8; }
 
-    /* out <- mean + out of elements [begin, end) of one block, whose squares are added to the sum; begin is a multiple
-     * of 8. */
-    void add_to(int64_t begin, int64_t end, float *out, NormSum &sum) const {
+    /* out <- mean + error of elements [begin, end) of one block, at most kStep, whose squares are added to the sum; begin
+     * is a multiple of 8, and error(i, lanes) are the errors from element begin + i on. */
+    template <class Error>
+    void add_to(int64_t begin, int64_t end, const Error &error, float *out, NormSum &sum) const {
         const uint8_t *scales = messages + (scale_block == 0 ? 0 : 4 * (begin / scale_block));
-        const uint8_t *signs = messages + offset;
+        const uint8_t *signs = messages + offset + begin / 8;
         Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
+        int64_t n = end - begin;
+        auto add = [&](const auto &sum_at, const auto &addend) {
+            sum.add(n, [=](int64_t i, auto lanes) {
+                Vec u = sum_at(i, lanes) * inverse + addend(i, lanes);
+                lanes.put(out + i, u);
+                return u;
+            });
+        };
+        if (world_size <= 2) { /* no table: their signs are decoded in registers */
+            SignedScale first{Scale(load_scale(scales)), signs};
+            if (world_size == 1) return add(first, error);
+            SignedScale second{Scale(load_scale(scales + stride)), signs + stride};
+            return add([=](int64_t i, auto lanes) { return first(i, lanes) + second(i, lanes); }, error);
+        }
+        each_vector(n, [=](int64_t i, auto lanes) { lanes.put(out + i, error(i, lanes)); });
         static_assert(kStep % kTransposed == 0);
         alignas(64) uint8_t patterns[kStep];
         alignas(64) float sums[kStep]; /* of the rounds before */
-        for (; begin < end; begin += kStep, out += kStep) {
-            int64_t n = least(kStep, end - begin);
-            for (int64_t j = 0; j < world_size; j += kRound) {
-                write_patterns(j, signs + begin / 8, n, patterns);
-                with_sums(j, scales, patterns, sums, [&](const auto &sum_at) {
-                    if (j + kRound < world_size) {
-                        for (int64_t i = 0; i < n; i += kLanes) store(sums + i, sum_at(i));
-                        return;
-                    }
-                    sum.add(n, [&](int64_t i, auto lanes) {
-                        Vec u = sum_at(i) * inverse + lanes.get(out + i);
-                        lanes.put(out + i, u);
-                        return u;
-                    });
-                });
-            }
+        for (int64_t j = 0; j < world_size; j += kRound) {
+            write_patterns(j, signs, n, patterns);
+            with_sums(j, scales, patterns, sums, [&](const auto &sum_at) {
+                if (j + kRound >= world_size) {
+                    add([=](int64_t i, auto) { return sum_at(i); }, Lying{out});
+                } else {
+                    for (int64_t i = 0; i < n; i += kLanes) store(sums + i, sum_at(i));
+                }
+            });
         }
     }
 
@@ -203,11 +228,11 @@ struct Mean {
     void with_sums(int64_t j, const uint8_t *scales, const uint8_t *patterns, const float *sums, const Use &use) const {
         Table low = table(j, scales), high = table(j + kGroup, scales);
         if (j > 0) {
-            use([&](int64_t i) { return load(sums + i) + low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
+            use([=](int64_t i) { return load(sums + i) + low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
         } else if (world_size > kGroup) {
-            use([&](int64_t i) { return low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
+            use([=](int64_t i) { return low.at<0>(patterns + i) + high.at<kGroup>(patterns + i); });
         } else {
-            use([&](int64_t i) { return low.at<0>(patterns + i); });
+            use([=](int64_t i) { return low.at<0>(patterns + i); });
         }
     }
 

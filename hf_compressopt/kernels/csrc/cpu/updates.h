@@ -86,14 +86,15 @@ inline void descend(const PartOfTile &part, const co_descent &descent, const Dir
     Vec decay = set1(descent.decay), lr = set1(descent.lr);
     with_dtype(part.segment.dtype, [&](auto type) {
         auto *p = static_cast<typename decltype(type)::type *>(part.param);
-        each_vector(part.n, [&](int64_t i, auto lanes) {
+        each_vector(part.n, [=](int64_t i, auto lanes) {
             lanes.put(p + i, lanes.get(p + i) * decay - lr * direction(i, lanes));
         });
     });
 }
 
-/* The same with m / denominator(v), bounded. m is ignored where the tensor keeps still. */
-inline void descend(const PartOfTile &part, const co_descent &descent, const float *m, const Variance &v,
+/* The same with m(i, lanes) / denominator(v), bounded. m is ignored where the tensor keeps still. */
+template <class Momentum>
+inline void descend(const PartOfTile &part, const co_descent &descent, const Momentum &m, const Variance &v,
                     const float *corrections) {
     if (part.param == nullptr) return;
     Denominator denominator(descent.eps, descent.eps_inside_sqrt);
@@ -102,13 +103,13 @@ inline void descend(const PartOfTile &part, const co_descent &descent, const flo
         descend(part, descent, [](int64_t, auto) { return set1(0.0f); });
     } else if (corrections == nullptr) {
         v.each(part, denominator, [&](const auto &below) {
-            descend(part, descent, [&](int64_t i, auto lanes) { return bound(lanes.get(m + i) / below(i, lanes)); });
+            descend(part, descent, [=](int64_t i, auto lanes) { return bound(m(i, lanes) / below(i, lanes)); });
         });
     } else {
         Vec first = set1(corrections[2 * part.segment.index]), second = set1(corrections[2 * part.segment.index + 1]);
         v.each(part, Corrected{denominator, second}, [&](const auto &below) {
             descend(part, descent,
-                    [&](int64_t i, auto lanes) { return bound(lanes.get(m + i) / first / below(i, lanes)); });
+                    [=](int64_t i, auto lanes) { return bound(m(i, lanes) / first / below(i, lanes)); });
         });
     }
 }
@@ -141,15 +142,22 @@ int32_t apply_adam(const co_average *average, float *exp_avg, const co_variance 
     int64_t bytes = average->numel * (8 + (exp_avg == nullptr ? 0 : 4) + variance.bytes() + y.bytes());
     parallel_tiles(exec, bytes, average->numel, [&](int64_t begin, int64_t end) {
         alignas(64) float scratch[kTile];
-        const float *values = y.read(begin, end, scratch);
         each_part(segments, begin, end, [&](const PartOfTile &part) {
-            const float *m = values + (part.begin - begin);
+            if (exp_avg == nullptr && average->messages != nullptr && part.begin % 8 == 0) {
+                Average::Run same = y.run_from(part.begin);
+                if (same.n >= part.n) { /* decoded in registers */
+                    descend(part, *descent, SignedScale{Scale(same.scale), same.signs}, variance, corrections);
+                    return;
+                }
+            }
+            int64_t before = part.begin % 8;
+            const float *m = y.read(part.begin - before, part.begin + part.n, scratch) + before;
             if (exp_avg != nullptr) {
                 float *own = exp_avg + part.begin;
                 update_momentum(own, m, part.n, beta, part.still(), past_caches);
                 if (beta != 1.0f) m = own;
             }
-            descend(part, *descent, m, variance, corrections);
+            descend(part, *descent, Lying{m}, variance, corrections);
         });
     });
     return CO_OK;
@@ -167,7 +175,7 @@ int32_t local_step(float *exp_avg, const co_variance *exp_avg_sq, float *local_u
     parallel_tiles(exec, numel * (24 + variance.bytes()), numel, [&](int64_t begin, int64_t end) {
         if (grads != nullptr) momentum.write(begin, end, exp_avg + begin, false);
         each_part(segments, begin, end, [&](const PartOfTile &part) {
-            descend(part, *descent, exp_avg + part.begin, variance, nullptr);
+            descend(part, *descent, Lying{exp_avg + part.begin}, variance, nullptr);
         });
         const float *m = exp_avg + begin;
         float *sum = local_update + begin;

@@ -53,6 +53,11 @@ inline __m128i narrow(bfloat16, __m256 x) {
 }
 inline __m128i narrow(float16, __m256 x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
+inline Vec load(const int8_t *p) {
+    __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(all, all)))};
+}
 template <class Half>
 inline Vec load(const Half *p) {
     const __m128i *half = reinterpret_cast<const __m128i *>(p);
@@ -86,17 +91,20 @@ struct Scale {
         *bits = static_cast<uint32_t>(_mm256_movemask_ps(a) | _mm256_movemask_ps(b) << 8);
         return {_mm256_sub_ps(x.a, flip(a)), _mm256_sub_ps(x.b, flip(b))};
     }
-    Vec with_signs(uint32_t bits) const {
-        __m256i all = _mm256_set1_epi32(static_cast<int>(bits));
-        return {flip(all, _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128)),
-                flip(all, _mm256_setr_epi32(256, 512, 1024, 2048, 4096, 8192, 16384, 32768))};
+    Vec with_signs(uint32_t bits) const { return with_signs(_mm256_set1_epi32(static_cast<int>(bits))); }
+    Vec with_signs_at(const uint8_t *bits) const {
+        int16_t both;
+        memcpy(&both, bits, 2);
+        return with_signs(_mm256_set1_epi16(both));
+    }
+    /* Each element's bit is shifted to the place of the sign. */
+    Vec with_signs(__m256i bits) const {
+        return {flip(_mm256_castsi256_ps(_mm256_sllv_epi32(bits, _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24)))),
+                flip(_mm256_castsi256_ps(_mm256_sllv_epi32(bits, _mm256_setr_epi32(23, 22, 21, 20, 19, 18, 17, 16))))};
     }
     void with_signs(const uint8_t *bits, Vec *out) const {
         out[0] = with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8));
         out[1] = with_signs(static_cast<uint32_t>(bits[2] | bits[3] << 8));
-    }
-    __m256 flip(__m256i all, __m256i places) const {
-        return flip(_mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(all, places), places)));
     }
     __m256 flip(__m256 set) const { return _mm256_xor_ps(plus, _mm256_and_ps(set, _mm256_set1_ps(-0.0f))); }
 };

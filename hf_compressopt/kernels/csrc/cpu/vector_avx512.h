@@ -58,6 +58,9 @@ inline __m256i narrow(float16, Vec a) {
     return _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+inline Vec load(const int8_t *p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))))};
+}
 template <class Half>
 inline Vec load(const Half *p) {
     return widen(Half{}, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
@@ -86,6 +89,7 @@ struct Scale {
     Vec with_signs(uint32_t bits) const {
         return {_mm512_mask_blend_ps(static_cast<__mmask16>(bits), plus, minus)};
     }
+    Vec with_signs_at(const uint8_t *bits) const { return with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8)); }
     void with_signs(const uint8_t *bits, Vec *out) const { /* by shifts: loads of mask registers are slow */
         __m512i all = _mm512_castps_si512(_mm512_broadcastss_ps(_mm_load_ss(reinterpret_cast<const float *>(bits))));
         const __m512i lo = _mm512_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20, 19, 18, 17, 16);

@@ -112,6 +112,8 @@ struct Scale {
         for (int i = 0; i < 16; ++i) r.v[i] = float_of(bits_of(plus) ^ (bits >> i & 1) << 31);
         return r;
     }
+    /* The same for the 16 bits of two bytes. */
+    Vec with_signs_at(const uint8_t *bits) const { return with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8)); }
     /* The same for 32 bits, and two vectors. */
     void with_signs(const uint8_t *bits, Vec *out) const {
         out[0] = with_signs(static_cast<uint32_t>(bits[0] | bits[1] << 8));
