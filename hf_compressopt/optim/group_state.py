@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -267,6 +267,20 @@ class GroupState:
         yield [Segment(found[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
         for index, values in copies.items():
             self.params[index].copy_(values)
+
+
+class ParamGroups(NamedTuple):
+    """The param groups of one optimizer, as what acts on all of them takes them.
+
+    Attributes:
+        states: The param groups, a list that may grow.
+        communicator: All ranks.
+        follow: Moves the state to where the parameters are.
+    """
+
+    states: Sequence[GroupState]
+    communicator: Communicator
+    follow: Callable[[], None]
 
 
 def by_communicator(states: Iterable[GroupState]) -> list[tuple[Communicator, list[GroupState]]]:

@@ -51,6 +51,21 @@ class Scheduled:
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group; its state is allocated at once.
+
+        Raises:
+            ValueError: For an option outside its range; for parameters on another device; and after the first stage,
+                in which a new parameter would have no variance, for a group without ``non_freeze=True``.
+            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
+        """
+        if self.plan.stage.number and not param_group.get("non_freeze"):
+            raise ValueError(
+                f"a group added in the {self.plan.stage.value} stage has no variance to divide by: add it before, or "
+                "with non_freeze=True, which keeps it in full precision"
+            )
+        super().add_param_group(param_group)  # type: ignore[misc]
+
     def plan_at(self, step: int) -> StepPlan:
         """Return the plan of step ``step``: a pure function of the step and the schedule."""
         return self.schedule.plan(step)

@@ -11,18 +11,17 @@ At the end of the stage, times 1 - b1, they become errors of the momentum. Sourc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.gradient_round import IntegerSlot, Slot, plain_slots
 from hf_compressopt.kernels.integer_messages import INTEGER_BITS
 from hf_compressopt.optim.functional import floor_variance_
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.schedules import Stage, StepPlan
 
@@ -55,19 +54,10 @@ class WarmupGradients:
         ever_in_use: Whether the gradients of any step of the run were averaged in this form; a part of the state.
     """
 
-    def __init__(
-        self, bits: int, states: Sequence[GroupState], communicator: Communicator, follow: Callable[[], None]
-    ) -> None:
-        """Describe the gradients of an optimizer.
-
-        Args:
-            bits: See the class.
-            states: The param groups, a list that may grow.
-            communicator: All ranks.
-            follow: Moves the state to where the parameters are.
-        """
+    def __init__(self, bits: int, groups: ParamGroups) -> None:
+        """Describe the gradients of an optimizer. ``bits``: See the class."""
         self.bits, self.checked, self.in_use, self.ever_in_use = bits, "", False, False
-        self._states, self._communicator, self._follow = states, communicator, follow
+        self._states, self._communicator, self._follow = groups
         self._loss_scale = self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
         self._told = False
