@@ -185,7 +185,7 @@ class CompressOptPlugin:
         return {name: getattr(self, name) for name in OPTIONS if name not in unset}
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
-        """Why an optimizer stays as it is although the plugin names a compressed one, in words; "" if it does not."""
+        """Return the reason why an optimizer is not replaced by the compressed one that the plugin names, or ""."""
         if self.zero_stage or self.optimizer == "none" or _is_plain_adam(optimizer) or saves_shards(optimizer):
             return ""
         name = type(optimizer).__name__
@@ -199,7 +199,7 @@ class CompressOptPlugin:
         if optimizer.state:
             raise ValueError(
                 f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that "
-                f"{self.optimizer} can take its place"
+                f"{self.optimizer} can replace it"
             )
         decays = any(group["weight_decay"] for group in optimizer.param_groups)
         if decays and not isinstance(optimizer, torch.optim.AdamW):

@@ -1,4 +1,4 @@
-"""What must be alike on all ranks, and how copies of one state that differ by rounding are made alike.
+"""The comparison of the ranks of one optimizer, and the alignment of copies that differ by rounding.
 
 Copies may differ so if the ranks compute on unlike devices.
 """
@@ -112,7 +112,9 @@ class Comparison:
             for communicator, states in apart:
                 _take_first_ranks(states, communicator)
         if apart and self._communicator.rank == 0:
-            message = "step %d: the parameters of the ranks differ by rounding (unlike devices?): all take rank 0's"
+            message = (
+                "step %d: the parameters of the ranks differ by rounding (unlike devices?): all take those of rank 0"
+            )
             write_log(logger, logging.WARNING, message, step)
 
     def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:

@@ -1,4 +1,4 @@
-"""The gradients of the first stage: the form in which whoever averages them sends them, and the errors of that form.
+"""The averaged gradients of the first stage: the form of their messages, and the errors of that form.
 
 A message of integers keeps what it misses in the errors of the compressed stage, which are not in use yet:
 
@@ -40,7 +40,7 @@ def check_warmup_bits(bits: Any, communicator: Any) -> None:
     if isinstance(bits, bool) or bits not in WARMUP_BITS:
         raise ValueError(f"warmup_bits must be one of {list(WARMUP_BITS)}, got {bits!r}")
     if bits == 16 and (communicator == "mpi" or getattr(communicator, "name", "") == "mpi"):
-        raise ValueError("warmup_bits=16 needs another communicator than MPI, which sums no bfloat16: take 4, 8 or 32")
+        raise ValueError("warmup_bits=16 is not supported with MPI, which cannot sum bfloat16: give 4, 8 or 32")
 
 
 class WarmupGradients:
@@ -125,7 +125,7 @@ class WarmupGradients:
             self._loss_scale = self._assumed_scale = scale
 
     def end_step(self, plan: StepPlan) -> None:
-        """Close a step. If gradients were averaged in another way, and so in full precision, say it once."""
+        """Close a step. Warn once if the gradients were averaged in another way, and so in full precision."""
         self.in_use, self._travelled = self._travelled and self.bits < 32, False
         several = self._communicator.world_size > 1 and self._communicator.rank == 0
         if several and self.bits < 32 and plan.reduce_grads and not self.in_use and not self._told:
