@@ -67,7 +67,7 @@ class Slot(ABC):
 
     @abstractmethod
     def form(self) -> str:
-        """Return the form of the messages, in words."""
+        """Name the form of the messages."""
 
     def start(self, grads: _Grads, done: Callable[[Arrived], None]) -> Task[None]:
         """Average the slot's gradients, and hand the average over. ``grads`` has every parameter of the slot."""

@@ -82,7 +82,7 @@ def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int 
 
 
 def _refusal(communicator: Communicator, scale_block: int | None) -> str:
-    """Return why two levels are not possible, in words; "" if they are."""
+    """Return the reason why two levels are not possible; "" if they are."""
     if scale_block is None:
         return "two levels need a scale_block, got None (one scale for the chunks of all ranks): give scale_block=4096."
     if type(communicator).part is Communicator.part:

@@ -54,7 +54,7 @@ def _freeze_step_from_env() -> int | str:
 
 @dataclass
 class CompressOptPlugin:
-    """Options for plain Accelerate: the optimizer that takes the place of an Adam or AdamW given to ``prepare``.
+    """Options for plain Accelerate: the optimizer that replaces an Adam or AdamW given to ``prepare``.
 
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
     another name for that of ``optimizer``.

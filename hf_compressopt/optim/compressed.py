@@ -326,7 +326,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             report_switch(plan, self._states, self.communicator.world_size, sent, norm)
 
     def _state_loaded(self) -> None:
-        """Find anew what follows from the state; in the first stage every parameter moves, whatever its variance."""
+        """Update everything that is derived from the state. In the first stage every parameter moves."""
         super()._state_loaded()
         self.early_messages.state_loaded()
         for state in self._states:

@@ -154,7 +154,7 @@ class EarlyMessages:
         self._finish = finish
 
     def _await(self) -> None:
-        """Await what is on its way. All ranks call this at the same places, whatever counts on each."""
+        """Await the messages that have left. All ranks call this at the same places, also ranks that dropped some."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -263,7 +263,7 @@ class EarlyMessages:
             self._made_from[number] = [_Made.of(param.grad) for param in state.params]
 
     def drop(self) -> None:
-        """Drop what has left; errors are as before. What is on its way is awaited by the next step or backward."""
+        """Drop the messages that have left, and keep the errors. The next step or backward pass awaits them."""
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True
 

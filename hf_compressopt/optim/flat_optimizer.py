@@ -117,7 +117,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Put everything where a checkpoint is read to; this class has it there."""
 
     def _state_loaded(self) -> None:
-        """Find anew what follows from the state."""
+        """Update everything that is derived from the state."""
         self._consensus.comparison.check_anew()
 
     def _follow_parameters(self) -> None:

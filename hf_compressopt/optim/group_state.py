@@ -135,7 +135,7 @@ class GroupState:
         return self.moments.variance(bucket.start, bucket.stop)
 
     def keeps_messages(self, average: Average) -> bool:
-        """Return whether the messages of an average may take the place of the momentum."""
+        """Return whether the messages of an average may replace the momentum."""
         return self.compact and average.messages is not None and self.options.get("exp_avg_mask") is None
 
     def begin_step(self, plan: StepPlan) -> None:

@@ -28,8 +28,8 @@ def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int,
         plan: Plan of the last step of the stage.
         states: The param groups.
         world_size: The number of ranks.
-        sent: What is sent after the switch, in words.
-        norm: What clipping reports after the switch, in words.
+        sent: Name of the values that are sent after the switch.
+        norm: Name of the norm that clipping reports after the switch.
     """
     message = "step %d: %s ends, the variance is frozen; "
     if world_size > 1:

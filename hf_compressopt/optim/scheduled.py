@@ -102,7 +102,7 @@ class Scheduled:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
         Returns:
-            What was chosen, in words, for the log.
+            A description of the choice, for the log.
 
         Raises:
             RuntimeError: After the first step.
@@ -121,11 +121,11 @@ class Scheduled:
     def fit_schedule(self, max_steps: int) -> str:
         """Fit a schedule that was left open to a run of ``max_steps`` steps; a resumed run keeps the one it has.
 
-        Until the first step a call with another length fits the schedule anew: a Trainer with auto_find_batch_size
+        Until the first step a call with another length fits the schedule again: a Trainer with auto_find_batch_size
         learns the length of the run again with every batch size.
 
         Returns:
-            What was chosen, in words, for the log; "" if nothing has changed.
+            A description of the choice, for the log; "" if nothing has changed.
         """
         if self._deferred is None or self._step > 0 or self._fitted_to == max_steps:
             return ""

@@ -56,7 +56,7 @@ class Stateful(Protocol):
         """Plan of the last step."""
 
     def _state_loaded(self) -> None:
-        """Find anew what follows from the state."""
+        """Update everything that is derived from the state."""
 
 
 # -- the header -------------------------------------------------------------------------------------------------------
