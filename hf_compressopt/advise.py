@@ -4,7 +4,7 @@
 ``accelerate launch -m hf_compressopt.advise --config_name gpt2``
 
 Start it on all machines like a training. It times the collectives between the ranks, and a step of the model, and
-gives these numbers to the planner of ``hf-compressopt estimate`` (docs/planner.md). What is given is not measured.
+gives these numbers to the planner of ``hf-compressopt estimate`` (docs/planner.md). It does not measure what you give.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments; None takes those of the command line.
 
     Returns:
-        0 if rank 0 has printed the ranking, 2 for arguments or an environment that cannot be, 1 if the link or another
-        rank failed. In both cases every rank that is left says why.
+        0 if rank 0 has printed the ranking, 2 for wrong arguments or a wrong environment, 1 if the link or another rank
+        failed. For 1 and 2, every remaining rank prints the reason.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -80,18 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     count = command.argument(units.count)
     model.add_argument("--params", type=count, help=f"{command.PARAMS_HELP}; a GPT-2 of about this size is timed")
     few = command.argument(partial(units.count, most=1e6))
-    parser.add_argument("--batch-size", type=few, default=8, help="examples of a rank in a step (%(default)s)")
-    tokens = f"tokens of an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
+    parser.add_argument("--batch-size", type=few, default=8, help="examples per rank in a step (%(default)s)")
+    tokens = f"tokens in an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
     parser.add_argument("--tokens", type=few, help=tokens)
     parser.add_argument("--use_cpu", action="store_true", help="use the CPU and gloo even if there is a GPU")
-    wait = f"longest wait for another rank (default: {_LONGEST_WAIT:g}s)"
+    wait = f"longest time to wait for another rank (default: {_LONGEST_WAIT:g}s)"
     parser.add_argument("--timeout", type=command.argument(units.seconds), default=_LONGEST_WAIT, help=wait)
     command.add_training_arguments(parser, measured=True)
     return parser
 
 
 class _Place:
-    """Where this rank stands among the others, as the launcher says.
+    """The place of this rank among the others, from the launcher's variables.
 
     Attributes:
         ranks: All ranks.
@@ -108,11 +108,11 @@ class _Place:
         """Read the launcher's variables.
 
         Raises:
-            ValueError: If there are none, or if they announce what cannot be.
+            ValueError: If they are missing or contradict each other.
         """
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
-            raise ValueError(f"a launcher sets {', '.join(missing)}, and none has: {_START}")
+            raise ValueError(f"{', '.join(missing)} are not set, which a launcher does: {_START}")
         self.ranks, self.local = _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)
         if self.ranks < 2:
             raise ValueError(f"one rank sends nothing, so there is no link to measure: {_START}")
@@ -140,8 +140,8 @@ class _Place:
         """Wait for the others, at most ``timeout`` seconds.
 
         Raises:
-            ValueError: If the launcher's variables cannot be, or differ between ranks.
-            RuntimeError: If the others do not come.
+            ValueError: If the launcher's variables contradict each other, or differ between ranks.
+            RuntimeError: If the others do not join in time.
         """
         wait = timedelta(seconds=timeout)
         if self.device.type == "cuda":
@@ -170,7 +170,7 @@ def _advise(arguments: argparse.Namespace, place: _Place) -> str:
 
     Raises:
         ValueError: If the model cannot be made or timed, or if the planner refuses the numbers.
-        RuntimeError: If a rank is gone.
+        RuntimeError: If a rank has ended.
     """
     everyone, given = place.everyone, {key: value for key, value in vars(arguments).items() if value is not None}
     everyone.require_equal("the arguments", given)
@@ -284,7 +284,7 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
             f"measured a step of {step['params']:,} parameters ({step['model']}), {step['batch_size']} x "
             f"{step['tokens']} tokens: {step['seconds']:.4g} s, of which AdamW's update {step['update_seconds']:.3g} s"
         )
-    return [*lines, f"the same by: {_estimate(arguments, place)}"]
+    return [*lines, f"to predict the same: {_estimate(arguments, place)}"]
 
 
 def _estimate(arguments: argparse.Namespace, place: _Place) -> str:

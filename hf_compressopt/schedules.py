@@ -171,7 +171,7 @@ class Schedule(ABC):
         return replace(self.frozen_at(AUTO), **chosen)  # type: ignore[type-var]
 
     def describe(self, max_steps: int, given: Collection[str]) -> str:
-        """Return in words what :meth:`fitted` chose, for the log."""
+        """Describe what :meth:`fitted` chose, for the log."""
         if self.is_given(given):
             return f"of {max_steps} steps, as given"
         if self.last_warmup_step > max_steps:
@@ -268,7 +268,7 @@ class ZeroOneSchedule(Schedule):
         return replace(super().fitted(max_steps, given, low_bit=low_bit), **chosen)
 
     def describe(self, max_steps: int, given: Collection[str]) -> str:
-        """Return in words what :meth:`fitted` chose, for the log."""
+        """Describe what :meth:`fitted` chose, for the log."""
         scaled = (f"{name}={getattr(self, name)}" for name in ("var_update_scaler", "local_step_scaler"))
         return ", ".join([super().describe(max_steps, given), *scaled])
 

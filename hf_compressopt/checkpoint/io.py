@@ -75,9 +75,9 @@ def async_save_state(
 ) -> PendingSave:
     """Save as :func:`save_state` does, but return when the state is copied to host memory. All ranks call.
 
-    Training may go on and change everything: the state of this call is saved. If an earlier save of this optimizer or
-    into these files is not done, this call waits for it. The copies take as much memory as this rank writes, pinned for
-    tensors of a CUDA device. The memory is kept for the next save, until the optimizer is freed.
+    Training may continue and change everything: the state of this call is saved. If an earlier save of this optimizer,
+    or one into these files, is not done, this call waits for it. The copies take as much memory as this rank writes,
+    pinned for tensors of a CUDA device. The memory is kept for the next save, until the optimizer is freed.
 
     Args:
         optimizer: As in :func:`save_state`.

@@ -168,7 +168,7 @@ def _check_model(state: Checkpointable, index: CheckpointIndex, names: Sequence[
 
 
 def _check_places(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> None:
-    """Check that every saved parameter is one of ``mine``; others have no state in the checkpoint, and start anew."""
+    """Check that every saved parameter is one of ``mine``; others have no saved state, and start from zero."""
     if len(saved) != len(mine):
         raise ValueError(f"it has {len(saved)} param groups, this optimizer {len(mine)}")
     for theirs, ours in zip(saved, mine, strict=True):

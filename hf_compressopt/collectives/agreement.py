@@ -67,7 +67,7 @@ class Agreement(ABC):
             raise error or others(failed)
 
     def gather_errors(self, error: Exception | None) -> str:
-        """Return every rank's error, in words; "" if none has one."""
+        """Return every rank's error as text; "" if no rank has one."""
         return self.gather_outcomes(None, error)[1]
 
     def gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:

@@ -73,7 +73,7 @@ class Communicator(Agreement):
         Raises:
             ValueError: If the transport has no such groups.
         """
-        raise ValueError(f"{type(self).__name__} has no groups of some of its ranks")
+        raise ValueError(f"{type(self).__name__} cannot make a group of some of its ranks")
 
     def reached(self) -> Communicator:
         """Return these ranks with a device whose tensors can be sent, if that of the parameters is not one yet."""

@@ -67,7 +67,7 @@ class Slot(ABC):
 
     @abstractmethod
     def form(self) -> str:
-        """Return the form of the messages, in words."""
+        """Name the form of the messages."""
 
     def start(self, grads: _Grads, done: Callable[[Arrived], None]) -> Task[None]:
         """Average the slot's gradients, and hand the average over. ``grads`` has every parameter of the slot."""
@@ -315,7 +315,9 @@ class BucketRounds:
         self._futures.append((future, buffer))
         current = self._round
         if current is None:
-            raise RuntimeError("a bucket came before the first one of its step: was the hook registered in a backward?")
+            raise RuntimeError(
+                "a bucket came before the first one of its step: was the hook registered in a backward pass?"
+            )
         for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             current.add(param, _in_order_of(param, grad))
         if bucket.is_last():

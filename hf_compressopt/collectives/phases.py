@@ -1,4 +1,4 @@
-"""The way of a bucket's messages through the topology: from what a rank wants to send to the average.
+"""The phases of the exchange of one bucket, in either topology: from what a rank wants to send to the average.
 
 Flat: every rank sends chunk j of its messages to rank j, its server, which averages the chunk; all gather the averages.
 

@@ -136,15 +136,15 @@ class TopologyOptions:
 
 
 def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[int, str]:
-    """Return the ranks per node that all ranks can be divided by, and if there are none the reason.
+    """Return the ranks per node that all ranks can be divided by, and if there are none, the reason.
 
     Args:
         hosts: The name of each rank's host.
         announced: The ranks of each rank's node, as its launcher says; None where the launcher says nothing.
 
     Returns:
-        The size and "", or 1 and the reason, in words; the reason is "" too if every rank has a node for itself, or all
-        are on one.
+        The size and "", or 1 and the reason. The reason is "" too if every rank has a node for itself, or if all ranks
+        are on one node.
     """
     runs = [0]
     for before, host in zip((hosts[0], *hosts), hosts, strict=False):

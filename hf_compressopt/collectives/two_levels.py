@@ -19,8 +19,8 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_block: int | None = 0) -> Communicator:
     """Return the ranks in the topology that the user wants. All ranks call, unless the topology is flat.
 
-    "auto" takes two levels if there are two nodes or more, all of the same number of ranks, two or more. It asks the
-    launcher: without a launcher, and on one node, it is flat and sends nothing.
+    "auto" takes two levels if there are at least two nodes, all with the same number of ranks, at least two. It asks
+    the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing.
 
     Args:
         communicator: All ranks.
@@ -73,7 +73,7 @@ def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int 
     size, reason = node_size_of_hosts(hosts, announced if communicator.process_group is None else ())
     if wanted.topology == TWO_LEVELS and size == 1:
         raise ValueError(
-            f"topology='two-level' needs two nodes or more, of the same number of ranks, two or more: "
+            "topology='two-level' needs at least two nodes, all with the same number of ranks, at least two: "
             f"{reason or f'the ranks are on {len(set(hosts))} host(s)'}. Give node_size, or topology='auto'"
         )
     if reason:
@@ -82,9 +82,9 @@ def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int 
 
 
 def _refusal(communicator: Communicator, scale_block: int | None) -> str:
-    """Return why two levels are not possible, in words; "" if they are."""
+    """Return the reason why two levels are not possible; "" if they are."""
     if scale_block is None:
-        return "two levels need a scale_block, got None, one scale for the chunks of all ranks: give 4096."
+        return "two levels need a scale_block, got None (one scale for the chunks of all ranks): give scale_block=4096."
     if type(communicator).part is Communicator.part:
         return f"two levels need a communicator with part(), which {type(communicator).__name__} does not have."
     return ""

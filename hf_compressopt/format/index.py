@@ -42,7 +42,7 @@ the pieces that its owners hold. Stage 0 is an ordinary optimizer that is not pa
 ``number:<name>/<parameter>`` have one value per parameter, a tensor or a number in the wrapped optimizer. ``from<r>.``
 before a parameter's name says that rank r is the first that holds a copy of it. If the header says ``by_place``,
 parameters are called ``group<g>.<place>``, by their places among all parameters of their param group. Parameters that
-such a checkpoint lacks start anew, and their dtypes may differ.
+such a checkpoint lacks start from zero, and their dtypes may differ.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class ShardFile:
             path: The file.
             checksum: The checksum of its blocks, a key of :data:`CHECKSUMS`.
             block_bytes: Bytes under each.
-            room: [block_bytes] bytes that blocks are read into. Files that are read by turns may share them. None: own
-                ones.
+            room: [block_bytes] bytes that blocks are read into. Files that are read one after another may share them.
+                None: own ones.
 
         Raises:
             CheckpointError: If it is not readable, or not a whole safetensors file.

@@ -54,7 +54,7 @@ def _freeze_step_from_env() -> int | str:
 
 @dataclass
 class CompressOptPlugin:
-    """Options for plain Accelerate: the optimizer that takes the place of an Adam or AdamW given to ``prepare``.
+    """Options for plain Accelerate: the optimizer that replaces an Adam or AdamW given to ``prepare``.
 
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
     another name for that of ``optimizer``.
@@ -185,7 +185,7 @@ class CompressOptPlugin:
         return {name: getattr(self, name) for name in OPTIONS if name not in unset}
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
-        """Why an optimizer stays as it is although the plugin names a compressed one, in words; "" if it does not."""
+        """Return the reason why an optimizer is not replaced by the compressed one that the plugin names, or ""."""
         if self.zero_stage or self.optimizer == "none" or _is_plain_adam(optimizer) or saves_shards(optimizer):
             return ""
         name = type(optimizer).__name__
@@ -199,7 +199,7 @@ class CompressOptPlugin:
         if optimizer.state:
             raise ValueError(
                 f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that "
-                f"{self.optimizer} can take its place"
+                f"{self.optimizer} can replace it"
             )
         decays = any(group["weight_decay"] for group in optimizer.param_groups)
         if decays and not isinstance(optimizer, torch.optim.AdamW):

@@ -38,7 +38,7 @@ def save_shards(
         optimizers: All optimizers of the accelerator.
         models: The models that hold their parameters, for the names.
         directory: The folder.
-        background: True to write while the training goes on.
+        background: True to write while the training continues.
     """
     save = async_save_state if background else save_state
     for number, optimizer in enumerate(_in_shards(optimizers)):

@@ -48,7 +48,7 @@ def named_config(name: str) -> PretrainedConfig:
     """Load the configuration of a model: a name on the Hub, or a folder.
 
     Raises:
-        ValueError: If it cannot be loaded, or if it is no language model's.
+        ValueError: If it cannot be loaded, or if it does not describe a language model.
     """
     try:
         config = AutoConfig.from_pretrained(name)
@@ -59,7 +59,7 @@ def named_config(name: str) -> PretrainedConfig:
         ) from None
     if _kind(config) is None:
         raise ValueError(
-            f"--config_name {name!r} is a {config.model_type!r} model, which no language model is made from: give "
+            f"--config_name {name!r} is a {config.model_type!r} model, and no language model: give "
             "--params and --compute-seconds"
         )
     return config
@@ -83,7 +83,7 @@ def stand_in(params: int, tokens: int) -> GPT2Config:
     if not near:
         closest = min(sizes, key=lambda size: abs(size - params))
         raise ValueError(
-            f"no stand-in has about {params:,} parameters, the nearest has {closest:,}: give --compute-seconds, or "
+            f"no GPT-2 has about {params:,} parameters, the nearest has {closest:,}: give --compute-seconds, or "
             "--config_name"
         )
     _, layers, width = min(near)

@@ -68,7 +68,7 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     if not anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
-            logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts anew", checkpoint)
+            logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts from zero", checkpoint)
         return original(self, checkpoint)
     io.load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
     with io.state_is_loaded(inner):
@@ -85,7 +85,7 @@ def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> 
     numbers = sorted(int(found[1]) for name in os.listdir(folder) if (found := pattern.search(name)))
     candidates = [os.path.join(folder, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{number}") for number in numbers]
     whole = [path for path in candidates if os.path.isdir(path) and not _is_incomplete(path)]
-    logger.warning("%s was not written to its end: the last checkpoint is %s", last, whole[-1] if whole else None)
+    logger.warning("%s is incomplete: the last whole checkpoint is %s", last, whole[-1] if whole else None)
     return whole[-1] if whole else None
 
 

@@ -18,7 +18,7 @@ ERROR_BITS = 8
 class CompactErrors:
     """Errors in 8 bits: for each chunk of a bucket a message of integers, as ``IntegerFormat(8)`` describes it.
 
-    Kernels take the place of float32 errors by these: an error is what the messages stand for, and a new one is
+    Kernels take these instead of float32 errors: an error is what the messages stand for, and a new one is
     rounded to them. That rounding is within 1/254 of the largest error of a block of 128 elements.
 
     Attributes:

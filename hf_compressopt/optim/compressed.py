@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline
+from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, compressed_all_reduce
 from hf_compressopt.collectives.phases import Task
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import Bucket, bucket_numel_of
@@ -24,7 +24,7 @@ from hf_compressopt.optim.family_options import check_family_options
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.functional import adam_options, adam_step_
 from hf_compressopt.optim.gradients import Grads
-from hf_compressopt.optim.group_state import GroupState, by_communicator, mean_variance_norm
+from hf_compressopt.optim.group_state import GroupState, ParamGroups, by_communicator, mean_variance_norm
 from hf_compressopt.optim.interval import AlikeParameters
 from hf_compressopt.optim.local_gradients import LocalGradients, end_step
 from hf_compressopt.optim.logs import report_switch
@@ -164,11 +164,10 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             cuda_aware=cuda_aware,
             topology=TopologyOptions(topology, node_size, node_bits),
         )
-        self.warmup_bits, ranks = warmup_bits, (self._states, self.communicator, self._follow_parameters)
-        self.warmup_gradients = WarmupGradients(warmup_bits, *ranks)
-        self.early_messages = self._consensus.early = EarlyMessages(
-            clip == "late", *ranks, self._tensors, self._prepare
-        )
+        groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
+        self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
+        self.early_messages = EarlyMessages(clip == "late", groups, self._tensors, self._prepare)
+        self._consensus.early = self.early_messages
         self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
         self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
 
@@ -217,21 +216,6 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group; its state is allocated at once.
-
-        Raises:
-            ValueError: For an option outside its range; for parameters on another device; and after the first stage,
-                in which a new parameter would have no variance, for a group without ``non_freeze=True``.
-            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
-        """
-        if self.plan.stage.number and not param_group.get("non_freeze"):
-            raise ValueError(
-                f"a group added in the {self.plan.stage.value} stage has no variance to divide by: add it before, or "
-                "with non_freeze=True, which keeps it in full precision"
-            )
-        super().add_param_group(param_group)
-
     @overload
     def step(self, closure: None = None, grads: Iterable[Any] | None = None) -> None: ...
     @overload
@@ -275,7 +259,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
         options += [self._clip, self.max_grad_norm, self.warmup_bits, self.compact]
-        self._consensus.check(plan, before, [type(self).__name__, self._step, repr(options)])
+        self._consensus.comparison.check(plan, before, [type(self).__name__, self._step, repr(options)])
         return plan
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
@@ -322,7 +306,9 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     ) -> Task[None]:
         """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
         message = self._prepare(plan, state, bucket, grads)
-        average = yield from self.early_messages.average(state, bucket, message, feedback)
+        average = self.early_messages.take(state, bucket, message, feedback)
+        if average is None:  # the message has not left during backward
+            average = yield from compressed_all_reduce(message, feedback, state.communicator)
         self._apply(plan, state, bucket, state.masked(bucket, average))
 
     def _end_warmup(self, plan: StepPlan) -> None:
@@ -340,7 +326,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             report_switch(plan, self._states, self.communicator.world_size, sent, norm)
 
     def _state_loaded(self) -> None:
-        """Find anew what follows from the state; in the first stage every parameter moves, whatever its variance."""
+        """Update everything that is derived from the state. In the first stage every parameter moves."""
         super()._state_loaded()
         self.early_messages.state_loaded()
         for state in self._states:

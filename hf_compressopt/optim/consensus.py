@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
-from zlib import crc32
 
 from torch import Tensor
 
 from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.optim.alignment import largest_difference, parameter_bits, replicated_bits, take_first_ranks
+from hf_compressopt.optim.alignment import Comparison, digest_of
 from hf_compressopt.optim.early_messages import EarlyMessages
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.gradient_noise import GradientNoise
 from hf_compressopt.optim.gradients import Grads, StepGradients
-from hf_compressopt.optim.group_state import GroupState, by_communicator, has_own_groups
+from hf_compressopt.optim.group_state import GroupState, has_own_groups
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.sketched_norm import MeanNorm, measure
 from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)
-
-
-def digest_of(value: Any) -> int:
-    """Return a number below DIGEST_BOUND that stands for a value."""
-    return crc32(repr(value).encode()) % DIGEST_BOUND
 
 
 class Consensus:
@@ -39,6 +33,7 @@ class Consensus:
         communicator: All ranks.
         clip: "sketch" to clip local gradients by the norm of their mean, "local" by the root of their mean square.
         early: The messages that leave during backward; the optimizer sets it.
+        comparison: What must be alike on all ranks.
         noise: The noise in the ranks' gradients.
         measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
         at_sync: The gradients of a step of 0/1 Adam whose message follows at its end, as they were before clipping.
@@ -57,100 +52,7 @@ class Consensus:
         self._usual = math.nan  # the root of the mean square of the ranks' own norms in the coming step
         self._overflow = False  # a gradient scaler found an element that is not finite
         self._gradients_compared = False
-        self._checked = False
-        self._compared_at = 0  # the step before which the ranks were compared last
-
-    # -- what must be alike -------------------------------------------------------------------------------------------
-
-    def check_anew(self) -> None:
-        """Have the ranks compare everything before the next step."""
-        self._checked = False
-
-    def check(self, plan: StepPlan, before: StepPlan | None, alike: Sequence[Any]) -> None:
-        """Check, before the first step and before the first one of a stage, that the ranks are alike.
-
-        Args:
-            plan: Plan of the coming step.
-            before: Plan of the step before it; None before the first one.
-            alike: Numbers, strings and lists of these that must be alike.
-
-        Raises:
-            ValueError: If the ranks are not alike, on all ranks.
-        """
-        if not self._checked:
-            own = [state.own_rank is not None for state in self.states]
-            self.communicator.require_equal(
-                "optimizer, step, options, or param groups with a process_group of their own", [*alike, own]
-            )
-            self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
-            self.require_same_hyperparameters()
-            if plan.agree:  # else each rank has parameters of its own
-                self._require_equal("the bits of their parameters (are they alike at the start?)", parameter_bits)
-            self._checked, self._compared_at = True, plan.step
-        elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
-            self.require_same_hyperparameters()
-            self._align(plan.step)
-            self._compared_at = plan.step
-
-    def hyperparameters(self) -> list[list[Any]]:
-        """Return the hyperparameters of the param groups that all ranks hold."""
-        return [_plain_options(state.options) for state in self.states if state.own_rank is None]
-
-    def require_same_hyperparameters(self) -> None:
-        """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed.
-
-        Raises:
-            ValueError: If they do not, on all ranks.
-        """
-        what = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
-        self.communicator.require_equal(what, self.hyperparameters())
-
-    def _align(self, step: int) -> None:
-        """Take rank 0's parameters on all ranks if they differ by no more than rounding.
-
-        Raises:
-            ValueError: If they differ by more, on all ranks; nothing has changed.
-        """
-        error: Exception | None = None
-        apart: list[tuple[Communicator, list[GroupState]]] = []
-        with self.communicator.traffic.paused():
-            for communicator, states in by_communicator(self.states):
-                everyone = communicator.all_gather_object([replicated_bits(state) for state in states])
-                if any(bits != everyone[0] for bits in everyone):
-                    apart.append((communicator, states))
-                    if largest_difference(states, step - 1, communicator) > 1:
-                        error = ValueError(
-                            "the parameters of the ranks differ by more than rounding at the end of the warmup stage: "
-                            "average all gradients over the ranks while optimizer.plan.reduce_grads, and start all "
-                            "ranks from the same parameters"
-                        )
-            self._raise_together(error)
-            for communicator, states in apart:
-                take_first_ranks(states, communicator)
-        if apart and self.communicator.rank == 0:
-            message = "step %d: the parameters of the ranks differ by rounding (unlike devices?): all take rank 0's"
-            write_log(logger, logging.WARNING, message, step)
-
-    def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
-        """Check that a number of every param group is alike on all the ranks that hold it.
-
-        Raises:
-            ValueError: If one is not, on all ranks.
-        """
-        error: Exception | None = None
-        for communicator, states in by_communicator(self.states):
-            try:
-                communicator.require_equal(what, [value(state) for state in states])
-            except ValueError as found:
-                error = found
-        self._raise_together(error)
-
-    def _raise_together(self, error: Exception | None) -> None:
-        """Raise on all ranks if one has an error; without groups of their own, all have it or none."""
-        if has_own_groups(self.states):
-            self.communicator.raise_together(error, ValueError)
-        elif error is not None:
-            raise error
+        self.comparison = Comparison(states, communicator)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -242,7 +144,7 @@ class Consensus:
             ValueError: If the ranks differ in their hyperparameters, on all ranks; nothing has changed.
             Exception: As :meth:`StepGradients.agree`.
         """
-        digests = [digest_of([self.hyperparameters(), self.early.signature])] if gradients.ask else []
+        digests = [digest_of([self.comparison.hyperparameters(), self.early.signature])] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
             digests += self.gradient_digest(gradients.groups) or [0]
@@ -260,7 +162,7 @@ class Consensus:
         elif mean is not None and self.at_sync is None:
             self.at_sync = mean
         if alike and not alike[0]:
-            self.require_same_hyperparameters()
+            self.comparison.require_same_hyperparameters()
             self.early.agree()
             for each in (gradients, part or gradients):
                 each.left = self.early.left(gradients.groups)
@@ -337,12 +239,3 @@ class Consensus:
         gradients.groups = [[None] * len(state.params) for state in self.states]
         message = "step %d: the gradients of rank %d were changed after clipping and cannot be used; they count as 0"
         write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
-
-
-def _plain_options(group: dict[str, Any]) -> list[Any]:
-    """The hyperparameters of a param group that all ranks must share, as JSON holds them."""
-    return [
-        *(float(group[name]) for name in ("lr", "eps", "weight_decay")),
-        *map(float, group["betas"]),
-        *(bool(group[name]) for name in ("bias_correction", "eps_inside_sqrt")),
-    ]

@@ -6,7 +6,7 @@ The message of a bucket leaves as soon as its gradients are there, and travels w
 
 The norm of g is not known then. So c is the clip coefficient of the last step that was taken, min(1, max_norm / norm).
 A rank whose gradient grows beyond twice the usual one meanwhile clips its further messages as if the norm had grown as
-much. :meth:`EarlyMessages.average` writes the errors in ``step()``, where all ranks know that the step is finite. There
+much. :meth:`EarlyMessages.take` writes the errors in ``step()``, where all ranks know that the step is finite. There
 the messages are awaited, too: the norm is measured while the last ones travel.
 """
 
@@ -21,13 +21,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.gradient_round import Slot
-from hf_compressopt.collectives.phases import Task
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.sign_slots import Backward, Early, Grads, Key, LastNorm, Prepare, SignSlot
 from hf_compressopt.schedules import StepPlan
 
@@ -69,9 +67,7 @@ class EarlyMessages:
     def __init__(
         self,
         enabled: bool,
-        states: Sequence[GroupState],
-        communicator: Communicator,
-        follow: Callable[[], None],
+        groups: ParamGroups,
         tensors: dict[str, Tensor],
         prepare: Prepare,
     ) -> None:
@@ -79,15 +75,12 @@ class EarlyMessages:
 
         Args:
             enabled: See the class.
-            states: The param groups, a list that may grow.
-            communicator: All ranks.
-            follow: Moves the state to where the parameters are.
+            groups: The param groups of the optimizer.
             tensors: State that is alike on all ranks, for checkpoints.
             prepare: See :class:`SignSlot`.
         """
-        self.enabled = enabled
-        self._states, self._communicator, self._tensors = states, communicator, tensors
-        self._prepare, self._follow = prepare, follow
+        self.enabled, self._tensors, self._prepare = enabled, tensors, prepare
+        self._states, self._communicator, self._follow = groups
         self.agreed = True
         self._arrived: dict[Key, Early | None] = {}  # those that count; None while one is on its way
         self._finite: dict[Key, bool] = {}  # of those that have arrived, whether they still count or not
@@ -161,7 +154,7 @@ class EarlyMessages:
         self._finish = finish
 
     def _await(self) -> None:
-        """Await what is on its way. All ranks call this at the same places, whatever counts on each."""
+        """Await the messages that have left. All ranks call this at the same places, also ranks that dropped some."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -217,8 +210,8 @@ class EarlyMessages:
         """The buckets whose messages have left and count, for ranks to compare."""
         return sorted(self._arrived)
 
-    def average(self, state: GroupState, bucket: Bucket, z: Combination, feedback: ErrorFeedback) -> Task[Average]:
-        """Return the compressed mean of a bucket, and write its errors: of messages that have left, or that leave now.
+    def take(self, state: GroupState, bucket: Bucket, z: Combination, feedback: ErrorFeedback) -> Average | None:
+        """Return the compressed mean of a bucket whose messages have left, and write its errors; None if none have.
 
         Args:
             state: The param group.
@@ -230,7 +223,7 @@ class EarlyMessages:
         self._await()
         early = self._arrived.pop((state.number, bucket.start), None)
         if early is None:
-            return (yield from compressed_all_reduce(z, feedback, state.communicator))
+            return None
         sent = replace(z, beta=z.beta * early.coefficient)
         early.exchanged.renewed(sent, feedback.worker_error, feedback.server_error).commit()
         return early.exchanged.average
@@ -270,7 +263,7 @@ class EarlyMessages:
             self._made_from[number] = [_Made.of(param.grad) for param in state.params]
 
     def drop(self) -> None:
-        """Drop what has left; errors are as before. What is on its way is awaited by the next step or backward."""
+        """Drop the messages that have left, and keep the errors. The next step or backward pass awaits them."""
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True
 

@@ -111,14 +111,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
         self._states.append(state)
         self.state.update(state.torch_states())
-        self._consensus.check_anew()
+        self._consensus.comparison.check_anew()
 
     def _before_load(self) -> None:
         """Put everything where a checkpoint is read to; this class has it there."""
 
     def _state_loaded(self) -> None:
-        """Find anew what follows from the state."""
-        self._consensus.check_anew()
+        """Update everything that is derived from the state."""
+        self._consensus.comparison.check_anew()
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
@@ -127,7 +127,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 state.to(state.params[0].device)
                 self.communicator.device = state.communicator.device = state.device
                 self.state.update(state.torch_states())
-                self._consensus.check_anew()
+                self._consensus.comparison.check_anew()
 
     @property
     def trainable_parameters(self) -> list[Tensor]:

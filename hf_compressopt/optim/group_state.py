@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,7 +135,7 @@ class GroupState:
         return self.moments.variance(bucket.start, bucket.stop)
 
     def keeps_messages(self, average: Average) -> bool:
-        """Return whether the messages of an average may take the place of the momentum."""
+        """Return whether the messages of an average may replace the momentum."""
         return self.compact and average.messages is not None and self.options.get("exp_avg_mask") is None
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -267,6 +267,20 @@ class GroupState:
         yield [Segment(found[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
         for index, values in copies.items():
             self.params[index].copy_(values)
+
+
+class ParamGroups(NamedTuple):
+    """The param groups of one optimizer, as what acts on all of them takes them.
+
+    Attributes:
+        states: The param groups, a list that may grow.
+        communicator: All ranks.
+        follow: Moves the state to where the parameters are.
+    """
+
+    states: Sequence[GroupState]
+    communicator: Communicator
+    follow: Callable[[], None]
 
 
 def by_communicator(states: Iterable[GroupState]) -> list[tuple[Communicator, list[GroupState]]]:

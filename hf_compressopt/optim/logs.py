@@ -28,8 +28,8 @@ def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int,
         plan: Plan of the last step of the stage.
         states: The param groups.
         world_size: The number of ranks.
-        sent: What is sent after the switch, in words.
-        norm: What clipping reports after the switch, in words.
+        sent: Name of the values that are sent after the switch.
+        norm: Name of the norm that clipping reports after the switch.
     """
     message = "step %d: %s ends, the variance is frozen; "
     if world_size > 1:
@@ -42,8 +42,8 @@ def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int,
         write_log(
             logger,
             logging.WARNING,
-            "%d parameter(s) had no gradient in the warmup stage, so they have no variance and do not move from here "
-            "on: %s%s (for such parameters use a later freeze_step, or a group with non_freeze=True)",
+            "%d parameter(s) had no gradient in the warmup stage, so they have no variance and are not updated any "
+            "more: %s%s (for such parameters use a later freeze_step, or a group with non_freeze=True)",
             len(names),
             ", ".join(names[:8]),
             ", ..." if len(names) > 8 else "",

@@ -149,19 +149,11 @@ class OnebitLamb(CompressedOptimizer):
         flat, options = slice(bucket.start, bucket.stop), _lamb_options(state.options)
         if bucket.start == 0:
             self._sums[state] = torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
+        moments = state.exp_avg[flat], state.extra["exp_avg_sq_fresh"][flat], state.variance(bucket)
+        scaling, sums = state.extra["scaling_coeff"], self._sums[state]
         with state.parameter_segments(bucket) as params:
-            kernels.on(state.device).lamb_moments_(
-                LambMoments(  # (3), (4)
-                    average,
-                    state.exp_avg[flat],
-                    state.extra["exp_avg_sq_fresh"][flat],
-                    state.variance(bucket),
-                    params,
-                    state.extra["scaling_coeff"],
-                    self._sums[state],
-                    options,
-                )
-            )
+            update = LambMoments(average, *moments, params, scaling, sums, options)
+            kernels.on(state.device).lamb_moments_(update)  # (3), (4)
         whole = [piece.index for piece in bucket.pieces if piece.stop == state.layout.numels[piece.index]]
         if whole:  # tensors whose last part has arrived
             self._apply_tensors(state, range(whole[0], whole[-1] + 1))

@@ -51,6 +51,21 @@ class Scheduled:
 
     # -- schedule -----------------------------------------------------------------------------------------------------
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group; its state is allocated at once.
+
+        Raises:
+            ValueError: For an option outside its range; for parameters on another device; and after the first stage,
+                in which a new parameter would have no variance, for a group without ``non_freeze=True``.
+            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
+        """
+        if self.plan.stage.number and not param_group.get("non_freeze"):
+            raise ValueError(
+                f"a group added in the {self.plan.stage.value} stage has no variance to divide by: add it before, or "
+                "with non_freeze=True, which keeps it in full precision"
+            )
+        super().add_param_group(param_group)  # type: ignore[misc]
+
     def plan_at(self, step: int) -> StepPlan:
         """Return the plan of step ``step``: a pure function of the step and the schedule."""
         return self.schedule.plan(step)
@@ -87,7 +102,7 @@ class Scheduled:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
         Returns:
-            What was chosen, in words, for the log.
+            A description of the choice, for the log.
 
         Raises:
             RuntimeError: After the first step.
@@ -106,11 +121,11 @@ class Scheduled:
     def fit_schedule(self, max_steps: int) -> str:
         """Fit a schedule that was left open to a run of ``max_steps`` steps; a resumed run keeps the one it has.
 
-        Until the first step a call with another length fits the schedule anew: a Trainer with auto_find_batch_size
+        Until the first step a call with another length fits the schedule again: a Trainer with auto_find_batch_size
         learns the length of the run again with every batch size.
 
         Returns:
-            What was chosen, in words, for the log; "" if nothing has changed.
+            A description of the choice, for the log; "" if nothing has changed.
         """
         if self._deferred is None or self._step > 0 or self._fitted_to == max_steps:
             return ""

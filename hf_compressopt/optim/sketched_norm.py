@@ -44,7 +44,7 @@ class Sketch(NamedTuple):
 
 
 class MeanNorm:
-    """This rank's part in finding the norm of the mean gradient, and what it says about noise.
+    """This rank's part of the norm of the mean gradient, and the noise that the norms show.
 
     Attributes:
         everyone: All ranks.

@@ -56,7 +56,7 @@ class Stateful(Protocol):
         """Plan of the last step."""
 
     def _state_loaded(self) -> None:
-        """Find anew what follows from the state."""
+        """Update everything that is derived from the state."""
 
 
 # -- the header -------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
         write_log(
             logger,
             logging.WARNING,
-            "the schedule of the state that is loaded, %s, takes the place of %s",
+            "the schedule of the loaded state, %s, replaces %s",
             header["schedule"],
             mine,
         )
@@ -167,7 +167,7 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
     """
     history = tensors.get(HISTORY)
     if unknown := sorted(tensors.keys() - {HISTORY, NOISE, LATE_CLIP}):
-        raise ValueError(f"{unknown[0]!r} is no tensor of a compressed optimizer")
+        raise ValueError(f"{unknown[0]!r} is not a tensor of a compressed optimizer")
     if history is None and schedule.freezes_at == AUTO:
         raise ValueError(f"{schedule.freeze_option} is 'auto', and there is no {HISTORY!r}")
     if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
@@ -270,23 +270,23 @@ def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tupl
 def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
     if own["world_size"] != optimizer.communicator.world_size:
         raise ValueError(
-            f"the state dict is of a run of {own['world_size']} rank(s), this one has "
+            f"the state dict was saved by a run of {own['world_size']} rank(s), this one has "
             f"{optimizer.communicator.world_size}: resume on as many ranks as the run had, or save and load with "
-            "hf_compressopt.save_state and load_state, which take any number"
+            "hf_compressopt.save_state and load_state, which work on any number of ranks"
         )
     node_size, mine = own.get(NODE_SIZE, 1), optimizer.communicator.topology.node_size
     if node_size != mine:
         raise ValueError(
-            f"the state dict is of an exchange with node_size={node_size}, this one has {mine}: resume with the "
+            f"the state dict was saved with node_size={node_size}, this one has {mine}: resume with the "
             "topology and node_size of the run, or save and load with hf_compressopt.save_state and load_state, which "
-            "take any"
+            "work on any nodes"
         )
     in_use = not all(is_zero(error) for error in [*own["worker_error"], *own["server_error"]])
     if own["rank"] != optimizer.communicator.rank and in_use:
         raise ValueError(
-            f"the state dict is of rank {own['rank']}, whose errors are not those of rank "
+            f"the state dict was saved by rank {own['rank']}, whose errors differ from those of rank "
             f"{optimizer.communicator.rank}: save and load with hf_compressopt.save_state and load_state, which keep "
-            "every rank's own"
+            "the errors of every rank"
         )
     for place, name in enumerate(("worker_error", "server_error")):
         saved = [error.numel() for error in own[name]]

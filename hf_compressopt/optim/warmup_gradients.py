@@ -1,4 +1,4 @@
-"""The gradients of the first stage: the form in which whoever averages them sends them, and the errors of that form.
+"""The averaged gradients of the first stage: the form of their messages, and the errors of that form.
 
 A message of integers keeps what it misses in the errors of the compressed stage, which are not in use yet:
 
@@ -11,18 +11,17 @@ At the end of the stage, times 1 - b1, they become errors of the momentum. Sourc
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.gradient_round import IntegerSlot, Slot, plain_slots
 from hf_compressopt.kernels.integer_messages import INTEGER_BITS
 from hf_compressopt.optim.functional import floor_variance_
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.schedules import Stage, StepPlan
 
@@ -41,7 +40,7 @@ def check_warmup_bits(bits: Any, communicator: Any) -> None:
     if isinstance(bits, bool) or bits not in WARMUP_BITS:
         raise ValueError(f"warmup_bits must be one of {list(WARMUP_BITS)}, got {bits!r}")
     if bits == 16 and (communicator == "mpi" or getattr(communicator, "name", "") == "mpi"):
-        raise ValueError("warmup_bits=16 needs another communicator than MPI, which sums no bfloat16: take 4, 8 or 32")
+        raise ValueError("warmup_bits=16 is not supported with MPI, which cannot sum bfloat16: give 4, 8 or 32")
 
 
 class WarmupGradients:
@@ -55,19 +54,10 @@ class WarmupGradients:
         ever_in_use: Whether the gradients of any step of the run were averaged in this form; a part of the state.
     """
 
-    def __init__(
-        self, bits: int, states: Sequence[GroupState], communicator: Communicator, follow: Callable[[], None]
-    ) -> None:
-        """Describe the gradients of an optimizer.
-
-        Args:
-            bits: See the class.
-            states: The param groups, a list that may grow.
-            communicator: All ranks.
-            follow: Moves the state to where the parameters are.
-        """
+    def __init__(self, bits: int, groups: ParamGroups) -> None:
+        """Describe the gradients of an optimizer. ``bits``: See the class."""
         self.bits, self.checked, self.in_use, self.ever_in_use = bits, "", False, False
-        self._states, self._communicator, self._follow = states, communicator, follow
+        self._states, self._communicator, self._follow = groups
         self._loss_scale = self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
         self._told = False
@@ -135,7 +125,7 @@ class WarmupGradients:
             self._loss_scale = self._assumed_scale = scale
 
     def end_step(self, plan: StepPlan) -> None:
-        """Close a step. If gradients were averaged in another way, and so in full precision, say it once."""
+        """Close a step. Warn once if the gradients were averaged in another way, and so in full precision."""
         self.in_use, self._travelled = self._travelled and self.bits < 32, False
         several = self._communicator.world_size > 1 and self._communicator.rank == 0
         if several and self.bits < 32 and plan.reduce_grads and not self.in_use and not self._told:

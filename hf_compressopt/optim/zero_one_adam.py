@@ -30,8 +30,8 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, LocalUpdate, ParameterSync
+from hf_compressopt.optim.alignment import digest_of
 from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.consensus import digest_of
 from hf_compressopt.optim.functional import descent
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import ExtraState, GroupState
@@ -161,19 +161,10 @@ class ZeroOneAdam(CompressedOptimizer):
         flat, lr_sum = slice(bucket.start, bucket.stop), float(state.extra["lr_sum"])
         bound = (self.max_update or math.inf) * lr_sum
         decayed = replace(descent(state.options), decay=float(state.extra["decay"]), bound=bound)
+        m, anchor, u = state.exp_avg[flat], state.extra["anchor"][flat], state.extra["local_update"][flat]
         with state.parameter_segments(bucket) as params:
-            kernels.on(state.device).sync_parameters_(
-                ParameterSync(  # (6), (7)
-                    average,
-                    state.exp_avg[flat],
-                    state.extra["anchor"][flat],
-                    state.variance(bucket),
-                    state.extra["local_update"][flat],
-                    params,
-                    lr_sum,
-                    decayed,
-                )
-            )
+            update = ParameterSync(average, m, anchor, state.variance(bucket), u, params, lr_sum, decayed)
+            kernels.on(state.device).sync_parameters_(update)  # (6), (7)
 
     # -- local-step stage ---------------------------------------------------------------------------------------------
 
@@ -207,13 +198,13 @@ class ZeroOneAdam(CompressedOptimizer):
         states = [state for state in self._states if state.compressed and state.own_rank is None]
         so_far = [(float(state.extra["lr_sum"]), float(state.extra["decay"])) for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
-        digests = [digest_of((self._consensus.hyperparameters(), so_far, frozen))]
+        digests = [digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))]
         # one in every message that is counted: a resumed run, which compares once more, sends the same bytes
         digests += self._consensus.gradient_digest(gradients) or [0]
         written = self._interval.written(self.communicator.device)
         anywhere, alike = self._consensus.compare_at_sync(written, digests)
         if not alike[0]:
-            self._consensus.require_same_hyperparameters()
+            self._consensus.comparison.require_same_hyperparameters()
             what = "their learning rates since the last sync, or in frozen parameters"
             self.communicator.require_equal(what, [so_far, frozen])
         self._consensus.heed_gradients(digests[1:], alike[1:])

@@ -1,4 +1,4 @@
-"""The ways to train, ranked by their predicted run: step, run, bytes, memory, and the flags to paste."""
+"""Optimizers ranked by the predicted time of a run, with steps, bytes, memory, and the flags to paste."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hf_compressopt.planner.memory import COMPACT_FIRST, COMPACT_THEN, FLOAT32
 
 _ADAMW = "--optim adamw_torch"
 _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of torch's default_hooks"
-#: Runs within this share are alike: the planner's own error is larger (docs/planner.md).
+#: Runs within this share count as equally fast: the planner's own error is larger (docs/planner.md).
 ALIKE = 0.05
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to train.
+    """An optimizer and its flags.
 
     Attributes:
         name: Its name in the planner's tables.
-        place: Its place there.
-        flags: What to give Trainer, or to do.
+        place: Its place in these tables.
+        flags: The flags of Trainer, or the change to a script.
         step_seconds: A step of the stage in which a run spends most of its steps.
         run_seconds: A whole run, all stages.
         step_bytes: Bytes that a rank sends in that step.
@@ -44,7 +44,7 @@ class Choice:
 
 
 def ranked(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_bits: int | None) -> list[Choice]:
-    """Rank all ways to train.
+    """Rank all optimizers by the time of a run.
 
     Args:
         model: The planner's model.
@@ -65,7 +65,7 @@ def ranked(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_b
 
 
 def advised(choices: list[Choice]) -> Choice:
-    """The choice that changes the training least, by the order of the planner's table, of those as fast as the best."""
+    """Of the choices that are as fast as the best, return the first in the planner's table: it changes least."""
     fast = [choice for choice in choices if choice.run_seconds <= choices[0].run_seconds * (1 + ALIKE)]
     return min(fast, key=lambda choice: choice.place)
 
@@ -74,7 +74,7 @@ def verdict(choices: list[Choice]) -> str:
     """Say in a sentence which choice to take."""
     mine, plain = advised(choices), next(choice for choice in choices if choice.flags == _ADAMW)
     gain = "" if mine is plain else f": {plain.run_seconds / mine.run_seconds:.2f} times as fast as {plain.name}"
-    return f"take {mine.flags}{gain}; no other run is more than {100 * ALIKE:g} % faster"
+    return f"use {mine.flags}{gain}; no other run is more than {100 * ALIKE:g} % faster"
 
 
 def table(choices: list[Choice]) -> str:
@@ -111,7 +111,7 @@ def _flags(name: str, itemsize: int, warmup_bits: int | None) -> str:
 
 
 def _memory_rows(name: str) -> list[str]:
-    """The rows of the planner's memory that a way to train passes through."""
+    """Return the rows of the planner's memory table that belong to a choice, one for each form of its state."""
     if name.startswith("DDP"):
         return ["no ZeRO"]
     if name.startswith("grad_compression"):

@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = False) -> None:
-    """Add the arguments that do not say how many ranks there are; ``measured``: what is not given is measured."""
+    """Add all arguments but the number of ranks; with ``measured`` the help says that missing ones are measured."""
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="dtype of the parameters"
     )
@@ -57,7 +57,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
         "--topology",
         choices=["auto", "flat", "two-level"],
         default="auto",
-        help="of compressed messages: flat, or one message per node of several GPUs (auto, as in training)",
+        help="topology of compressed messages: flat, or one message per node of several GPUs (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     _add_times(parser, measured)
@@ -70,21 +70,26 @@ def _add_times(parser: argparse.ArgumentParser, measured: bool) -> None:
         (
             "bandwidth",
             rate,
-            "link of a node, each way, shared by its GPUs; with one node, link of each GPU: 25Gbit",
+            "rate of a node's link in each direction, which its GPUs share; with one node, of each GPU's link: 25Gbit",
             "",
         ),
-        ("compute-seconds", time, "a step without communication, AdamW's update included: measure it on one GPU", ""),
+        (
+            "compute-seconds",
+            time,
+            "a step without communication, with AdamW's update: measure it on one GPU",
+            "",
+        ),
         ("update-seconds", time, "AdamW's share of --compute-seconds", "a fused AdamW at --memory-bandwidth"),
-        ("local-bandwidth", rate, "link of a GPU to the others of its node", "300GB/s, as NVLink 3"),
-        ("memory-bandwidth", rate, "memory of one rank", "2TB/s, as an A100"),
-        ("host-bandwidth", rate, "messages that a rank's CPU moves while it also computes", "no limit"),
-        ("latency", time, "one hop between nodes", "20us"),
+        ("local-bandwidth", rate, "rate of the links between the GPUs of a node", "300GB/s, as NVLink 3"),
+        ("memory-bandwidth", rate, "memory bandwidth of one rank", "2TB/s, as an A100"),
+        ("host-bandwidth", rate, "rate at which a rank's CPU moves messages while it computes", "no limit"),
+        ("latency", time, "latency of one hop between nodes", "20us"),
     ):
         told = "measured" if measured else default
         times.add_argument(f"--{name}", type=kind, help=f"{text} (default: {told})" if told else text)
-    length = "length of the run, which sets the schedule (%(default)s)"
+    length = "steps of the run, which decide the schedule (%(default)s)"
     times.add_argument("--steps", type=argument(partial(units.count, most=1e12)), default=10_000, help=length)
-    bits = "bits of the compressed optimizers' averaged gradients, in the first stage (default: theirs)"
+    bits = "bits per element of the gradients that compressed optimizers average in the first stage (default: theirs)"
     times.add_argument("--warmup-bits", type=int, choices=[4, 8, 16, 32], help=bits)
 
 

@@ -84,7 +84,7 @@ def fit(collective: str, nodes: int, gpus_per_node: int, timings: Sequence[Timin
     if not 0 < slope < math.inf:
         raise ValueError(
             f"in {collective}, {timings[-1].nbytes:,} bytes took {timings[-1].seconds:.3g} s and {timings[0].nbytes:,} "
-            f"bytes {timings[0].seconds:.3g} s, which tells no rate: repeat it, or give --bandwidth and --latency"
+            f"bytes {timings[0].seconds:.3g} s, so the rate is unknown: try again, or give --bandwidth and --latency"
         )
     hops = predict(hop, 1.0).seconds
     rest = [

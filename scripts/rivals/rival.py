@@ -1,4 +1,4 @@
-"""What a rival is: another way to keep ranks together, around an ordinary optimizer."""
+"""The base of the rivals: other methods to keep ranks together, around an ordinary optimizer."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from tests.oracles.stored import in_float32
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
 
-RANKS = (1, 2, 3, 4)
 SHAPES = [(15, 7), (11,), (0, 4), (5, 3, 2), (1,), (40,)]
 SAVED_AT, STEPS = 13, 24
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -32,8 +32,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "zero2": {"stage": 2, "reduce_bucket_size": 200},
 }
 # saved by, loaded by
-GOING_ON = [(1, 3), (2, 1), (3, 4), (4, 2)]
-GOING_BACK = [*GOING_ON, (3, 2), (4, 1)]
+GOING_ON = [(1, 3), (2, 1), (3, 2), (3, 4), (4, 2)]
+GOING_BACK = [*GOING_ON, (4, 1)]
 COMPRESSED = [name for name in OPTIMIZERS if name[0].isupper()]
 
 
@@ -112,13 +112,13 @@ def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float,
     return losses
 
 
-def load_each(rank: int, world_size: int, folder: str) -> dict[tuple[str, int], float]:
+def load_each(rank: int, world_size: int, most: int, folder: str) -> dict[tuple[str, int], float]:
     """Load what each number of ranks has saved, save it again, and go on: the loss at the end."""
     from hf_compressopt import load_state, save_state
 
     losses = {}
     for name in OPTIMIZERS:
-        for saved_by in RANKS:
+        for saved_by in range(1, most + 1):
             params, optimizer = make(name)
             set_parameters(params, torch.load(f"{folder}/{name}-{saved_by}.pt"))
             load_state(optimizer, f"{folder}/{name}-{saved_by}")
@@ -130,45 +130,48 @@ def load_each(rank: int, world_size: int, folder: str) -> dict[tuple[str, int], 
     return losses
 
 
-def load_back(rank: int, world_size: int, folder: str) -> None:
+def load_back(rank: int, world_size: int, most: int, folder: str) -> None:
     """Load what others have saved again of the checkpoints of this number of ranks, and save it once more."""
     from hf_compressopt import load_state, save_state
 
     for name in OPTIMIZERS:
-        for between in (loaded_by for saved_by, loaded_by in GOING_BACK if saved_by == world_size):
+        for between in (to for saved_by, to in GOING_BACK if saved_by == world_size and to <= most):
             params, optimizer = make(name)
             load_state(optimizer, f"{folder}/{name}-{world_size}-{between}")
             save_state(optimizer, f"{folder}/{name}-{world_size}-{between}-{world_size}")
 
 
 class Matrix:
-    """Everything that the tests look at: checkpoints in a folder, and losses."""
+    """Everything that the tests look at: checkpoints in a folder, by up to so many ranks, and losses."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, most: int) -> None:
+        self.folder, self.ranks = folder, range(1, most + 1)
         self.uninterrupted, self.resumed = torch.load(folder / "losses.pt")
 
     @staticmethod
-    def make(folder: Path) -> None:
-        uninterrupted = {ranks: run_ranks(ranks, save_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
-        resumed = {ranks: run_ranks(ranks, load_each, str(folder), timeout=180.0)[0] for ranks in RANKS}
-        for ranks in RANKS:
-            run_ranks(ranks, load_back, str(folder), timeout=180.0)
+    def make(folder: Path, most: int) -> None:
+        uninterrupted, resumed = {}, {}
+        for ranks in range(1, most + 1):
+            uninterrupted[ranks] = run_ranks(ranks, save_each, str(folder), timeout=180.0)[0]
+        for ranks in range(1, most + 1):
+            resumed[ranks] = run_ranks(ranks, load_each, most, str(folder), timeout=180.0)[0]
+        for ranks in range(1, most + 1):
+            run_ranks(ranks, load_back, most, str(folder), timeout=180.0)
         torch.save((uninterrupted, resumed), folder / "losses.pt")
 
     def contents(self, name: str, *ranks: int | str) -> dict[str, Tensor]:
         return contents(self.folder / "-".join([name, *map(str, ranks)]))
 
+    def paths(self, saved_by: int) -> list[list[int]]:
+        """N -> M, and N -> M -> N where that was tried."""
+        there = [[saved_by, loaded_by] for loaded_by in self.ranks]
+        return [*there, *([*path, saved_by] for path in there if tuple(path) in GOING_BACK)]
 
-@pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(made_once(tmp_path_factory, "matrix", Matrix.make))
 
-
-def paths(saved_by: int, loaded_by: int) -> list[list[int]]:
-    """N -> M, and N -> M -> N where that was tried."""
-    back = [[saved_by, loaded_by, saved_by]] if (saved_by, loaded_by) in GOING_BACK else []
-    return [[saved_by, loaded_by], *back]
+@pytest.fixture(scope="module", params=[3, pytest.param(4, marks=pytest.mark.full)])
+def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    most: int = request.param
+    return Matrix(made_once(tmp_path_factory, f"matrix-{most}", partial(Matrix.make, most=most)), most)
 
 
 def contents(folder: Path) -> dict[str, Tensor]:
@@ -221,28 +224,26 @@ def residuals(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 @pytest.mark.invariant(22)
-@pytest.mark.parametrize("saved_by", RANKS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_ranks_share_is_exact_on_any_number_of_them_and_back(name: str, saved_by: int, matrix: Matrix) -> None:
-    original = matrix.contents(name, saved_by)
-    assert any(tensor.any() for tensor in shared(original).values())
-    for loaded_by in RANKS:
-        for ranks in paths(saved_by, loaded_by):
+def test_what_ranks_share_is_exact_on_any_number_of_them_and_back(name: str, matrix: Matrix) -> None:
+    for saved_by in matrix.ranks:
+        original = shared(matrix.contents(name, saved_by))
+        assert any(tensor.any() for tensor in original.values())
+        for ranks in matrix.paths(saved_by):
             found = shared(matrix.contents(name, *ranks))
-            assert found.keys() == shared(original).keys()
+            assert found.keys() == original.keys()
             for key, tensor in found.items():
                 assert torch.equal(tensor, original[key]), (key, ranks)
 
 
 @pytest.mark.invariant(22)
-@pytest.mark.parametrize("saved_by", RANKS)
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_server_errors_keep_their_place_and_worker_errors_their_mean(name: str, saved_by: int, matrix: Matrix) -> None:
-    original = matrix.contents(name, saved_by)
-    before = dict(residuals(original))
-    assert bool(before) == (saved_by > 1)
-    for loaded_by in RANKS:
-        for ranks in paths(saved_by, loaded_by):
+def test_server_errors_keep_their_place_and_worker_errors_their_mean(name: str, matrix: Matrix) -> None:
+    for saved_by in matrix.ranks:
+        original = matrix.contents(name, saved_by)
+        before = dict(residuals(original))
+        assert bool(before) == (saved_by > 1)
+        for ranks in matrix.paths(saved_by):
             found = matrix.contents(name, *ranks)
             after = dict(residuals(found))
             if ranks[-1] > 1 or saved_by > 1:
@@ -257,30 +258,28 @@ def test_server_errors_keep_their_place_and_worker_errors_their_mean(name: str, 
 
 
 @pytest.mark.invariant(22)
-@pytest.mark.parametrize("saved_by", RANKS)
 @pytest.mark.parametrize("name", COMPRESSED)
-def test_what_was_each_ranks_own_is_its_own_on_as_many_ranks_and_the_mean_on_others(
-    name: str, saved_by: int, matrix: Matrix
-) -> None:
-    original = families(matrix.contents(name, saved_by))
-    if name == "ZeroOneAdam":
-        assert {"exp_avg/rank*/layer.0", "local_update/rank*/layer.3", "param/rank*/layer.1"} <= original.keys()
-        if saved_by > 1:
-            assert not torch.equal(*original["param/rank*/layer.0"][:2]), "the ranks are not apart"
-    for loaded_by in RANKS:
-        for key, tensors in families(matrix.contents(name, saved_by, loaded_by)).items():
-            if loaded_by == saved_by:
-                assert all(torch.equal(a, b) for a, b in zip(tensors, original[key], strict=True))
-                continue
-            expected = mean(original[key]) if key in original else torch.zeros_like(tensors[0])
-            assert len(tensors) == loaded_by
-            assert all(torch.equal(tensor, expected.to(tensor.dtype)) for tensor in tensors), key
+def test_what_was_each_ranks_own_is_its_own_on_as_many_ranks_and_the_mean_on_others(name: str, matrix: Matrix) -> None:
+    for saved_by in matrix.ranks:
+        original = families(matrix.contents(name, saved_by))
+        if name == "ZeroOneAdam":
+            assert {"exp_avg/rank*/layer.0", "local_update/rank*/layer.3", "param/rank*/layer.1"} <= original.keys()
+            if saved_by > 1:
+                assert not torch.equal(*original["param/rank*/layer.0"][:2]), "the ranks are not apart"
+        for loaded_by in matrix.ranks:
+            for key, tensors in families(matrix.contents(name, saved_by, loaded_by)).items():
+                if loaded_by == saved_by:
+                    assert all(torch.equal(a, b) for a, b in zip(tensors, original[key], strict=True))
+                    continue
+                expected = mean(original[key]) if key in original else torch.zeros_like(tensors[0])
+                assert len(tensors) == loaded_by
+                assert all(torch.equal(tensor, expected.to(tensor.dtype)) for tensor in tensors), key
 
 
 @pytest.mark.invariant(22)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_beside_the_uninterrupted_run(name: str, matrix: Matrix) -> None:
-    for saved_by, loaded_by in GOING_ON:
+    for saved_by, loaded_by in (pair for pair in GOING_ON if max(pair) in matrix.ranks):
         at_save, _ = matrix.uninterrupted[saved_by][name]
         ends = [matrix.uninterrupted[ranks][name][1] for ranks in (saved_by, loaded_by)]
         resumed = matrix.resumed[loaded_by][name, saved_by]

@@ -254,7 +254,7 @@ def refused(rank: int, world_size: int, given: list[dict[str, Any]]) -> None:
     ("given", "words"),
     [
         ([{"node_size": 3}], ["node_size", "divide", "4", "got 3", "[1, 2, 4]"]),
-        ([{"topology": "two-level"}], ["two nodes or more", "1 host(s)", "node_size"]),
+        ([{"topology": "two-level"}], ["at least two nodes", "1 host(s)", "node_size"]),
         ([{"node_size": 2, "scale_block": None}], ["scale_block", "None", "topology='flat'"]),
         ([{"node_size": 2}, {"node_size": 4}], ["ranks [1, 3] differ", "node_size"]),
         ([{"node_size": 2}, {"node_size": 2, "node_bits": 16}], ["ranks [1, 3] differ", "16"]),

@@ -424,8 +424,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no DeepSpeed configuration in JSON: Expecting value"),
-        ("[1]", "it must be a JSON object, got list"),
+        ("", "is not a DeepSpeed configuration in JSON: Expecting value"),
+        ("[1]", "it must be an object, got list"),
         ('{"fp16": {}, "fp16": {}}', "fp16 given twice"),
         ('{"optimizer": "OneBitAdam"}', "optimizer must be an object with options, got 'OneBitAdam'"),
         ('{"zero_optimization": {"stage": 5}}', "zero_optimization.stage must be 0, 1, 2 or 3, got 5"),

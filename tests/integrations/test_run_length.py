@@ -90,7 +90,7 @@ def test_a_freeze_step_beyond_the_run_is_said_once(name: str) -> None:
     expected = 0 if name == "zero_one_adam" else 1  # whose variance stage has 1-bit gradients
     assert [len(found) for found in lines] == [expected, 0, 0, 0]
     if expected:
-        assert "all of the 50 steps" in lines[0][0] and "'auto'" in lines[0][0]
+        assert "all 50 steps" in lines[0][0] and "'auto'" in lines[0][0]
 
 
 @pytest.mark.parametrize("cls", ["SGD", "Own"])

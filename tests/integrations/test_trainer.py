@@ -107,12 +107,21 @@ def test_warmup_has_the_bits_of_adamw_torch_with_three_ranks(tmp_path: Path) -> 
     assert equal_params(plain[0]["params"], onebit[0]["params"])
 
 
+#: Resumes of each variant in the compressed stage, and of some in the first stage and at its end too.
+RESUMES = [pytest.param(*row.values, (5,), marks=row.marks, id=row.values[0]) for row in EACH]
+RESUMES += [pytest.param("plain", (2, FREEZE), id="plain, early")]
+RESUMES += [
+    pytest.param(name, (2, FREEZE), id=f"{name}, early", marks=pytest.mark.full) for name in ("accumulation", "scaler")
+]
+
+
 @pytest.mark.invariant(8)
 @pytest.mark.invariant(21)
-@pytest.mark.parametrize("name", EACH)
-def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(name: str, tmp_path: Path) -> None:
-    in_every_stage = (2, FREEZE, 5) if name in ("plain", "accumulation", "scaler") else (5,)
-    whole = run_variant(name, {**ONEBIT, "output_dir": str(tmp_path)}, save_at=in_every_stage)
+@pytest.mark.parametrize(("name", "saved"), RESUMES)
+def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(
+    name: str, saved: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole = run_variant(name, {**ONEBIT, "output_dir": str(tmp_path)}, save_at=saved)
     for result in whole:
         assert result["alike"] == [True] * 8
         assert equal_params(result["params"], whole[0]["params"])
@@ -120,7 +129,7 @@ def test_resume_is_the_uninterrupted_run_and_replicas_stay_alike(name: str, tmp_
     assert whole[0]["metrics"]["compression_ratio"] > 2
     stages = [row["compressopt/stage"] for row in whole[0]["history"] if "loss" in row]
     assert stages == [0.0] * FREEZE + [1.0] * (8 - FREEZE)
-    for step in in_every_stage:
+    for step in saved:
         arguments = {**ONEBIT, "output_dir": str(tmp_path / "resumed")}
         resumed = run_variant(name, arguments, resume=str(tmp_path / f"checkpoint-{step}"))
         assert equal_params(resumed[0]["params"], whole[0]["params"]), f"resumed at step {step}"

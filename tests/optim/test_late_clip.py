@@ -306,7 +306,7 @@ def replaced(params: list[nn.Parameter], rank: int) -> None:
         p.grad = torch.full_like(p, 0.1 * (rank + 1))
 
 
-#: What may happen between a backward pass and a step, beside zero_grad().
+#: What may happen between a backward pass and a step; True and False for zero_grad(), which sets None or not.
 BETWEEN: dict[str, Any] = {
     "none": lambda params, rank: None,
     "zeros": zeroed,
@@ -314,13 +314,16 @@ BETWEEN: dict[str, Any] = {
     "one rank": doubled_on_one_rank,
     "others": replaced,
     "freed": lambda params, rank: [setattr(p, "grad", None) for p in params],
+    "zero_grad(True)": True,
+    "zero_grad(False)": False,
 }
+SETTINGS = [(False, False), (True, False), (False, True)]
 
 
-def changed(rank: int, world_size: int, views: bool, scaled: bool) -> dict[str, list[bool]]:
+def changed(rank: int, world_size: int, names: list[str], views: bool, scaled: bool) -> dict[str, list[bool]]:
     """Gradients that are changed, replaced or given up after their messages have left, against clip="sketch"."""
     found: dict[str, list[bool]] = {}
-    for name, act in [*BETWEEN.items(), *((f"zero_grad({to_none})", to_none) for to_none in (True, False))]:
+    for name, act in ((name, BETWEEN[name]) for name in names):
         pairs = [make(clip) for clip in ("late", "sketch")]
         scaler = [hf_compressopt.GradScaler("cpu", init_scale=64.0, enabled=scaled) for _ in pairs]
         models = []
@@ -349,10 +352,13 @@ def changed(rank: int, world_size: int, views: bool, scaled: bool) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize(("views", "scaled"), [(False, False), (True, False), (False, True)])
-def test_messages_count_only_for_the_gradients_that_they_were_made_from(views: bool, scaled: bool) -> None:
-    for found in run_ranks(2, changed, views, scaled, timeout=240):
-        assert found == {name: [True] * STEPS for name in found} and len(found) == len(BETWEEN) + 2
+@pytest.mark.parametrize("rest", [False, pytest.param(True, marks=pytest.mark.full)], ids=["share", "rest"])
+@pytest.mark.parametrize("place", range(len(SETTINGS)))
+def test_messages_count_only_for_the_gradients_that_they_were_made_from(place: int, rest: bool) -> None:
+    """Each case in one setting, and in the long tests in the others."""
+    names = Share(place, len(SETTINGS), rest).of(BETWEEN)
+    for found in run_ranks(2, changed, names, *SETTINGS[place], timeout=240):
+        assert found == {name: [True] * STEPS for name in names}
 
 
 def partly(rank: int, world_size: int) -> list[bool]:

@@ -28,9 +28,21 @@ from tests.optim.test_warmup_gradients import CASES, SIMULATIONS, options_of, si
 from tests.oracles.cases import Problem, bucket_cap, first_safe, flat_params, make_params
 from tests.oracles.simulation_two_levels import exchange_in_two_levels, own_errors
 from tests.support.harness import run_ranks
+from tests.support.spreading import Share
 
+Form = tuple[str, str]  # the optimizer, form of the state
 Row = tuple[Problem, str, int, str]  # the optimizer, bits of the first stage, form of the state
-WORLDS = [(4, 2), (4, 4), *(pytest.param(6, size, marks=pytest.mark.full) for size in (2, 3))]
+# each case with one of the nodes' sizes, and in the long tests with all
+WORLDS = [pytest.param(4, size, Share(place, 2), id=f"4-{size}-share") for place, size in enumerate((2, 4))]
+WORLDS += [
+    pytest.param(ranks, size, share, marks=pytest.mark.full, id=f"{ranks}-{size}")
+    for ranks, size, share in (
+        (4, 2, Share(0, 2, rest=True)),
+        (4, 4, Share(1, 2, rest=True)),
+        (6, 2, Share(0, 1)),
+        (6, 3, Share(0, 1)),
+    )
+]
 
 
 def solve(rank: int, problem: Problem, name: str, bits: int, state: str, node_size: int) -> dict[str, Any]:
@@ -54,16 +66,18 @@ def solve_all(rank: int, world_size: int, rows: list[Row], node_size: int) -> li
 
 
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize(("world_size", "node_size"), WORLDS)
-def test_equals_the_simulation_in_both_stages(world_size: int, node_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("world_size", "node_size", "share"), WORLDS)
+def test_equals_the_simulation_in_both_stages(
+    world_size: int, node_size: int, share: Share, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Signs and integers, each optimizer through its switch, errors in float32 and in 8 bits; odd sizes and masks."""
     exchange_in_two_levels(monkeypatch, node_size)
     rows: list[Row] = []
     solutions = []
     chosen = [(case, name, "float32", SIMULATIONS) for case in CASES for name in SIMULATIONS]
     chosen += [(COMPACT_CASES[-1], name, "compact", COMPACT) for name in COMPACT]
-    for number, (case, name, state, simulations) in enumerate(chosen):
-        bits = (4, 8)[number % 2]
+    for number, (case, name, state, simulations) in share.of(enumerate(chosen)):
+        bits = (4, 8)[number // 2 % 2]
         solution = partial(simulate, name=name, bits=bits, simulations=simulations)
         problem, simulation, history = first_safe(case, world_size, Problem, solution)
         rows.append((problem, name, bits, state))
@@ -87,7 +101,8 @@ def test_equals_the_simulation_in_both_stages(world_size: int, node_size: int, m
 SHAPES = [(20, 17), (64,), (0, 3), (130,), (1,)]
 NUMEL = sum(int(np.prod(shape)) for shape in SHAPES)
 FREEZE = 3
-FORMS = [("OnebitAdam", "compact"), ("OnebitAdam", "float32"), ("ZeroOneAdam", "compact"), ("OnebitLamb", "float32")]
+# the second half is that of the long tests
+FORMS = [("OnebitAdam", "compact"), ("OnebitLamb", "float32"), ("ZeroOneAdam", "compact"), ("OnebitAdam", "float32")]
 TWO = {"node_size": 2}
 
 
@@ -141,10 +156,10 @@ def everywhere(optimizer: Any) -> tuple[np.ndarray, np.ndarray]:
     return worker.numpy(), np.nanmean(server.numpy(), axis=0)
 
 
-def two_nodes(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def two_nodes(rank: int, world_size: int, forms: list[Form], folder: str) -> dict[str, Any]:
     """Runs of each form: their saves in both stages, their ends, and the same runs resumed from saves and dicts."""
     found: dict[str, Any] = {"resumed": [], "errors": {}}
-    for name, form in FORMS:
+    for name, form in forms:
         params, optimizer = make(name, state=form, **TWO)
         for stop in (2, FREEZE + 2):  # one in each stage
             go_on(rank, params, optimizer, range(optimizer.last_plan.step if stop > 2 else 0, stop))
@@ -177,10 +192,10 @@ def two_nodes(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def flat_run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def flat_run(rank: int, world_size: int, forms: list[Form], folder: str) -> dict[str, Any]:
     """A run in the flat topology that saves what two levels load."""
     found = {}
-    for name, form in FORMS:
+    for name, form in forms:
         params, optimizer = make(name, state=form)
         go_on(rank, params, optimizer, range(FREEZE + 2))
         hf_compressopt.save_state(optimizer, f"{folder}/{name}-{form}-flat")
@@ -190,10 +205,12 @@ def flat_run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def loads(rank: int, world_size: int, folder: str, stops: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+def loads(
+    rank: int, world_size: int, forms: list[Form], folder: str, stops: list[Any], options: dict[str, Any]
+) -> dict[str, Any]:
     """What a run of another topology or of other ranks gets from the saves, and that it goes on."""
     found = {}
-    for name, form in FORMS:
+    for name, form in forms:
         for stop in stops:
             params, optimizer = make(name, state=form, **options)
             where = f"{folder}/{name}-{form}-{stop}"
@@ -223,20 +240,21 @@ def check_loaded(saved: dict[Any, Any], loaded: dict[Any, Any], tolerance: float
 
 
 @pytest.mark.invariant(21)
-def test_resumes_bit_for_bit_and_in_any_other_topology(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forms", [FORMS[:2], pytest.param(FORMS[2:], marks=pytest.mark.full)], ids=["some", "rest"])
+def test_resumes_bit_for_bit_and_in_any_other_topology(forms: list[Form], tmp_path: Path) -> None:
     """Errors in 8 bits are rounded once more where their blocks are other ones."""
-    found = run_ranks(4, two_nodes, str(tmp_path), timeout=240)
+    found = run_ranks(4, two_nodes, forms, str(tmp_path), timeout=240)
     for result in found:
-        assert result["resumed"] == [True] * 2 * len(FORMS)
-    flat = run_ranks(4, flat_run, str(tmp_path), timeout=240)
+        assert result["resumed"] == [True] * 2 * len(forms)
+    flat = run_ranks(4, flat_run, forms, str(tmp_path), timeout=240)
     stops, rounding = [2, FREEZE + 2], 0.02
     saved = found[0]["errors"]
     for options, world_size in (({}, 4), ({}, 2), ({"node_size": 4}, 4), ({}, 1)):
-        results = run_ranks(world_size, loads, str(tmp_path), stops, options, timeout=240)
+        results = run_ranks(world_size, loads, forms, str(tmp_path), stops, options, timeout=240)
         if world_size > 1:
             check_loaded(saved, results[0], rounding)
     for options, world_size in (({"node_size": 2}, 4), ({"node_size": 3}, 3)):
-        check_loaded(flat[0], run_ranks(world_size, loads, str(tmp_path), ["flat"], options)[0], rounding)
+        check_loaded(flat[0], run_ranks(world_size, loads, forms, str(tmp_path), ["flat"], options)[0], rounding)
 
 
 # -- gradients on their way -------------------------------------------------------------------------------------------
@@ -266,7 +284,7 @@ def without_ddp(rank: int, world_size: int, form: str) -> dict[str, Any]:
     return {"equal": equal, "left": left, "params": [p.detach().numpy() for p in runs["late"][0].parameters()]}
 
 
-@pytest.mark.parametrize("form", ["float32", "compact"])
+@pytest.mark.parametrize("form", [pytest.param("float32", marks=pytest.mark.full), "compact"])
 def test_ddp_and_early_messages_have_the_bits_of_a_plain_loop(form: str) -> None:
     ranks = run_ranks(4, without_ddp, form, timeout=240)
     for result in ranks:

@@ -279,7 +279,7 @@ def test_ranks_that_differ_fail_together(what: str) -> None:
 def test_other_bits_are_refused(bits: Any) -> None:
     with pytest.raises(ValueError, match=r"warmup_bits must be one of \[4, 8, 16, 32\]"):
         make(bits)
-    with pytest.raises(ValueError, match="warmup_bits=16 needs another communicator than MPI"):
+    with pytest.raises(ValueError, match="warmup_bits=16 is not supported with MPI"):
         make(16, communicator="mpi")
 
 

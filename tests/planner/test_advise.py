@@ -47,7 +47,7 @@ def test_a_burst_that_passes_at_once_does_not_change_the_rate() -> None:
 
 
 def test_times_that_do_not_grow_tell_no_rate() -> None:
-    with pytest.raises(ValueError, match="tells no rate: repeat it, or give --bandwidth and --latency"):
+    with pytest.raises(ValueError, match="so the rate is unknown: try again, or give --bandwidth and --latency"):
         link.fit("all_reduce", 2, 1, [Timing(size, 1e-3, 0.0) for size in SIZES])
 
 
@@ -89,7 +89,7 @@ def test_the_advice_changes_no_more_than_the_link_asks_for() -> None:
     for choices in (choices_on(1e13), slow):
         best, mine = choices[0], advice.advised(choices)
         assert mine.run_seconds <= best.run_seconds * (1 + advice.ALIKE)
-        assert advice.verdict(choices).startswith(f"take {mine.flags}")
+        assert advice.verdict(choices).startswith(f"use {mine.flags}")
         assert f"{len(choices):2} " in advice.table(choices) and mine.flags in advice.table(choices)
 
 
@@ -109,8 +109,8 @@ def test_what_cannot_be_timed_is_refused() -> None:
     from hf_compressopt.integrations import step_time
 
     for call, said in (
-        (lambda: step_time.stand_in(1000, 128), "no stand-in has about 1,000 parameters"),
-        (lambda: step_time.stand_in(10**15, 128), "no stand-in has about 1,000,000,000,000,000 parameters"),
+        (lambda: step_time.stand_in(1000, 128), "no GPT-2 has about 1,000 parameters"),
+        (lambda: step_time.stand_in(10**15, 128), "no GPT-2 has about 1,000,000,000,000,000 parameters"),
         (lambda: step_time.check_tokens(step_time.stand_in(10_000, 64), 65), "--tokens must be at most 64"),
         (lambda: step_time.check_memory(10**13, 2), "give --compute-seconds, measured on a machine that has them"),
     ):
@@ -128,7 +128,7 @@ def test_two_ranks_time_a_model_and_advise(tmp_path: Path) -> None:
     model = ["--config_name", str(tmp_path), "--batch-size", "2"]
     done = run_python([*MODULE, *model, *LINK], ranks=2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\ntake --optim ") == 1 and "2 ranks on 1 machine(s), gloo on cpu" in done.stdout
+    assert done.stdout.count("\nuse --optim ") == 1 and "2 ranks on 1 machine(s), gloo on cpu" in done.stdout
     assert "measured the link" not in done.stdout and "measured memory of a rank: " in done.stdout
     assert "10,040 parameters (gpt2), 2 x 16 tokens" in done.stdout
     table = done.stdout.split("flags\n")[1].split("\n\n")[0].splitlines()
@@ -216,7 +216,7 @@ def test_a_rank_that_fails_leaves_nobody_waiting(what: str, code: int, said: str
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "a launcher sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and none has"),
+        ({}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not set, which a launcher does"),
         ({"WORLD_SIZE": "1"}, "one rank sends nothing"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number of at least 1, got 'two'"),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE must divide WORLD_SIZE=4, got 3"),
@@ -249,7 +249,7 @@ def test_real_launchers(launcher: str) -> None:
         ],
     }
     done = run([*starts[launcher], *MODULE, "--params", "1e5", "--tokens", "16"])
-    assert done.stdout.count("\ntake --optim ") == 1
+    assert done.stdout.count("\nuse --optim ") == 1
     for collective in link.COLLECTIVES:
         assert f"measured the link, {collective}: " in done.stdout
     help_text = run([sys.executable, *MODULE, "--help"]).stdout

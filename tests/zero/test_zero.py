@@ -43,7 +43,8 @@ VARIANTS = {
 
 
 @pytest.mark.invariant(9)
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 4])
-def test_no_option_changes_a_bit(world_size: int) -> None:
-    for found in run_ranks(world_size, compare, list(VARIANTS.values())):
-        assert dict(zip(VARIANTS, found, strict=True)) == {name: [] for name in VARIANTS}
+@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 4)))
+def test_no_option_changes_a_bit(world_size: int, share: Share) -> None:
+    names = share.of(VARIANTS)
+    for found in run_ranks(world_size, compare, [VARIANTS[name] for name in names]):
+        assert dict(zip(names, found, strict=True)) == {name: [] for name in names}

@@ -14,6 +14,7 @@ from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.zero.memory import estimate_zero_memory, memory_report
 from tests.oracles.simulation_zero import ZeroSimulation
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.spreading import Share, spread
 from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import Case, Net, bits, different, gradients, loss_of, train_zero
 from tests.zero.test_zero_gradients import Stack, stack_loss
@@ -61,9 +62,9 @@ SIMULATED = [
 ]
 
 
-def against_the_simulation(rank: int, world_size: int) -> list[list[str]]:
+def against_the_simulation(rank: int, world_size: int, share: Share) -> list[list[str]]:
     found = []
-    for grads, params, case in SIMULATED:
+    for grads, params, case in share.of(SIMULATED):
         case.options |= {"grad_compression": grads, "param_compression": params}
         model, optimizer = train_zero(rank, case)
         oracle, simulation = simulated(world_size, case, (BITS[grads], BITS[params]))
@@ -78,10 +79,10 @@ def against_the_simulation(rank: int, world_size: int) -> list[list[str]]:
 
 @pytest.mark.invariant(8)
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_real_ranks_leave_the_bits_of_the_simulation(world_size: int) -> None:
-    for found in run_ranks(world_size, against_the_simulation):
-        assert found == [[]] * len(SIMULATED)
+@pytest.mark.parametrize(("world_size", "share"), spread(1, 2, shared=(3, 4)))
+def test_real_ranks_leave_the_bits_of_the_simulation(world_size: int, share: Share) -> None:
+    for found in run_ranks(world_size, against_the_simulation, share):
+        assert found == [[]] * len(share.of(SIMULATED))
 
 
 def steps_with(model: Net, optimizer: ZeroOptimizer, rank: int, steps: Any, scaler: Any = None) -> None:

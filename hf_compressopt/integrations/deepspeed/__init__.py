@@ -77,11 +77,11 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
     except RecursionError:
-        raise ValueError(f"{path} is no DeepSpeed configuration in JSON: it is nested too deeply") from None
+        raise ValueError(f"{path} is not a DeepSpeed configuration in JSON: it is nested too deeply") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no DeepSpeed configuration in JSON: {error}") from None
+        raise ValueError(f"{path} is not a DeepSpeed configuration in JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is no DeepSpeed configuration: it must be a JSON object, got {type(config).__name__}")
+        raise ValueError(f"{path} is not a DeepSpeed configuration: it must be an object, got {type(config).__name__}")
     return config
 
 

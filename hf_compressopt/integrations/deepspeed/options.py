@@ -1,4 +1,4 @@
-"""What becomes of DeepSpeed's options: the facts that decide it, and the rows of options.txt."""
+"""The translation of DeepSpeed's options: the facts that decide it, and the rows of options.txt."""
 
 from __future__ import annotations
 
