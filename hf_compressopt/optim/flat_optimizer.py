@@ -42,6 +42,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     step_was_skipped: bool = False
     skipped_steps: int = 0
     rounds: int = 0
+    zero_stage: int = 0
     #: State tensors beyond Adam's moments.
     extra_state: tuple[ExtraState, ...] = ()
     #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
@@ -108,6 +109,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             communicator=communicator_of(own, device, self.communicator, self._states, self._chosen),
             extras=self.extra_state,
             own_rank=None if own is None else self.communicator.rank,
+            shared_out=self.zero_stage > 0,
         )
         self._states.append(state)
         self.state.update(state.torch_states())
@@ -119,6 +121,12 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Find anew what follows from the state."""
         self._consensus.check_anew()
+        self._show_state()
+
+    def _show_state(self) -> None:
+        """Let ``state[p]`` show the state in the form that it has now."""
+        for state in self._states:
+            self.state.update(state.torch_states())
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
