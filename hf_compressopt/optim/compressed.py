@@ -143,7 +143,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             clips=self._clips,
             amsgrad=amsgrad,
         )
-        check_zero_stage(zero_stage, type(self).__name__, self._stages, warmup_bits, state)
+        check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state)
         self.zero_stage = zero_stage
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
@@ -185,7 +185,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     #: Legal values of ``clip``.
     _clips: tuple[str, ...] = CLIPS[:2]
     #: Legal values of ``zero_stage``.
-    _stages: tuple[int, ...] = (0,)
+    zero_stages: tuple[int, ...] = (0,)
     #: What else must be alike on all ranks, for them to keep the same parameters.
     _alike: tuple[str, ...] = ()
     #: What is sent after the switch, and what clipping reports then, for the log.

@@ -54,7 +54,7 @@ class OnebitAdam(CompressedOptimizer):
 
     momentum_is_message = True
     _clips = CLIPS
-    _stages = (0, 1)
+    zero_stages = (0, 1)
 
     def __init__(
         self,
