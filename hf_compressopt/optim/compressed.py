@@ -333,7 +333,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
 
     def _end_warmup(self, plan: StepPlan) -> None:
         end_first_stage(self._states, self._bias_counts, self.variance_floor)
-        self._show_state()
+        self.state.update(row for state in self._states for row in state.torch_states().items())
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch
             norm = ESTIMATE if self._consensus.clip == "sketch" else norm

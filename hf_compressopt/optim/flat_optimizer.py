@@ -121,12 +121,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Find anew what follows from the state."""
         self._consensus.check_anew()
-        self._show_state()
-
-    def _show_state(self) -> None:
-        """Let ``state[p]`` show the state in the form that it has now."""
-        for state in self._states:
-            self.state.update(state.torch_states())
+        self.state.update(row for state in self._states for row in state.torch_states().items())
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
