@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
@@ -211,6 +211,13 @@ class ParameterState(dict[str, Any]):
         super().__init__(dict.fromkeys(read()))
         self._read = read
 
+    def follow(self) -> None:
+        """Take the names of the form that the moments have now."""
+        names = self._read()
+        if not names.keys() <= super().keys():
+            super().clear()
+            super().update(dict.fromkeys(names))
+
     def __getitem__(self, name: str) -> Any:
         """Return a value, now."""
         readers = self._read()
@@ -247,3 +254,10 @@ class ParameterState(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterState:
         """Return an entry of the copied optimizer."""
         return ParameterState(deepcopy(self._read, memo))
+
+
+def follow_moments(entries: Iterable[Any]) -> None:
+    """Have entries of ``optimizer.state`` follow moments that have taken another form."""
+    for entry in entries:
+        if isinstance(entry, ParameterState):
+            entry.follow()

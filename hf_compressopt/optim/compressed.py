@@ -18,7 +18,7 @@ from hf_compressopt.flat import Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
-from hf_compressopt.optim.compact import STATE
+from hf_compressopt.optim.compact import STATE, follow_moments
 from hf_compressopt.optim.early_messages import EarlyMessages
 from hf_compressopt.optim.family_options import check_family_options, check_new_group, check_zero_stage
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
@@ -333,7 +333,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
 
     def _end_warmup(self, plan: StepPlan) -> None:
         end_first_stage(self._states, self._bias_counts, self.variance_floor)
-        self.state.update(row for state in self._states for row in state.torch_states().items())
+        follow_moments(self.state.values())
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch
             norm = ESTIMATE if self._consensus.clip == "sketch" else norm

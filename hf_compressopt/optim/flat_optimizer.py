@@ -17,6 +17,7 @@ from hf_compressopt.collectives.topology import FLAT, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.collectives.two_levels import with_topology
+from hf_compressopt.optim.compact import follow_moments
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_last_group, check_names, in_lists
@@ -121,7 +122,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Find anew what follows from the state."""
         self._consensus.check_anew()
-        self.state.update(row for state in self._states for row in state.torch_states().items())
+        follow_moments(self.state.values())
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
