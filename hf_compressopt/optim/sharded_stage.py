@@ -195,15 +195,11 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
             exp_avg_sq.clamp_(min=floor * total[span.index] / state.layout.numels[span.index])
         tops[span.index] = max(float(tops[span.index]), top_of_variance(exp_avg_sq))
     communicator.all_reduce(tops, op="max").wait()
-    numbers, still, points = (
-        range(len(state.layout.buckets)),
-        [s == 0 for s in total],
-        [int(top) for top in tops.tolist()],
-    )
-    feedback = state.feedback
-    _send_in_turn(_gather_momentum(state, number, feedback[number], still) for number in numbers)
-    state.moments.make_codes(points)  # in less memory than the momentum has left
-    _send_in_turn(_gather_variance(state, number, points) for number in numbers)
+    points, still = [int(top) for top in tops.tolist()], [s == 0 for s in total]
+    rows = enumerate(state.feedback)
+    _send_in_turn(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
+    state.moments.make_codes(points)  # in the memory that the momentum has left, on up to four ranks
+    _send_in_turn(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
     state.moments.shards = None
     state.find_still()
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt import GradScaler, OnebitAdam, OnebitLamb, ZeroOneAdam, load_state, save_state
+from hf_compressopt import GradScaler, OnebitAdam, OnebitLamb, ZeroOneAdam, attach_ddp, load_state, save_state
 from hf_compressopt.collectives.phases import gathered
 from hf_compressopt.optim import sharded_stage
 from hf_compressopt.optim.group_state import mean_variance_norm
@@ -308,6 +309,57 @@ def other_settings(rank: int, world_size: int) -> None:
 
 def test_other_settings() -> None:
     run_ranks(2, other_settings)
+
+
+def under_ddp(rank: int, world_size: int) -> None:
+    """Gradients stay local, and with clip="late" messages of the second stage leave during backward."""
+    left, ends = [], []
+    for options in ({"clip": "late"}, {}, {"fused_warmup": True}):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)))
+        optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=3, max_grad_norm=0.05, **ZERO, **options)
+        attach_ddp(model, optimizer)
+        for step in range(6):
+            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(10 * rank + step))
+            model(x).square().mean().backward()
+            left.append(bool(optimizer.early_messages.signature))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                ends.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        sums = optimizer.communicator.all_gather_object([p.detach().double().sum().item() for p in model.parameters()])
+        assert all(row == sums[0] for row in sums)
+    assert left == [False] * 4 + [True] * 2 + [False] * 12
+    assert torch.equal(ends[0], ends[1]) and torch.allclose(ends[1], ends[2], atol=2e-3), "the first stage is the same"
+    assert "zero_stage=1" in optimizer.describe()
+
+
+def test_under_ddp() -> None:
+    run_ranks(2, under_ddp)
+
+
+def unusual_groups(rank: int, world_size: int) -> None:
+    """Groups without elements, groups that come later, and a state that moves to another device."""
+    empty = [nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3, 0))]
+    optimizer = OnebitAdam([{"params": empty}, {"params": []}], freeze_step=2, **ZERO)
+    others = [nn.Parameter(torch.ones(count)) for count in (2, 3, 4)]
+    mixed = OnebitAdam([{"params": others[:1]}, {"params": others[1:2], "non_freeze": True}], freeze_step=2, **ZERO)
+    mixed.add_param_group({"params": others[2:]})
+    assert [state.moments.shards is None for state in mixed._states] == [False, True, False]
+    for _ in range(4):
+        for p in (*empty, *others):
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        mixed.step()
+    assert all(torch.allclose(p, p.new_full((), 1 - 4e-3), atol=1e-5) for p in others)
+    assert all(state.moments.shards is None for state in (*optimizer._states, *mixed._states))
+    (state,) = make(rank, 2, **ZERO)[1]._states
+    state.to(torch.device("meta"))
+    assert {moment.device.type for moment in state.moments.shards.exp_avg + state.moments.shards.exp_avg_sq} == {"meta"}
+
+
+def test_unusual_groups() -> None:
+    run_ranks(3, unusual_groups)
 
 
 def refused(rank: int, world_size: int) -> None:
