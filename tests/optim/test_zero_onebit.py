@@ -31,6 +31,7 @@ from tests.oracles.cases import (
 )
 from tests.oracles.simulation_zero_onebit import ZeroOnebitAdam
 from tests.support.harness import run_ranks
+from tests.support.memory import MIB, peak_beyond
 from tests.support.spreading import Share, spread
 
 CASES = [
@@ -126,6 +127,35 @@ def test_bytes_of_the_state_and_of_the_switch(world_size: int) -> None:
         assert max(first) <= 8 / world_size + 1.03 * (1 + 1 / world_size)
         assert max(then) <= 1 + 1 / 8 + 1.03 * (1 + 1 / world_size) + 0.01
         assert len(during) == 2 * 4 and max(during) <= max(first)  # two messages for each of four buckets
+
+
+def peak_of_a_run(rank: int, world_size: int, zero: bool) -> float:
+    """Bytes per parameter by which a run under DDP, through the switch, raises the memory of the process."""
+
+    def run(width: int, model: nn.Module) -> None:
+        x = torch.randn(2, width, generator=torch.Generator().manual_seed(rank))
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(wrapped.parameters())
+        if zero:
+            optimizer = OnebitAdam(wrapped.parameters(), freeze_step=2, zero_stage=1, bucket_cap_mb=2)
+            attach_ddp(wrapped, optimizer)
+        for _ in range(4):
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def layers(width: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(8)))
+
+    run(8, layers(8))  # which loads what a process loads once
+    model = layers(1024)
+    return 4 + peak_beyond(lambda: run(1024, model)) * MIB / (8 * 1024**2)  # the parameters are there before
+
+
+@pytest.mark.full
+def test_the_peak_of_a_run_is_a_third_below_adamw() -> None:
+    ours, adamw = (run_ranks(4, peak_of_a_run, zero) for zero in (True, False))
+    assert max(ours) <= 0.72 * min(adamw) and max(ours) <= 4 + 4 + 8 / 4 + 1.03 * (1 + 1 / 4) + 1.5, (ours, adamw)
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -254,7 +284,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
 # -- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def in_two_levels(rank: int, world_size: int) -> None:
+def in_two_levels(rank: int, world_size: int, folder: str) -> None:
     """Two nodes of two ranks with the same gradients take the steps of a flat exchange, but for rounding."""
     runs = []
     for options in ({}, {"topology": "two-level", "node_size": 2}):
@@ -264,13 +294,22 @@ def in_two_levels(rank: int, world_size: int) -> None:
         assert all(row == sums[0] for row in sums)
         runs.append([*params, *whole_moments(rank, params, optimizer)])
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(*runs, strict=True))
+    for stop in (2, 5):
+        params, optimizer = make(rank, stop, **ZERO, **options)
+        save_state(optimizer, f"{folder}/{stop}")
+        for topology in (options, {}):
+            loaded_params, loaded = make(rank, 0, **ZERO, **topology)
+            load_state(loaded, f"{folder}/{stop}")
+            moments = whole_moments(rank, params, optimizer)
+            assert same(moments, whole_moments(rank, loaded_params, loaded))
+            assert not topology or same(everything([], optimizer), everything([], loaded))
     shards, errors = make(rank, 1, **ZERO, **options)[1]._states[0].moments.shards, optimizer._states[0].errors
     numel = sum(p.numel() for p in params)
     assert sum(m.numel() for m in shards.exp_avg) <= numel // 4 + 64 and errors.worker.numel() <= 0.55 * numel + 400
 
 
-def test_two_levels_share_out_the_moments_among_all_ranks() -> None:
-    run_ranks(4, in_two_levels)
+def test_two_levels_share_out_the_moments_among_all_ranks(tmp_path: Path) -> None:
+    run_ranks(4, in_two_levels, str(tmp_path))
 
 
 def other_settings(rank: int, world_size: int) -> None:
