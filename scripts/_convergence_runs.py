@@ -222,6 +222,7 @@ RUNS: dict[str, dict[str, Run]] = {
     "zero": named(
         Run("AdamW", "AdamW", long=True),
         ZERO_INT4,
+        Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1}, long=True),
     ),
     "GPT-2": every(", GPT-2", model=GPT2, long=True),
     "texts": {

@@ -105,6 +105,7 @@ class FlatState:
         self, state: GroupState, buffers: GroupBuffers, index: int, name: str, own: Sequence[str]
     ) -> Iterator[StateTensor]:
         """The tensors of a parameter; ``own`` are each rank's own now, "param" stands for the parameter itself."""
+        yield from buffers.pieces(index, name)
         tensors = buffers.of_parameter(index)
         flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
         tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
@@ -139,7 +140,8 @@ class FlatState:
             schedule.plan(header.values["step"] + 1),
         )
         alone = ranks.world_size == 1
-        buffers = {state: GroupBuffers.room(state, header, entries, ranks.rank) for state in optimizer._states}
+        frozen, at = coming.stage.number > 0, ranks.rank
+        buffers = {s: GroupBuffers.room(s, header, entries, at, frozen=frozen) for s in optimizer._states}
         wanted = [t for t in self._group_tensors(names, stage, buffers.__getitem__) if not (alone and t.is_error)]
         wanted += [self._mask(number, mask) for number, mask in masks.items()]
         wanted += [StateTensor.of(TensorKey(_OPTIMIZER, name), t, replicated=True) for name, t in tensors.items()]
@@ -151,7 +153,7 @@ class FlatState:
             for number, mask in masks.items():
                 optimizer.param_groups[number][_MASK] = mask.to(optimizer._states[number].device)
             for place in buffers.values():
-                place.commit(frozen=coming.stage.number > 0)
+                place.commit(frozen=frozen)
             for number, state in enumerate(optimizer._states if alone else ()):
                 found = [error.local for error in errors.get(number, ())]
                 state.errors.take(*(found or [torch.empty(0, dtype=torch.float32, device="cpu")] * 2))

@@ -44,7 +44,9 @@ class GroupBuffers:
         return cls(state, state.moments, state.errors)
 
     @classmethod
-    def room(cls, state: GroupState, header: Header, entries: Mapping[str, TensorEntry], rank: int) -> GroupBuffers:
+    def room(
+        cls, state: GroupState, header: Header, entries: Mapping[str, TensorEntry], rank: int, *, frozen: bool
+    ) -> GroupBuffers:
         """Return memory for what a checkpoint has.
 
         Messages that are errors are read as they are by as many ranks as saved them; others read decoded values.
@@ -54,6 +56,7 @@ class GroupBuffers:
             header: The checkpoint's header, checked.
             entries: Its tensors, by name.
             rank: This rank among all ranks.
+            frozen: Whether the variance does not change in the coming step.
 
         Raises:
             ValueError: If the header does not tell how messages are cut.
@@ -65,7 +68,8 @@ class GroupBuffers:
         if str(key(MESSAGE)) in entries:
             cut = header.values["bucket_numel"], saved, header.values.get("scale_block")
             last = room_for_messages(state.layout.numel, *cut, state.device)
-        moments = state.moments.room(codes=str(key(TOP)) in entries, last=last)
+        shards = None if frozen else state.moments.shards or state.room_for_shards()
+        moments = state.moments.room(codes=str(key(TOP)) in entries, last=last, shards=shards)
         error = entries.get(str(TensorKey(WORKER, group=state.number, rank=rank)))
         in_bytes = error is not None and error.dtype == BYTES
         alike = saved == ranks and state.communicator.levels is None
@@ -73,12 +77,24 @@ class GroupBuffers:
         return cls(state, moments, state.errors.room(compact=as_saved))
 
     def of_parameter(self, index: int) -> dict[str, Tensor]:
-        """Return the moments of a parameter, by their kinds; no momentum if messages take its place."""
+        """Return the moments of a parameter, by their kinds; no momentum if messages take its place.
+
+        Moments that ranks share out are among :meth:`pieces`, but for those of a parameter without elements.
+        """
         state, moments = self.state, self.moments
+        if moments.shards is not None and state.params[index].numel():
+            return {}
         shape = state.params[index].shape
         kind = CODE if moments.codes.numel() else "exp_avg_sq"
         momentum = {} if moments.last else {"exp_avg": moments.exp_avg_of(index, still=False).view(shape)}
         return {**momentum, kind: moments.stored_variance(index).view(shape)}
+
+    def pieces(self, index: int, name: str) -> Iterator[StateTensor]:
+        """Yield this rank's pieces of the moments of a parameter, if the ranks share them out."""
+        shape, shards = tuple(self.state.params[index].shape), self.moments.shards
+        for piece in [] if shards is None else shards.pieces(index):
+            for kind in ("exp_avg", "exp_avg_sq"):
+                yield StateTensor.of(TensorKey(kind, name), piece[kind], shape, piece["start"])
 
     def of_group(self) -> Iterator[StateTensor]:
         """Yield the tensors that belong to compact moments, and to no one parameter."""

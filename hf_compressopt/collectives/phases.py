@@ -146,6 +146,24 @@ def averaged(
     return form.average(numel, messages, communicator.world_size, nbytes[0])
 
 
+def gathered(message: Tensor, communicator: Communicator) -> Task[Tensor]:
+    """Return the messages of all chunks, one after another, from every rank's message of the chunk that it serves.
+
+    Args:
+        message: [n] uint8, of the same length on all ranks.
+        communicator: The ranks.
+    """
+    levels = communicator.levels
+    for ranks in (communicator,) if levels is None else (levels.peers, levels.node):
+        if ranks.world_size > 1:
+            together = message.new_empty(ranks.world_size * message.numel())
+            handle = ranks.all_gather(together, message)
+            yield
+            handle.wait()
+            message = together
+    return message
+
+
 def _two_phases(
     to_servers: Tensor,
     nbytes: Sequence[int],

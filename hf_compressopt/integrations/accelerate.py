@@ -155,7 +155,7 @@ class CompressOptAccelerator(SavingAccelerator):
 
     def _is_partitioned(self, model: nn.Module) -> bool:
         plugin = self._compressopt.plugin
-        if plugin is not None and plugin.zero_stage:
+        if plugin is not None and plugin.partitions:
             return True
         return shares(model.parameters(), self._compressopt.partitioned)
 

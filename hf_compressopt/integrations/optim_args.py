@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.grad_compression import FORMATS, GradientCompression
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
-from hf_compressopt.integrations.zero import refuse_zero_stage
+from hf_compressopt.integrations.zero import check_takes_stage
 from hf_compressopt.zero.config import check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -94,7 +94,7 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
 
 
 def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
-    """The stage of ZeRO, by the optimizer's name or by ``zero_stage``; None is no ZeRO."""
+    """The stage of ZeroOptimizer, by the optimizer's name or by ``zero_stage``; None without ZeroOptimizer."""
     text = pairs.pop("zero_stage", None)
     if text is None:
         return ZERO_NAMES.get(name)
@@ -102,7 +102,9 @@ def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
         raise ValueError(f"optim_args: zero_stage is part of the optimizer's name ({name}): leave it out")
     stage: int = parse_value("zero_stage", text, (int,))
     if name in ALGORITHMS:
-        refuse_zero_stage(name, stage)
+        check_takes_stage(name, stage)
+        pairs["zero_stage"] = text  # the optimizer's own option
+        return None
     check_stage(stage)
     return stage
 

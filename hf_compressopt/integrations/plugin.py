@@ -19,14 +19,15 @@ from hf_compressopt.integrations.optim_args import (
     parse_value,
     text_options,
 )
-from hf_compressopt.integrations.zero import partitioned, refuse_zero_stage
+from hf_compressopt.integrations.zero import check_takes_stage, partitioned
+from hf_compressopt.optim.family_options import check_zero_stage
 from hf_compressopt.optim.options import MAX_UPDATE
 
 _Value = TypeVar("_Value")
 #: Fields that all compressed optimizers take as they are, ``state`` if it is set.
 OPTIONS = (
     *("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator"),
-    *("topology", "node_size", "node_bits"),
+    *("topology", "node_size", "node_bits", "zero_stage"),
 )
 
 AUTO = "auto"
@@ -85,8 +86,9 @@ class CompressOptPlugin:
             with grad_compression.
         node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
         node_bits: Bits per element of what the ranks of a node average, in two levels: 32, or 16 for bfloat16.
-        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it. Not supported with the
-            optimizers above, so ``optimizer`` is "none" then. 0 is off.
+        zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it, and ``optimizer`` is
+            "none" unless it is given. 1 with "onebit_adam": the ranks share out the moments of its first stage. Not
+            supported with the other two optimizers. 0 is off.
         async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
             ``end_training`` and the end of the process wait for it.
 
@@ -128,9 +130,16 @@ class CompressOptPlugin:
         if self.total_steps is not None and not _is_count(self.total_steps):
             raise ValueError(f"total_steps must be an int >= 1, or None, got {self.total_steps!r}")
         check_grad_compression(self.grad_compression, "" if self.optimizer == "none" else self.optimizer)
-        check_param_compression(self.param_compression, self.zero_stage)
-        if self.zero_stage and self.optimizer != "none":
-            refuse_zero_stage(self.optimizer, self.zero_stage)
+        check_param_compression(self.param_compression, self.zero_stage if self.partitions else None)
+        if self.zero_stage and not self.partitions:
+            check_takes_stage(self.optimizer, self.zero_stage)
+            cls, form = ALGORITHMS[self.optimizer], self.state or "compact"
+            check_zero_stage(self.zero_stage, cls.__name__, cls.zero_stages, self.warmup_bits, form)
+
+    @property
+    def partitions(self) -> bool:
+        """True if ordinary optimizers become a ZeroOptimizer of them."""
+        return self.zero_stage > 0 and self.optimizer == "none"
 
     def topology_options(self) -> TopologyOptions:
         """The options of the topology, checked."""
@@ -149,14 +158,14 @@ class CompressOptPlugin:
         return short or long
 
     def convert(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Replace a fresh Adam or AdamW by the compressed optimizer, or with zero_stage any optimizer by ZeRO's.
+        """Replace a fresh Adam or AdamW by the compressed optimizer, or any optimizer by ZeRO's.
 
         The param groups are the same objects, so that a scheduler made for the old optimizer drives the new one.
 
         Raises:
             ValueError: If the optimizer has taken steps, or Adam has a weight decay (its L2 is not decoupled).
         """
-        if self.zero_stage:
+        if self.partitions:
             names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression")
             return partitioned(optimizer, self.zero_stage, **{name: getattr(self, name) for name in names})
         if self.optimizer == "none" or not _is_plain_adam(optimizer):
@@ -177,7 +186,7 @@ class CompressOptPlugin:
     @property
     def ddp_compression(self) -> str:
         """The compression of gradients that DDP averages; "none" under ZeRO, which averages them itself."""
-        return "none" if self.zero_stage else self.grad_compression
+        return "none" if self.partitions else self.grad_compression
 
     def common_options(self) -> dict[str, Any]:
         """The fields that a compressed optimizer takes as they are."""
@@ -186,7 +195,7 @@ class CompressOptPlugin:
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the reason why an optimizer is not replaced by the compressed one that the plugin names, or ""."""
-        if self.zero_stage or self.optimizer == "none" or _is_plain_adam(optimizer) or saves_shards(optimizer):
+        if self.optimizer == "none" or _is_plain_adam(optimizer) or saves_shards(optimizer):
             return ""
         name = type(optimizer).__name__
         return (

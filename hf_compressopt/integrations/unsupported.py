@@ -34,7 +34,7 @@ def check_distributed_type(accelerator: Any, optimizer: Any, plugin: CompressOpt
     """
     name = type(optimizer).__name__ if saves_shards(optimizer) else ""
     if plugin is not None and not name:
-        name = "ZeroOptimizer" if plugin.zero_stage else "" if plugin.optimizer == "none" else plugin.optimizer
+        name = "ZeroOptimizer" if plugin.partitions else "" if plugin.optimizer == "none" else plugin.optimizer
         if plugin.grad_compression != "none":
             name = f"grad_compression={plugin.grad_compression}"
     if name and (reason := why_unsupported(accelerator, name)):

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.supported import check_optimizer_class
 
 
-def refuse_zero_stage(name: str, stage: Any) -> NoReturn:
-    """Refuse ZeRO for a compressed optimizer.
+def check_takes_stage(name: str, stage: Any) -> None:
+    """Check that a compressed optimizer knows ZeRO; its constructor checks the stage.
 
     Raises:
-        ValueError: Always. The message says what to use instead.
+        ValueError: If it does not. The message says what to use instead.
     """
+    if len(ALGORITHMS[name].zero_stages) > 1:
+        return
     raise ValueError(
-        f"zero_stage={stage} is not supported with {name}: its error feedback needs whole buckets on every rank. Use "
-        f"{name} without zero_stage, or an ordinary optimizer with it (--optim zero{stage}_adamw; in a plugin "
-        f'optimizer="none", zero_stage={stage})'
+        f"zero_stage={stage} is not supported with {name}, whose ranks need whole moments. Use onebit_adam with "
+        f'zero_stage=1, or an ordinary optimizer (--optim zero{stage}_adamw; in a plugin optimizer="none", '
+        f"zero_stage={stage})"
     )
 
 

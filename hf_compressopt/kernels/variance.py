@@ -22,6 +22,8 @@ ZERO_CODE = 255
 #: The largest code of another one, 31.75 octaves below the largest: smaller variances are raised to it.
 LAST_CODE = 254
 _LOWEST, _HIGHEST = -126 * POINTS, 128 * POINTS - 1  # points that are normal float32 numbers
+#: Stands for the point of the largest of variances that are all 0.
+NO_TOP = _LOWEST - 1
 _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
 _RUN = 1 << 18  # elements that are encoded at once, so that what this needs stays near 5 MiB
 
@@ -69,18 +71,25 @@ def _points(values: Tensor) -> Tensor:
     return found.clamp_(max=_HIGHEST)
 
 
-def encode_variance_(values: Tensor, codes: Tensor) -> int:
+def top_of_variance(values: Tensor) -> int:
+    """Return the point of the largest of some variances, [n] float32; ``NO_TOP`` if all are 0, or there is none."""
+    runs = torch.split(values, _RUN)
+    return max((int(_points(run).max()) for run in runs if run.numel()), default=NO_TOP)
+
+
+def encode_variance_(values: Tensor, codes: Tensor, top: int | None = None) -> int:
     """Encode the variances of one tensor.
 
     Args:
         values: [n] float32, not negative, read.
         codes: [n] uint8, written. It may be the first quarter of the memory of ``values``, or lie before it.
+        top: What :func:`top_of_variance` returns for the whole tensor, if ``values`` are a part of it.
 
     Returns:
         The point of the largest element; 0 if all are 0.
     """
     runs = torch.split(values, _RUN)
-    top = max((int(_points(run).max()) for run in runs if run.numel()), default=_LOWEST - 1)
+    top = top_of_variance(values) if top is None else top
     if top < _LOWEST:
         codes.fill_(ZERO_CODE)
         return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, LogVariance, Variance, on
-from hf_compressopt.kernels.variance import ZERO_CODE, decode_variance, encode_variance_
+from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_
 from hf_compressopt.optim.functional import is_zero
+from hf_compressopt.optim.moment_shards import MomentShards
 
 #: Legal values of the option ``state``.
 STATES = ("compact", "float32")
@@ -34,13 +35,15 @@ class Moments:
         codes: [numel] uint8, the frozen variance, or [0].
         tops: [parameters] int32, see :class:`~hf_compressopt.kernels.LogVariance`.
         last: The momentum of the buckets whose messages have come, by the buckets' first elements.
+        shards: This rank's part of the moments, if the ranks share them out; the buffers are [0] then.
     """
 
-    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
-        """Allocate float32 buffers of zeros."""
-        self._layout = layout
-        self.exp_avg = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        self.exp_avg_sq = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+    def __init__(self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None) -> None:
+        """Allocate float32 buffers of zeros, unless there are ``shards``."""
+        self._layout, self.shards = layout, shards
+        numel = layout.numel if shards is None else 0
+        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device=device)
         self.codes = torch.zeros(0, dtype=torch.uint8, device=device)
         self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
         self.last: dict[int, Average] = {}
@@ -51,6 +54,8 @@ class Moments:
         for name in ("exp_avg", "exp_avg_sq", "codes", "tops"):
             setattr(self, name, getattr(self, name).to(device))
         self._recent = None
+        if self.shards is not None:
+            self.shards.to(device)
         for start, average in self.last.items():
             if average.messages is not None:
                 self.last[start] = replace(average, messages=average.messages.to(device))
@@ -67,6 +72,11 @@ class Moments:
             tops.append(encode_variance_(self.exp_avg_sq[start : start + numel], codes[start : start + numel]))
         self.tops.copy_(torch.tensor(tops, dtype=torch.int32, device="cpu"))
         self.codes, self.exp_avg_sq = codes, self.exp_avg_sq[:0]
+
+    def make_codes(self, tops: Sequence[int]) -> None:
+        """Allocate the codes of a variance, to be filled. ``tops``: each parameter's ``top_of_variance``."""
+        self.codes = torch.empty(self._layout.numel, dtype=torch.uint8, device=self.codes.device)
+        self.tops.copy_(torch.tensor([top if top > NO_TOP else 0 for top in tops], dtype=torch.int32, device="cpu"))
 
     def variance(self, start: int, stop: int) -> Variance:
         """Return the variances of the elements [start, stop), as kernels take them."""
@@ -103,14 +113,18 @@ class Moments:
 
     # -- other forms --------------------------------------------------------------------------------------------------
 
-    def room(self, *, codes: bool = False, last: Mapping[int, Average] | None = None) -> Moments:
+    def room(
+        self, *, codes: bool = False, last: Mapping[int, Average] | None = None, shards: MomentShards | None = None
+    ) -> Moments:
         """Return moments of another form, to be filled. They share the memory of what has that form already.
 
         Args:
             codes: Whether the variance lies in 8 bits, else in float32.
             last: Messages that take the momentum's place, by their first elements; None for float32.
+            shards: This rank's part of the moments, if the ranks share them out.
         """
-        found, numel = copy(self), self._layout.numel
+        found, numel = copy(self), self._layout.numel if shards is None else 0
+        found.shards = shards
         found.tops, found.last, found._recent = torch.zeros_like(self.tops), dict(last or {}), None
         if not codes:
             found.codes = self.codes.new_empty(0)
@@ -197,6 +211,13 @@ class ParameterState(dict[str, Any]):
         super().__init__(dict.fromkeys(read()))
         self._read = read
 
+    def follow(self) -> None:
+        """Take the names of the form that the moments have now."""
+        names = self._read()
+        if not names.keys() <= super().keys():
+            super().clear()
+            super().update(dict.fromkeys(names))
+
     def __getitem__(self, name: str) -> Any:
         """Return a value, now."""
         readers = self._read()
@@ -233,3 +254,10 @@ class ParameterState(dict[str, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterState:
         """Return an entry of the copied optimizer."""
         return ParameterState(deepcopy(self._read, memo))
+
+
+def follow_moments(entries: Iterable[Any]) -> None:
+    """Have entries of ``optimizer.state`` follow moments that have taken another form."""
+    for entry in entries:
+        if isinstance(entry, ParameterState):
+            entry.follow()

@@ -18,9 +18,9 @@ from hf_compressopt.flat import Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
-from hf_compressopt.optim.compact import STATE
+from hf_compressopt.optim.compact import STATE, follow_moments
 from hf_compressopt.optim.early_messages import EarlyMessages
-from hf_compressopt.optim.family_options import check_family_options
+from hf_compressopt.optim.family_options import check_family_options, check_zero_stage
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.optim.functional import adam_options, adam_step_
 from hf_compressopt.optim.gradients import Grads
@@ -31,6 +31,7 @@ from hf_compressopt.optim.logs import report_switch
 from hf_compressopt.optim.metrics import Measured
 from hf_compressopt.optim.options import resolve_communicator
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
+from hf_compressopt.optim.sharded_stage import end_first_stage, take_sharded_step
 from hf_compressopt.optim.sketched_norm import CLIPS, ESTIMATE
 from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import MIN_FREEZE_STEP, StepPlan
@@ -74,6 +75,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
             "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure. "late", of
             OnebitAdam, clips by the "sketch" of the step before, so that messages may leave during backward.
+        zero_stage: 1, of OnebitAdam: the ranks share out the moments of the first stage; 0 is off.
         scale_block: Elements that share a scale in a message, a positive multiple of 8; None is one per message.
         variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
             its tensor's mean, >= 0; 0 is off.
@@ -113,6 +115,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         weight_decay: float = 0.0,
         max_grad_norm: float = 0.0,
         clip: str = "sketch",
+        zero_stage: int = 0,
         scale_block: int | None = 4096,
         variance_floor: float = 0.01,
         bucket_cap_mb: float = 25.0,
@@ -140,6 +143,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             clips=self._clips,
             amsgrad=amsgrad,
         )
+        check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state)
+        self.zero_stage = zero_stage
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
         self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
@@ -178,6 +183,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     _fused_warmup = False
     #: Legal values of ``clip``.
     _clips: tuple[str, ...] = CLIPS[:2]
+    #: Legal values of ``zero_stage``.
+    zero_stages: tuple[int, ...] = (0,)
     #: What else must be alike on all ranks, for them to keep the same parameters.
     _alike: tuple[str, ...] = ()
     #: What is sent after the switch, and what clipping reports then, for the log.
@@ -258,23 +265,26 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
-        options += [self._clip, self.max_grad_norm, self.warmup_bits, self.compact]
+        options += [self._clip, self.max_grad_norm, self.warmup_bits, self.compact, self.zero_stage]
         self._consensus.comparison.check(plan, before, [type(self).__name__, self._step, repr(options)])
         return plan
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
         """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
         compressed = [state for state in self._states if state.compressed and not plan.update_variance]
+        shared_out = [state for state in self._states if state.moments.shards is not None]
         for state in compressed:
             state.begin_step(plan)
         if gradients is None:
             return self._local_steps(plan, compressed, None)
         for state, grads in zip(self._states, gradients, strict=True):
-            if state in compressed or (not state.params and state.own_rank is None):
+            if state in compressed or state in shared_out or (not state.params and state.own_rank is None):
                 continue  # an empty group of all ranks has nothing to average
             if not plan.reduce_grads or state.own_rank is not None:
                 grads = average_group(grads, state.layout, [p.shape for p in state.params], state.communicator)
             self._uncompressed_step(state, grads)
+        if shared_out:
+            take_sharded_step(shared_out, gradients, bits=self.warmup_bits, fused=self._fused_warmup)
         if not plan.agree:
             self._local_steps(plan, compressed, gradients)
         elif plan.synchronize:
@@ -312,14 +322,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         self._apply(plan, state, bucket, state.masked(bucket, average))
 
     def _end_warmup(self, plan: StepPlan) -> None:
-        """Fold the bias corrections into the moments, and apply the variance floor, once.
-
-        The errors of the gradients' messages become errors of the momentum, b1 m + (1 - b1) g: times 1 - b1.
-        """
-        for state in self._states:
-            if state.compressed:
-                state.freeze_variance(*self._bias_counts(state), self.variance_floor)
-                state.errors.scale_([1 - state.options["betas"][0]] * len(state.params))
+        end_first_stage(self._states, self._bias_counts, self.variance_floor)
+        follow_moments(self.state.values())
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch
             norm = ESTIMATE if self._consensus.clip == "sketch" else norm

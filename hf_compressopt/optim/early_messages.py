@@ -110,6 +110,7 @@ class EarlyMessages:
         """
         self._plan = plan
         sends = plan.agree and plan.synchronize and not plan.reduce_grads and before.stage is plan.stage
+        sends = sends and not plan.update_variance
         if not self.enabled or not sends or self._communicator.world_size == 1:
             return False
         return self._unclipped if LATE_CLIP not in self._tensors else self._last_norm() is not None

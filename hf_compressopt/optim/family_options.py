@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hf_compressopt.kernels.integer_messages import INTEGER_BITS
 from hf_compressopt.optim.compact import STATES
 from hf_compressopt.optim.options import check_at_least, check_scale_block
 
@@ -37,3 +38,40 @@ def check_family_options(
         raise ValueError(f"clip must be one of {list(clips)}, got {clip!r}{only}")
     if not 0 < freeze_threshold <= 1:
         raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
+
+
+def check_zero_stage(stage: Any, name: str, stages: Sequence[int], warmup_bits: int, state: str) -> None:
+    """Check ``zero_stage``, and what it needs.
+
+    Args:
+        stage: The value.
+        name: Name of the optimizer.
+        stages: Values that are legal for the optimizer.
+        warmup_bits: The option.
+        state: The option.
+
+    Raises:
+        TypeError: If it is no int.
+        ValueError: If it is not legal; the message says what is.
+    """
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise TypeError(f"zero_stage must be an int, one of {list(stages)}, got {stage!r}")
+    if stage and tuple(stages) == (0,):
+        raise ValueError(
+            f"zero_stage={stage} is not supported with {name}, whose ranks need whole moments: use OnebitAdam with "
+            "zero_stage=1, or ZeroOptimizer with an ordinary optimizer"
+        )
+    if stage == 2:
+        raise ValueError(
+            f"zero_stage=2 is not supported with {name}, whose gradients stay whole on every rank until step(): use "
+            "zero_stage=1, or ZeroOptimizer with an ordinary optimizer (--optim zero2_adamw)"
+        )
+    if stage not in stages:
+        raise ValueError(f"zero_stage must be one of {list(stages)}, got {stage}")
+    if stage and state != "compact":
+        raise ValueError(f"zero_stage={stage} needs state='compact', got {state!r}: moments are gathered in that form")
+    if stage and warmup_bits not in INTEGER_BITS:
+        raise ValueError(
+            f"zero_stage={stage} needs warmup_bits to be one of {list(INTEGER_BITS)}, got {warmup_bits}: gradients and "
+            "updates travel in that many bits"
+        )

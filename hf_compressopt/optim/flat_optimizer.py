@@ -17,6 +17,7 @@ from hf_compressopt.collectives.topology import FLAT, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.collectives.two_levels import with_topology
+from hf_compressopt.optim.compact import follow_moments
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_last_group, check_names, in_lists
@@ -42,6 +43,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     step_was_skipped: bool = False
     skipped_steps: int = 0
     rounds: int = 0
+    zero_stage: int = 0
     #: State tensors beyond Adam's moments.
     extra_state: tuple[ExtraState, ...] = ()
     #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
@@ -108,6 +110,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             communicator=communicator_of(own, device, self.communicator, self._states, self._chosen),
             extras=self.extra_state,
             own_rank=None if own is None else self.communicator.rank,
+            shared_out=self.zero_stage > 0,
         )
         self._states.append(state)
         self.state.update(state.torch_states())
@@ -119,6 +122,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state."""
         self._consensus.comparison.check_anew()
+        follow_moments(self.state.values())
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""

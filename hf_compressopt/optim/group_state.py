@@ -20,6 +20,7 @@ from hf_compressopt.kernels import Average, Segment, SignFormat, Variance
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.optim.compact import Moments, ParameterState
 from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
+from hf_compressopt.optim.moment_shards import PIECES, MomentShards
 from hf_compressopt.schedules import StepPlan
 
 
@@ -75,8 +76,9 @@ class GroupState:
         compact: bool = False,
         extras: Sequence[ExtraState] = (),
         own_rank: int | None = None,
+        shared_out: bool = False,
     ) -> None:
-        """Allocate the state."""
+        """Allocate the state. ``shared_out``: whether the ranks share out the moments of the first stage."""
         self.options, self.number = options, number
         given = options.get("param_names", [f"group{number}.{i}" for i in range(len(options["params"]))])
         named = {p: name for p, name in zip(options["params"], given, strict=True) if p.requires_grad}
@@ -87,7 +89,8 @@ class GroupState:
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
         self._form = SignFormat(scale_block)
-        self.moments = Moments(self.layout, device)
+        self._shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
+        self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")
         self.still = [False] * len(self.params)
@@ -138,6 +141,10 @@ class GroupState:
         """Return whether the messages of an average may replace the momentum."""
         return self.compact and average.messages is not None and self.options.get("exp_avg_mask") is None
 
+    def room_for_shards(self, device: torch.device | None = None) -> MomentShards | None:
+        """Return memory for this rank's part of the moments of the first stage; None if every rank has all of them."""
+        return MomentShards(self.layout, self.communicator, device or self.device) if self._shared_out else None
+
     def begin_step(self, plan: StepPlan) -> None:
         """Encode the variance before the first step in which it is frozen, if it is to lie in 8 bits."""
         if self.compact and plan.stage.number:
@@ -177,10 +184,12 @@ class GroupState:
         readers = partial(self._readers, index)
         return ParameterState(readers) if self.compact else {name: read() for name, read in readers().items()}
 
-    def _readers(self, index: int) -> dict[str, Callable[[], Tensor]]:
-        """Return what returns each value of the state of a parameter."""
-        shape = self.params[index].shape
-        readers: dict[str, Callable[[], Tensor]] = {
+    def _readers(self, index: int) -> dict[str, Callable[[], Any]]:
+        """Return what returns each value of the state of a parameter; of shared moments this rank's pieces."""
+        shape, shards = self.params[index].shape, self.moments.shards
+        if shards is not None:
+            return {"step": lambda: self.steps[index], PIECES: lambda: shards.pieces(index)}
+        readers: dict[str, Callable[[], Any]] = {
             "step": lambda: self.steps[index],
             "exp_avg": lambda: self.moments.exp_avg_of(index, self.still[index]).view(shape),
             "exp_avg_sq": lambda: self.moments.exp_avg_sq_of(index).view(shape),
@@ -191,6 +200,12 @@ class GroupState:
             elif extra.per == "parameter":
                 readers[extra.name] = partial(self.extra[extra.name].__getitem__, index)
         return readers
+
+    def shapes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each value of the state of a parameter, as it is if every rank has all of it."""
+        shape = tuple(self.params[index].shape)
+        extras = {e.name: shape if e.per == "element" else () for e in self.extras if e.per != "group"}
+        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape, **extras}
 
     def _extra_of(self, name: str, index: int) -> Tensor:
         return self.view(self.extra[name], index)
@@ -311,7 +326,10 @@ def mean_variance_norm(
     norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for state in states:
         count = max(counts(state)[1], default=0.0) if state.compressed else 0.0
+        shards, ranks = state.moments.shards, state.communicator.world_size
         norm += variance_norm(state.exp_avg_sq, count, state.options)
+        for part in () if shards is None else shards.exp_avg_sq:
+            norm += variance_norm(part, count, state.options) * ranks  # a part of the norm, not one rank's view of it
     norm /= everyone.world_size
     everyone.all_reduce(norm).wait()
     return float(norm)

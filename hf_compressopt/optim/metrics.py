@@ -27,6 +27,7 @@ class Measured:
     traffic: Traffic
     schedule: Schedule
     scale_block: int | None
+    zero_stage: int
     skipped_steps: int
     rounds: int
     _consensus: Consensus
@@ -61,6 +62,7 @@ class Measured:
     def describe(self) -> str:
         """Return one line for the log: class, size, schedule, ranks, kernels."""
         options = {**self.schedule.options(), "warmup_bits": self.warmup_gradients.bits}
+        options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         return describe(type(self).__name__, self._states, options, self.communicator, self.scale_block)
 
 

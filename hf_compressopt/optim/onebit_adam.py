@@ -54,6 +54,7 @@ class OnebitAdam(CompressedOptimizer):
 
     momentum_is_message = True
     _clips = CLIPS
+    zero_stages = (0, 1)
 
     def __init__(
         self,

@@ -39,6 +39,7 @@ class Scheduled:
     freeze_threshold: float
     lr_warmup: Warmup = Warmup()
     warmup_bits: int
+    zero_stage: int
     param_groups: list[dict[str, Any]]
     communicator: Communicator
     _step: int
@@ -67,8 +68,13 @@ class Scheduled:
         super().add_param_group(param_group)  # type: ignore[misc]
 
     def plan_at(self, step: int) -> StepPlan:
-        """Return the plan of step ``step``: a pure function of the step and the schedule."""
-        return self.schedule.plan(step)
+        """Return the plan of step ``step``: a pure function of the step, the schedule and the options.
+
+        With ``zero_stage`` step() itself averages the gradients of the first stage.
+        """
+        plan = self.schedule.plan(step)
+        shared_out = self.zero_stage > 0 and self.communicator.world_size > 1 and plan.stage.number == 0
+        return replace(plan, reduce_grads=False, synchronize=True) if shared_out else plan
 
     @property
     def plan(self) -> StepPlan:

@@ -18,6 +18,7 @@ from hf_compressopt.optim.functional import is_zero
 from hf_compressopt.optim.gradient_noise import NOISE, check_noise
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.moment_shards import PIECES, check_pieces, take_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.optim.shard_stub import STATE_KEY
 from hf_compressopt.optim.warmup_gradients import WarmupGradients
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 HISTORY = "freeze_history"
 #: Key of a header that says that averaged gradients have travelled as ``warmup_bits`` say.
 TRAVELLED = "warmup_gradients"
+#: Key of a header that says that the ranks shared out the moments: server errors were those of updates then.
+SHARED_OUT = "moments_shared_out"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -62,9 +65,15 @@ class Stateful(Protocol):
 # -- the header -------------------------------------------------------------------------------------------------------
 
 
+def _shares_out(optimizer: Stateful) -> bool:
+    return any(state.moments.shards is not None for state in optimizer._states)
+
+
 def header_of(optimizer: Stateful) -> dict[str, Any]:
     """Return the numbers and strings that belong to the state, for JSON."""
     others: dict[str, Any] = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
+    if _shares_out(optimizer):
+        others[SHARED_OUT] = True
     if optimizer.communicator.levels is not None:
         others[NODE_SIZE] = optimizer.communicator.topology.node_size
     return {
@@ -107,7 +116,13 @@ def check_header(optimizer: Stateful, header: dict[str, Any]) -> None:
 
 
 def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
-    """Take over a header that was checked."""
+    """Take over a header that was checked, after the tensors.
+
+    Server errors of updates are of no use to messages of gradients, and the other way round: they become 0.
+    """
+    if bool(header.get(SHARED_OUT)) != _shares_out(optimizer):
+        for state in optimizer._states:
+            state.errors.server.zero_()
     mine, schedule = optimizer.schedule.options(), type(optimizer.schedule).of(header["schedule"])
     if schedule.options() != mine and "auto" not in mine.values() and optimizer.communicator.rank == 0:
         write_log(
@@ -222,12 +237,17 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
     saved_groups = [loadable_group(group) for group in state_dict["param_groups"]]
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         check_group({**group, **saved}, number)
+    frozen = type(optimizer.schedule).of(header["schedule"]).plan(header["step"] + 1).stage.number > 0
+    shards = {state: None if frozen else state.room_for_shards() for state in optimizer._states}
+    for state, index, row in rows:
+        check_pieces(row, shards[state] if header.get("rank") == optimizer.communicator.rank else None, index)
     for state in optimizer._states:
-        state.moments = state.moments.room()
+        state.moments = state.moments.room(shards=shards[state])
     for state, index, row in rows:
         initial = {extra.name: row.get(extra.plain, extra.initial) for extra in state.extras}
         for name, target in state.torch_state(index).items():
-            _assign(target, row[name] if name in row else initial.get(name, 0.0))
+            put = take_pieces if name == PIECES else _assign
+            put(target, row if name == PIECES else row.get(name, initial.get(name, 0.0)))
     for number, state in enumerate(optimizer._states):
         for extra in state.extras:
             if extra.per == "group":
@@ -254,14 +274,15 @@ def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tupl
         key = dict(zip(group["params"], saved_group["params"], strict=True))
         for index, param in enumerate(state.params):
             row = state_dict["state"].get(key[param], {})
-            for name, mine in state.torch_state(index).items() if row else ():
+            for name, shape in state.shapes(index).items() if row else ():
                 if STATE_KEY not in state_dict and name not in ("step", *_MOMENTS):
                     continue  # a plain Adam has none of these
+                if PIECES in row and name in _MOMENTS:
+                    continue
                 found = tuple(getattr(row[name], "shape", ())) if name in row else "nothing"
-                if found != tuple(mine.shape):
+                if found != shape:
                     raise ValueError(
-                        f"{name} of parameter {key[param]} must have shape {tuple(mine.shape)}, the state dict has "
-                        f"{found}"
+                        f"{name} of parameter {key[param]} must have shape {shape}, the state dict has {found}"
                     )
             rows.append((state, index, row))
     return rows

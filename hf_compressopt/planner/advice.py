@@ -10,7 +10,7 @@ from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
 from hf_compressopt.optim.compact import STATE
 from hf_compressopt.planner import report
 from hf_compressopt.planner.cost import Model
-from hf_compressopt.planner.memory import COMPACT_FIRST, COMPACT_THEN, FLOAT32
+from hf_compressopt.planner.memory import COMPACT_FIRST, COMPACT_THEN, FLOAT32, ZERO_FIRST
 
 _ADAMW = "--optim adamw_torch"
 _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of torch's default_hooks"
@@ -106,8 +106,10 @@ def _flags(name: str, itemsize: int, warmup_bits: int | None) -> str:
     stages = {f"ZeRO-{stage}": optim for optim, stage in ZERO_NAMES.items()}
     if name in stages:
         return f"--optim {stages[name]}"
-    (optim,) = (optim for optim, cls in ALGORITHMS.items() if cls.__name__ == name)
-    return f"--optim {optim}" + (f" --optim_args warmup_bits={warmup_bits}" if warmup_bits else "")
+    shared_out = name == report.ONEBIT_ZERO
+    (optim,) = (optim for optim, cls in ALGORITHMS.items() if cls.__name__ == name.partition(",")[0])
+    given = [*(["zero_stage=1"] if shared_out else []), *([f"warmup_bits={warmup_bits}"] if warmup_bits else [])]
+    return f"--optim {optim}" + (f" --optim_args {','.join(given)}" if given else "")
 
 
 def _memory_rows(name: str) -> list[str]:
@@ -118,6 +120,8 @@ def _memory_rows(name: str) -> list[str]:
         return ["grad_compression"]
     if name.startswith("ZeRO"):
         return [name]
+    if name == report.ONEBIT_ZERO:
+        return [f"OnebitAdam, {form}" for form in (ZERO_FIRST, COMPACT_THEN)]
     (cls,) = (cls for cls in ALGORITHMS.values() if cls.__name__ == name)
     own = signature(cls).parameters.get("state")
     compact = (STATE if own is None else own.default) != FLOAT32

@@ -8,6 +8,7 @@ work makes b longer by h):
 ZeRO-1 and 2. (3) with all-to-alls and u/N, then packing and the all-gather of the parameters, not overlapped.
 Compressed step, of k buckets. Passes over memory, P seconds, and messages, C seconds, overlap:
     f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
+The first stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes.
 Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P, and
 the passes that write the errors and the averages, Q, come last:
     f + max(ready_1 + sum of all messages, b + h + P + last message) + Q + u                               (5)
@@ -213,6 +214,21 @@ class Model:
         """A step of a compressed optimizer that averages gradients, in its warmup_bits."""
         bits = self.training.warmup_bits
         return self.low_bit(bits) if bits in INTEGER_BITS else self.ddp(min(bits // 8, self.training.itemsize))
+
+    def shared_out(self) -> Step:
+        """A step of a compressed optimizer's first stage with ``zero_stage``: (4), with messages of integers."""
+        params, ranks, bits = self.training.params, self.cluster.ranks, self.training.warmup_bits
+        bucket, message = self._float_bucket(), bits / 8
+        number = params / bucket
+        messages = two_phases(self.cluster, bucket, IntegerFormat(bits).chunk_nbytes(bucket, ranks)) * number
+        # gradient, error -> message; all messages of a chunk -> values, their sum; message, gradient, error -> error
+        make = 2 * (self.training.itemsize + FLOAT_BYTES + message) + self._node_passes() + message + 3 * FLOAT_BYTES
+        # message -> values; values, p -> p
+        apply = message + 2 * FLOAT_BYTES + 2 * self.training.itemsize
+        moved = self.cluster.pass_seconds((make + apply) * params) + self.update / ranks
+        pipeline = max(moved + messages.host, messages.seconds) + min(moved, messages.seconds) / max(1.0, number)
+        seconds = self.forward + self.backward + self.cluster.pass_seconds(_NORM * params)
+        return Step(seconds + pipeline, messages.sent, messages.on_link)
 
     def alone(self, passes: Passes) -> Step:
         """A step of 0/1 Adam between syncs."""

@@ -13,6 +13,8 @@ from hf_compressopt.optim.compressed import CompressedOptimizer
 
 #: The forms of a state: "float32", and the two stages of "compact".
 FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, first stage", "compact, then"
+#: The first stage of "compact" with ``zero_stage=1``.
+ZERO_FIRST = "ZeRO-1, first stage"
 _MOMENTS = 2
 _SCALE_BLOCK = signature(CompressedOptimizer).parameters["scale_block"].default
 
@@ -35,7 +37,8 @@ def compressed_states(
 
     These are moments, both errors, and the algorithm's own values. In the first step with a frozen variance, a compact
     state holds some of its moments in both forms for a moment: that is 1/8 byte per element more than in the first
-    stage, or 1 byte if the momentum stays float32. These are left out.
+    stage, or 1 byte if the momentum stays float32. These are left out. What ranks have shared out needs no more, up to
+    four ranks; beyond them the second stage has more than the first, from the switch on.
 
     Args:
         optimizer_class: One of the compressed optimizers.
@@ -49,10 +52,12 @@ def compressed_states(
     if optimizer_class.momentum_is_message and world_size > 1:
         momentum = _messages(params, world_size, bucket_numel)
     moments = FLOAT_BYTES * params * _MOMENTS
+    part = FLOAT_BYTES * _MOMENTS * _own_elements(params, world_size, bucket_numel)
     return {
         FLOAT32: own + moments + error_bytes(params, world_size, node_size),
         COMPACT_FIRST: own + moments + errors,
         COMPACT_THEN: own + momentum + params + errors,  # a byte for the variance
+        **({ZERO_FIRST: own + part + errors} if 1 in optimizer_class.zero_stages and world_size > 1 else {}),
     }
 
 
@@ -75,6 +80,11 @@ def compact_error_bytes(params: int, world_size: int, bucket_numel: int, node_si
         return (whole + 1) * one + integer_message_nbytes(rest, ERROR_BITS)
 
     return _of_buckets(of_bucket, params, bucket_numel) if world_size > 1 else 0
+
+
+def _own_elements(params: int, world_size: int, bucket_numel: int) -> int:
+    """Elements of the chunks that the rank with the longest ones serves."""
+    return _of_buckets(lambda numel: min(chunk_numel(numel, world_size), numel), params, bucket_numel)
 
 
 def _messages(params: int, world_size: int, bucket_numel: int) -> int:

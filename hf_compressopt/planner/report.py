@@ -33,6 +33,8 @@ _WHOLE_RUN = "whole run"
 _EVERY_STEP = "every step"
 _FULL_PRECISION = ("DDP", "ZeRO")
 _LOW_BITS = (4, 8)
+#: OnebitAdam with ``zero_stage=1``.
+ONEBIT_ZERO = "OnebitAdam, ZeRO-1"
 
 
 def memory_rows(
@@ -110,6 +112,7 @@ def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
         "ZeRO-2": {"": zero},
         **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in _LOW_BITS},
         "OnebitAdam": _onebit(model, ONEBIT_ADAM, steps),
+        **({ONEBIT_ZERO: _onebit(model, ONEBIT_ADAM, steps, shared_out=True)} if _is_integer(model) else {}),
         "ZeroOneAdam": _zero_one(model, steps),
         "OnebitLamb": _onebit(model, ONEBIT_LAMB, steps),
     }
@@ -119,10 +122,14 @@ def _is_low_bit(model: Model) -> bool:
     return model.training.warmup_bits < 8 * FLOAT_BYTES
 
 
-def _onebit(model: Model, passes: Passes, steps: int) -> dict[str, Step]:
+def _is_integer(model: Model) -> bool:
+    return model.training.warmup_bits in _LOW_BITS
+
+
+def _onebit(model: Model, passes: Passes, steps: int, *, shared_out: bool = False) -> dict[str, Step]:
     schedule = OnebitSchedule().fitted(steps, (), low_bit=_is_low_bit(model))
     first = min(schedule.last_warmup_step, steps)
-    averaged, compressed = model.averaged(), model.compressed(passes)
+    averaged, compressed = model.shared_out() if shared_out else model.averaged(), model.compressed(passes)
     whole = average([(first, averaged), (steps - first, compressed)])
     return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
 

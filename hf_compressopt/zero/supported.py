@@ -79,7 +79,7 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] = Map
     if issubclass(optimizer_class, CompressedOptimizer):
         raise ValueError(
             f"{optimizer_class.__name__} cannot be partitioned: its error feedback needs whole buckets on every rank; "
-            f"use {optimizer_class.__name__} without zero_stage, or ZeroOptimizer with torch.optim.AdamW or Lamb"
+            "use ZeroOptimizer with torch.optim.AdamW or Lamb, or OnebitAdam, which has an option zero_stage of its own"
         )
     if issubclass(optimizer_class, Lamb):
         return

@@ -45,6 +45,7 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("variance_floor", ONEBIT, {"variance_floor": 0.9}, True),
     ("bucket_cap_mb", ONEBIT, {"bucket_cap_mb": 0.0002}, True),
     ("state", ONEBIT, {"state": "float32"}, True),
+    ("zero_stage", ONEBIT, {"zero_stage": 1, "warmup_bits": 4}, True),
     *(("state", name, {"state": "compact"}, True) for name in (ZERO_ONE, LAMB)),
     ("communicator", ONEBIT, {"communicator": "gloo"}, False),
     ("comm_backend_name", ONEBIT, {"comm_backend_name": "gloo"}, False),

@@ -232,7 +232,7 @@ def test_below_the_crossover_it_is_faster_over_every_link_and_just_above_it_slow
         for stage in found[name]
         for other, rate in found[name][stage].items()
     ]
-    assert len(cases) == 16
+    assert len(cases) == 20
     for name, stage, other, rate in cases:
         places = [place for place in (1e6, 1e7, 1e8, 1e9, 3e9, 1e10, 1e11, 1e13, rate * 0.99) if place < rate]
         above = [max(1e5, rate * 1.01)] if math.isfinite(rate) else []
@@ -277,6 +277,14 @@ def state_bytes(rank: int, world_size: int, params: int, bucket_cap_mb: float) -
     return found
 
 
+def bytes_under_zero(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> int:
+    param = torch.nn.Parameter(torch.zeros(params))
+    (state,) = OnebitAdam([param], zero_stage=1, bucket_cap_mb=bucket_cap_mb)._states
+    shards, errors = state.moments.shards, [state.worker_error, state.server_error]
+    held = [*errors, state.exp_avg, state.exp_avg_sq, *(shards.exp_avg + shards.exp_avg_sq if shards else ())]
+    return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
 def bytes_of_errors(rank: int, world_size: int, numel: int, bucket_cap_mb: float) -> int:
     errors = GradientCompression([torch.nn.Parameter(torch.zeros(numel))], bucket_cap_mb=bucket_cap_mb).errors
     return errors.worker.nbytes + errors.server.nbytes
@@ -293,6 +301,8 @@ def test_memory_is_what_the_optimizers_hold(world_size: int, bucket_cap_mb: floa
         own = rows["grad_compression"]["states"] - rows["no ZeRO"]["states"]
         held = run_ranks(world_size, bytes_of_errors, 40_002, bucket_cap_mb)
         assert max(held) == pytest.approx(own, abs=2 * 16 * 4) and own < 1.1 * 40_002 * (1 + 1 / world_size)
+        under_zero = run_ranks(world_size, bytes_under_zero, 40_002, bucket_cap_mb)
+        assert max(under_zero) == rows["OnebitAdam, ZeRO-1, first stage"]["states"]
     ranks = [sum(found, []) for found in run_ranks(world_size, state_bytes, 40_002, bucket_cap_mb)]
     most = [max(counts) for counts in zip(*ranks, strict=True)]
     assert most == pytest.approx(expected, abs=4 * 8 * 4)  # chunks have multiples of 8 elements, in each bucket

@@ -1,0 +1,94 @@
+"""OnebitAdam under ZeRO for W ranks in one process, in float64: a first stage of its own before the compact one.
+
+Each server keeps the moments of its chunks, and sends the change of the parameters in the place of the mean gradient.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tests.oracles.simulation import Grads, SimulatedGroup, blocks_of, chunk_bounds, distance_to_zero, quantize
+from tests.oracles.simulation_compact import NEGLIGIBLE, CompactOnebitAdam
+from tests.oracles.simulation_integers import BLOCK
+from tests.oracles.simulation_integers import quantize as to_integers
+
+
+class ZeroOnebitAdam(CompactOnebitAdam):
+    """`bits` are those of gradients and of changes."""
+
+    def __init__(self, groups: Any, world_size: int, *, bits: int, **kwargs: Any) -> None:
+        super().__init__(groups, world_size, bits=bits, **kwargs)
+        self.bits = bits
+
+    def step(self, grads: Grads) -> bool:
+        if self.world_size == 1 or self.step_count >= self.freeze_step:
+            return super().step(grads)
+        if not all(np.isfinite(g).all() for rank in grads for group in rank for g in group if g is not None):
+            return False
+        self.step_count += 1
+        factor = self._clip_factor(grads, compressed=True)
+        for index, group in enumerate(self.groups):
+            local = [[None if g is None else factor * np.asarray(g, np.float64) for g in rank[index]] for rank in grads]
+            if group.non_freeze or not group.params:
+                self._warmup_step(group, local)
+                continue
+            self._zero_step(group, local)
+            if self.step_count == self.freeze_step:
+                self._freeze(group)
+                self._gather(group)
+        return True
+
+    def _message(self, values: np.ndarray) -> np.ndarray:
+        sent, levels = to_integers(values.astype(np.float32), self.bits).astype(np.float64), 2 ** (self.bits - 1) - 1
+        for start in range(0, values.size, BLOCK):
+            block, kept = values[start : start + BLOCK], sent[start : start + BLOCK]
+            scale = np.abs(kept).max() / levels
+            if scale > NEGLIGIBLE:
+                away = float(np.min(0.5 - np.abs(block - kept) / scale)) / levels
+                self.min_distance = min(self.min_distance, away)
+        return sent
+
+    def _zero_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
+        flat = [group.flatten(grads) for grads in local]
+        present = [any(rank[i] is not None for rank in local) for i in range(len(group.params))]
+        mean = np.zeros(group.numel)
+        for k, (begin, end) in enumerate(self._buckets(group)):
+            for low, high in chunk_bounds(end - begin, self.world_size):
+                for rank, errors in enumerate(group.worker_errors[k]):
+                    u = flat[rank][begin + low : begin + high] + errors[low:high]
+                    sent = self._message(u)
+                    errors[low:high] = self._stored(u - sent)
+                    mean[begin + low : begin + high] += sent / self.world_size
+        b1, b2 = group.betas
+        changes = []
+        for i, g in enumerate(group.unflatten(mean)):
+            if not present[i]:
+                changes.append(np.zeros_like(g))
+                continue
+            group.steps[i] += 1
+            group.exp_avg[i] = m = b1 * group.exp_avg[i] + (1 - b1) * g
+            group.exp_avg_sq[i] = v = b2 * group.exp_avg_sq[i] + (1 - b2) * g * g
+            if self.bias_correction:
+                m, v = m / (1 - b1 ** group.steps[i]), v / (1 - b2 ** group.steps[i])
+            changes.append(-group.lr * m / self._denominator(v, group.eps))
+        change = group.flatten(changes)
+        for k, (begin, end) in enumerate(self._buckets(group)):
+            for rank, (low, high) in enumerate(chunk_bounds(end - begin, self.world_size)):
+                place = slice(begin + low, begin + high)
+                d = change[place] + group.server_errors[k][rank]
+                change[place] = self._message(d)
+                group.server_errors[k][rank] = self._stored(d - change[place])
+        for i, part in enumerate(group.unflatten(change)):
+            decay = 1 - group.lr * group.weight_decay if present[i] else 1.0
+            group.params[i] = group.params[i] * decay + part
+
+    def _gather(self, group: SimulatedGroup) -> None:
+        momentum = group.flatten(group.exp_avg)
+        for k, (begin, end) in enumerate(self._buckets(group)):
+            for rank, (low, high) in enumerate(chunk_bounds(end - begin, self.world_size)):
+                m = momentum[begin + low : begin + high].copy()
+                signs = quantize(m, blocks_of(0, high - low, self.scale_block))
+                self.min_distance = min(self.min_distance, distance_to_zero(m))
+                momentum[begin + low : begin + high] = signs
+                group.server_errors[k][rank] = self._stored(group.betas[0] * (m - signs))
+        group.exp_avg = group.unflatten(momentum)
