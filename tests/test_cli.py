@@ -17,7 +17,7 @@ CLI = ["-m", "hf_compressopt.cli"]
 
 
 def test_env_tells_versions_libraries_communicators_and_what_is_in_use() -> None:
-    facts = json.loads(run([sys.executable, *CLI, "env", "--json"]).stdout)
+    facts = json.loads(run_python([*CLI, "env", "--json"]).stdout)
     assert facts["problems"] == []
     assert facts["package"] == {"version": hf_compressopt.__version__, "path": str(PACKAGE)}
     for name in ("torch", "transformers", "accelerate", "safetensors"):

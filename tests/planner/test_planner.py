@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-import sys
 from collections import Counter
 from dataclasses import asdict
 from itertools import product
@@ -19,10 +18,10 @@ from hf_compressopt.planner.memory import COMPACT_THEN, compact_error_bytes, com
 from hf_compressopt.planner.wire import Cluster
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import run_ranks
-from tests.support.launching import REPO_ROOT, run
+from tests.support.launching import REPO_ROOT, run_python
 
 ROWS = REPO_ROOT / "docs" / "network.json"
-CHECK = [sys.executable, str(REPO_ROOT / "scripts" / "check_planner.py"), str(ROWS)]
+CHECK = [str(REPO_ROOT / "scripts" / "check_planner.py"), str(ROWS)]
 METHODS = {"ddp", "fp16", "int4", "int8", "zero2", "onebit_adam", "zero_one_adam", "onebit_lamb"}
 SLOW = Cluster(nodes=4, gpus_per_node=8, bandwidth=1e9, local_bandwidth=1e11, latency=0.0)
 SMALL = Training(params=100_000_000, compute_seconds=0.5)
@@ -32,7 +31,9 @@ SMALL = Training(params=100_000_000, compute_seconds=0.5)
 
 
 def test_every_measured_row_is_predicted_within_20_percent() -> None:
-    lines = [line.split(" | ") for line in run(CHECK).stdout.splitlines() if line.startswith("| ") and "%" not in line]
+    done = run_python(CHECK)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ") and "%" not in line]
     measured = [row for row in json.loads(ROWS.read_text()) if row["method"] in METHODS]
     assert len(measured) >= 24 and len(lines) == len(measured)
     for row, (model, ranks, link, method, _, predicted, error) in zip(measured, lines, strict=True):
