@@ -120,6 +120,8 @@ def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) ->
     errors, messages = 65 / 64 * 33 / 32, 1 / 8 + 4 / 4096
     for form, states in (("first stage", 8 + errors), ("then", 1 + messages + errors)):
         assert float(rows[f"OnebitAdam, compact, {form}"]) == pytest.approx(7 * (2 + 2 + states), rel=1e-3)
+    shared_out = float(rows["OnebitAdam, zero_stage=1, first stage"])
+    assert shared_out == pytest.approx(7 * (2 + 2 + 8 / 32 + errors), rel=1e-3)
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "1.5", "many"])

@@ -14,7 +14,7 @@ from hf_compressopt.optim.compressed import CompressedOptimizer
 #: The forms of a state: "float32", and the two stages of "compact".
 FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, first stage", "compact, then"
 #: The first stage of "compact" with ``zero_stage=1``.
-ZERO_FIRST = "ZeRO-1, first stage"
+ZERO_FIRST = "zero_stage=1, first stage"
 _MOMENTS = 2
 _SCALE_BLOCK = signature(CompressedOptimizer).parameters["scale_block"].default
 

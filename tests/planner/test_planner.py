@@ -303,7 +303,7 @@ def test_memory_is_what_the_optimizers_hold(world_size: int, bucket_cap_mb: floa
         held = run_ranks(world_size, bytes_of_errors, 40_002, bucket_cap_mb)
         assert max(held) == pytest.approx(own, abs=2 * 16 * 4) and own < 1.1 * 40_002 * (1 + 1 / world_size)
         under_zero = run_ranks(world_size, bytes_under_zero, 40_002, bucket_cap_mb)
-        assert max(under_zero) == rows["OnebitAdam, ZeRO-1, first stage"]["states"]
+        assert max(under_zero) == rows["OnebitAdam, zero_stage=1, first stage"]["states"]
     ranks = [sum(found, []) for found in run_ranks(world_size, state_bytes, 40_002, bucket_cap_mb)]
     most = [max(counts) for counts in zip(*ranks, strict=True)]
     assert most == pytest.approx(expected, abs=4 * 8 * 4)  # chunks have multiples of 8 elements, in each bucket
