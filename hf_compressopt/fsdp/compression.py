@@ -88,6 +88,7 @@ class FSDPCompression:
     """Low-bit gradients between the replicas of a model; :func:`compress_fsdp` makes it.
 
     Attributes:
+        model: The model.
         bits: Bits per element of a message.
         communicator: The ranks of this rank's place in all replicas.
         replica: The ranks that share this rank's replica.
@@ -112,7 +113,7 @@ class FSDPCompression:
         if state not in STATES:
             raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
         self.bits, self.traffic, self._bucket_numel = FORMATS[compression], Traffic(), bucket_numel_of(bucket_cap_mb)
-        units = units_of(model, mesh)
+        self.model, units = model, units_of(model, mesh)
         device = units[0].device if units else torch.device("cpu")
         self.communicator = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
         self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
@@ -237,6 +238,9 @@ class FSDPCompression:
             )
         if errors.holds_back(grads):
             return
+        if grads.device.type != "cpu":
+            self._stream = torch.accelerator.current_stream()
+            grads.record_stream(self._stream)  # FSDP2 may free them, and use the memory on another stream
         self._enter_pass()
         mean: list[Arrived] = []
         pipeline, scale = Pipeline(), float(self._loss_scale())
@@ -257,8 +261,6 @@ class FSDPCompression:
         self._pass, self._faults = task, []
         for errors in self.units:  # of a pass that raised before its end
             errors.used = False
-        if self.communicator.device.type != "cpu":
-            self._stream = torch.accelerator.current_stream()
         Variable._execution_engine.queue_callback(self._end_pass)
 
     @torch.no_grad()

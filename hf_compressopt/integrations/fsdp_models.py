@@ -37,7 +37,7 @@ class ShardedModels:
 
     def __init__(self) -> None:
         """Begin without models."""
-        self._found: list[tuple[weakref.ref[nn.Module], FSDPCompression]] = []
+        self._found: list[weakref.ref[FSDPCompression]] = []  # a model's hooks keep its state alive, and that the model
 
     def compress(
         self,
@@ -66,17 +66,16 @@ class ShardedModels:
             )
         mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
         for model in map(without_compile, models):
-            if any(known() is model for known, _ in self._found):
+            if any(state.model is model for state in self.compressions()):
                 continue
             state = compress_fsdp(model, mesh, compression, loss_scale=loss_scale)
-            self._found.append((weakref.ref(model), state))
+            self._found.append(weakref.ref(state))
             if accelerator.is_main_process:
                 logger.info("attached %s", state.describe())
 
     def compressions(self) -> list[FSDPCompression]:
         """The states of the models that are alive."""
-        self._found = [(model, state) for model, state in self._found if model() is not None]
-        return [state for _, state in self._found]
+        return [state for reference in self._found if (state := reference()) is not None]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the messages, for a log line."""

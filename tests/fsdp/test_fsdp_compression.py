@@ -33,9 +33,9 @@ class Net(nn.Module):
         self.frozen = nn.Linear(37, 37).requires_grad_(False)
         self.sometimes, self.last = nn.Linear(37, 37), nn.Linear(37, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, also: bool = True) -> torch.Tensor:
         h = torch.tanh(self.frozen(self.second(torch.tanh(self.first(x)))))
-        return self.last(self.sometimes(h))
+        return self.last(self.sometimes(h) if also else h)
 
 
 # the parameters of each fully_shard call, the root's at the end
@@ -63,6 +63,13 @@ def data(rank: int, step: int, part: int = 0) -> torch.Tensor:
     return torch.randn(8, 13, generator=torch.Generator().manual_seed(10_000 * part + 100 * rank + step))
 
 
+def uses(step: int) -> bool:
+    """Whether a step uses all layers; always if this torch's FSDP2 cannot reduce a parameter without a gradient."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return step % 2 == 0 or not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, foreach=False)
 
@@ -77,9 +84,9 @@ def take_step(net: Any, rank: int, step: int, accumulate: str) -> torch.Tensor:
     if accumulate:
         switch = net.set_requires_all_reduce if accumulate == "reduced" else net.set_requires_gradient_sync
         switch(False)
-        net(data(rank, step, 1)).pow(2).mean().backward()
+        net(data(rank, step, 1), uses(step)).pow(2).mean().backward()
         switch(True)
-    loss = net(data(rank, step)).pow(2).mean()
+    loss = net(data(rank, step), uses(step)).pow(2).mean()
     loss.backward()
     return loss.detach()
 
@@ -121,8 +128,10 @@ def simulated(state: str, bits: int, accumulate: str) -> tuple[list[dict[str, An
                 ranks = []
                 for rank in range(replica * SHARDS, (replica + 1) * SHARDS):
                     net.zero_grad()
-                    net(data(rank, step, part)).pow(2).mean().backward()
-                    ranks.append({n: p.grad.numpy().copy() for n, p in names.items() if p.requires_grad})
+                    net(data(rank, step, part), uses(step)).pow(2).mean().backward()
+                    trained = {n: p for n, p in names.items() if p.requires_grad}
+                    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+                    ranks.append({n: grad.numpy().copy() for n, grad in grads.items()})
                 for n in ranks[0]:
                     mean = (ranks[0][n] + ranks[1][n]) * np.float32(0.5)
                     total[n] = total[n] + mean if n in total else mean

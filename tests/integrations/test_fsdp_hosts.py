@@ -7,25 +7,31 @@ import pytest
 import torch
 
 from tests.support.harness import run_ranks
-from tests.support.trainer_runs import OLD_HOST, small_model, tokens, use_accelerate
+from tests.support.trainer_runs import OLD_HOST, Run, make_trainer, small_model, tokens, use_accelerate
 
 pytestmark = pytest.mark.skipif(OLD_HOST, reason="this accelerate has no ParallelismConfig")
 
 
-def accelerator_of(rank: int, world_size: int, replicas: int, version: int = 2, **options: Any) -> Any:
-    """An accelerator in the state that it has on GPUs: Accelerate itself offers FSDP on accelerators only."""
-    use_accelerate(rank, world_size)
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+def as_on_gpus(accelerator: Any, world_size: int, replicas: int, version: int = 2) -> None:
+    """Give an accelerator the state that it has on GPUs: Accelerate itself offers FSDP on accelerators only."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import DistributedType
 
-    from hf_compressopt import CompressOptPlugin, attach
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     state, config = accelerator.state, ParallelismConfig(replicas, world_size // replicas)
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=version, cpu_ram_efficient_loading=False)
     state.parallelism_config, state.device_mesh = config, config.get_device_mesh("cpu")
+
+
+def accelerator_of(rank: int, world_size: int, replicas: int, version: int = 2, **options: Any) -> Any:
+    use_accelerate(rank, world_size)
+    from accelerate import Accelerator
+
+    from hf_compressopt import CompressOptPlugin, attach
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    as_on_gpus(accelerator, world_size, replicas, version)
     return attach(accelerator, CompressOptPlugin(**options))
 
 
@@ -101,3 +107,27 @@ def test_accelerate_refuses_by_name() -> None:
         assert len(found) == 5, found
         for text, error in found.items():
             assert text in error
+
+
+def train_with_trainer(rank: int, world_size: int, folder: str, resume: str | None) -> dict[str, Any]:
+    arguments = {"output_dir": folder, "optim_args": "grad_compression=int4", "save_strategy": "steps", "save_steps": 4}
+    trainer = make_trainer(rank, world_size, Run(arguments, dropout=0.0))
+    trainer.remove_callback(trainer.watch)
+    as_on_gpus(trainer.accelerator, world_size, 2)
+    trainer.is_fsdp_enabled = True
+    trainer.train(resume_from_checkpoint=resume)
+    (state,) = trainer.accelerator._compressopt.compressions()
+    weights = torch.cat([p.detach().to_local().reshape(-1) for p in trainer.model.parameters()])
+    return {"weights": weights.numpy(), "history": trainer.state.log_history, "steps": state.steps}
+
+
+@pytest.mark.full
+def test_trainer_compresses_between_replicas_and_resumes(tmp_path: Path) -> None:
+    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, timeout=240)
+    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), str(tmp_path / "checkpoint-4"), timeout=240)
+    for rank, (result, other) in enumerate(zip(ranks, again, strict=True)):
+        assert result["weights"].tobytes() == ranks[rank % 2]["weights"].tobytes()
+        assert result["weights"].tobytes() == other["weights"].tobytes()
+        assert result["steps"] == other["steps"] == 8
+    last = [row for row in ranks[0]["history"] if "loss" in row][-1]
+    assert last["compressopt/compression_ratio"] > 7
