@@ -19,7 +19,7 @@ from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 BUCKET = 300  # elements, so that buckets cut units
 CAP = BUCKET * 4 / 2**20
-REPLICAS = SHARDS = 2
+SHARDS = 2
 RUNS = [("shard", "compact", 4), ("hsdp", "float32", 8), ("hsdp", "compact", 4)]
 STEPS = 4
 
@@ -52,7 +52,8 @@ def sharded(net: Net, how: str, **options: Any) -> tuple[Net, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replicate", "shard"))
+    replicas = torch.distributed.get_world_size() // SHARDS
+    mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
     part = mesh if how == "hsdp" else mesh["shard"]
     fully_shard(net.first, mesh=part, **options)
     fully_shard([net.second, net.frozen, net.last], mesh=part, **options)  # one unit of several modules
@@ -115,14 +116,16 @@ def cut(grad: np.ndarray, shard: int) -> np.ndarray:
     return padded[shard * rows : (shard + 1) * rows]
 
 
-def simulated(state: str, bits: int, accumulate: str) -> tuple[list[dict[str, Any]], Net, dict[Any, Simulation]]:
+def simulated(
+    count: int, state: str, bits: int, accumulate: str
+) -> tuple[list[dict[str, Any]], Net, dict[Any, Simulation]]:
     net = make()
     optimizer, names = optimizer_of(net), dict(net.named_parameters())
     simulations: dict[Any, Simulation] = {}
     history = []
     for step in range(STEPS):
         replicas = []
-        for replica in range(REPLICAS):
+        for replica in range(count):
             total: dict[str, np.ndarray] = {}
             for part in (1, 0) if accumulate else (0,):
                 ranks = []
@@ -140,7 +143,7 @@ def simulated(state: str, bits: int, accumulate: str) -> tuple[list[dict[str, An
         for unit, members in enumerate(UNITS):
             for shard in range(SHARDS):
                 flat = np.stack([np.concatenate([cut(r[n], shard).ravel() for n in members]) for r in replicas])
-                made = Simulation(flat.shape[1], BUCKET, REPLICAS, bits, compact=state == "compact")
+                made = Simulation(flat.shape[1], BUCKET, count, bits, compact=state == "compact")
                 mean = simulations.setdefault((unit, shard), made).average(flat)
                 sizes = np.cumsum([cut(replicas[0][n], shard).size for n in members])[:-1]
                 for n, values in zip(members, np.split(mean, sizes), strict=True):
@@ -157,14 +160,15 @@ def shard_of(whole: np.ndarray, shard: int) -> np.ndarray:
     return whole[shard * rows : (shard + 1) * rows]
 
 
-def test_equals_two_replicas_of_two_shards_in_bits() -> None:
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_equals_replicas_of_two_shards_in_bits(replicas: int) -> None:
     """Gradients, weights and errors; on a 1-D mesh and in the place of HSDP's all-reduce; accumulated reduced."""
     rows = [(*run, accumulate) for run, accumulate in zip(RUNS, ("", "", "reduced"), strict=True)]
-    ranks = run_ranks(4, train_all, rows)
+    ranks = run_ranks(replicas * SHARDS, train_all, rows)
     for number, (_, state, bits, accumulate) in enumerate(rows):
-        history, net, simulations = simulated(state, bits, accumulate)
+        history, net, simulations = simulated(replicas, state, bits, accumulate)
         weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
-        for rank in range(4):
+        for rank in range(replicas * SHARDS):
             got, (replica, shard) = ranks[rank][number], divmod(rank, SHARDS)
             for mine, expected in zip(got["grads"], history, strict=True):
                 for name, grad in mine.items():
@@ -268,7 +272,8 @@ def losses(rank: int, how: str) -> tuple[list[float], float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (REPLICAS, SHARDS), mesh_dim_names=("replicate", "shard"))
+    replicas = torch.distributed.get_world_size() // SHARDS
+    mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
     fully_shard(net[2], mesh=mesh)
     fully_shard(net, mesh=mesh)
     compression = None if how == "alone" else compress_fsdp(net, mesh, how)

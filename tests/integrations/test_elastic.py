@@ -24,7 +24,7 @@ def agent(port: int, log: Path, output_dir: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:3", "--nproc_per_node", "1"]
     command += ["--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}"]
     command += ["--rdzv_id", "elastic", "--local_addr", "127.0.0.1"]
-    command += ["--rdzv_conf", "last_call_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    command += ["--rdzv_conf", "last_call_timeout=15,keep_alive_interval=1,keep_alive_max_attempt=3"]
     command += [str(REPO_ROOT / "recipes" / "torch_loop" / "train.py"), "--use_cpu", "--output_dir", str(output_dir)]
     command += ["--max_steps", str(STEPS), "--save_steps", str(SAVE), "--freeze_step", str(2 * SAVE)]
     command += ["--block_size", "32", "--batch_size", "2", "--logging_steps", str(SAVE)]
@@ -88,9 +88,11 @@ def test_two_machines_go_on_when_the_third_dies(agents: list[subprocess.Popen[by
         assert agents[number].returncode == 0, logs[number].read_text()[-4000:]
     told = "".join(log.read_text() for log in logs)
     assert "3 ranks, from the start" in told
-    (resumed,) = re.findall(r"2 ranks, from \S+/step-(\d+)\n", told)
+    resumed = set(re.findall(r"2 ranks, from \S+/step-(\d+)\n", told))
     newest = max(step for step in range(SAVE, STEPS + 1, SAVE) if ranks_of(step) == 3)
-    assert int(resumed) == newest < STEPS  # the last checkpoint of the three, and nothing was lost before it
+    assert (
+        resumed == {str(newest)} and newest < STEPS
+    )  # the last checkpoint of the three, and nothing was lost before it
     assert all(ranks_of(step) == (3 if step <= newest else 2) for step in range(SAVE, STEPS + 1, SAVE))
     losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", told)}
     assert losses[STEPS] < losses[newest + SAVE] + 0.5 < losses[SAVE] + 0.5
