@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state
     from hf_compressopt.collectives.averaging import average_gradients
     from hf_compressopt.collectives.ddp_hook import GradientSync, attach_ddp, ddp_hook
+    from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
     from hf_compressopt.grad_compression import GradientCompression, compress_hook
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
     from hf_compressopt.integrations.plugin import CompressOptPlugin
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _HOME = {
     "CompressOptAccelerator": "hf_compressopt.integrations.accelerate",
     "CompressOptPlugin": "hf_compressopt.integrations.plugin",
+    "FSDPCompression": "hf_compressopt.fsdp.compression",
     "FusedAdam": "hf_compressopt.optim.fused_adam",
     "GradScaler": "hf_compressopt.amp",
     "GradientCompression": "hf_compressopt.grad_compression",
@@ -45,6 +47,7 @@ _HOME = {
     "async_save_state": "hf_compressopt.checkpoint.io",
     "attach_ddp": "hf_compressopt.collectives.ddp_hook",
     "average_gradients": "hf_compressopt.collectives.averaging",
+    "compress_fsdp": "hf_compressopt.fsdp.compression",
     "compress_hook": "hf_compressopt.grad_compression",
     "ddp_hook": "hf_compressopt.collectives.ddp_hook",
     "attach": "hf_compressopt.integrations.accelerate",
@@ -58,6 +61,7 @@ _HOME = {
 __all__ = [
     "CompressOptAccelerator",
     "CompressOptPlugin",
+    "FSDPCompression",
     "FusedAdam",
     "GradScaler",
     "GradientCompression",
@@ -72,6 +76,7 @@ __all__ = [
     "attach",
     "attach_ddp",
     "average_gradients",
+    "compress_fsdp",
     "compress_hook",
     "ddp_hook",
     "estimate_zero_memory",

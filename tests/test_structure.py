@@ -15,7 +15,7 @@ ROWS = [
     ["auto", "run", "environment", "planner"],
     ["integrations"],
     ["checkpoint", "amp"],
-    ["zero"],
+    ["zero", "fsdp"],
     ["optim"],
     ["grad_compression"],
     ["collectives"],

@@ -20,6 +20,7 @@ from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
 from hf_compressopt.checkpoint.checkpointable import Checkpointable
 from hf_compressopt.checkpoint.compression_state import CompressionState
 from hf_compressopt.checkpoint.flat_state import FlatState
+from hf_compressopt.checkpoint.fsdp_state import FSDPState
 from hf_compressopt.checkpoint.loading import load
 from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.checkpoint.saving import write_snapshot
@@ -27,11 +28,14 @@ from hf_compressopt.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
 from hf_compressopt.checkpoint.zero_state import PartitionedState
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import INDEX_NAME, check_prefix
+from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 DEFAULT_PREFIX = "compressopt"
+#: What a checkpoint can be of.
+Saved = torch.optim.Optimizer | PlainState | GradientCompression | FSDPCompression
 
 
 def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_PREFIX) -> bool:
@@ -40,7 +44,7 @@ def has_checkpoint(directory: str | os.PathLike[str], *, prefix: str = DEFAULT_P
 
 
 def save_state(
-    optimizer: torch.optim.Optimizer | PlainState | GradientCompression,
+    optimizer: Saved,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -128,7 +132,7 @@ _BACKGROUNDS: WeakKeyDictionary[torch.optim.Optimizer, _Background] = WeakKeyDic
 
 
 def _begin(
-    optimizer: torch.optim.Optimizer | PlainState | GradientCompression,
+    optimizer: Saved,
     directory: str | os.PathLike[str],
     names: Sequence[str] | None,
     prefix: str,
@@ -143,7 +147,7 @@ def _begin(
 
 
 def load_state(
-    optimizer: torch.optim.Optimizer | GradientCompression,
+    optimizer: Saved,
     directory: str | os.PathLike[str],
     *,
     names: Sequence[str] | None = None,
@@ -190,12 +194,16 @@ def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         del inner.load_state_dict
 
 
-def checkpointable(optimizer: torch.optim.Optimizer | PlainState | GradientCompression) -> Checkpointable:
+def checkpointable(
+    optimizer: Saved,
+) -> Checkpointable:
     """Return an optimizer as a checkpoint sees it."""
     if isinstance(optimizer, PlainState):
         return optimizer
     if isinstance(optimizer, GradientCompression):
         return CompressionState(optimizer)
+    if isinstance(optimizer, FSDPCompression):
+        return FSDPState(optimizer)
     inner = _innermost(optimizer)
     if isinstance(inner, FlatOptimizer):
         return FlatState(inner)

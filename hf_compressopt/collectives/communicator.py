@@ -27,6 +27,9 @@ class Handle:
         """Wrap ``wait``, and count the time that it takes."""
         self._wait, self._kind, self._traffic = wait, kind, traffic
 
+    def advance(self) -> None:
+        """Start what follows on a first collective, and wait for the first; one collective alone goes on by itself."""
+
     def wait(self) -> None:
         """Block until the collective is done (on a device with a queue: until it is enqueued before what follows)."""
         start = time.perf_counter()

@@ -52,7 +52,11 @@ class Topology:
     @property
     def own_chunk(self) -> int:
         """The chunk that this rank serves."""
-        return self.place * self.nodes + self.node
+        return self.chunk_of(self.rank)
+
+    def chunk_of(self, rank: int) -> int:
+        """Return the chunk that a rank serves."""
+        return rank % self.node_size * self.nodes + rank // self.node_size
 
     @property
     def sent_chunks(self) -> range:

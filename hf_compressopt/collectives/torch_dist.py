@@ -250,6 +250,8 @@ def make_communicator(
     """
     if isinstance(name, Communicator):
         name.traffic = traffic
+        if name.levels is not None:
+            name.levels.node.traffic, name.levels.peers.traffic = traffic.inside_node(), traffic
         return name
     if name == "mpi":
         return MpiCommunicator(process_group, device=device, traffic=traffic, cuda_aware=cuda_aware)

@@ -23,7 +23,7 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing.
 
     Args:
-        communicator: All ranks.
+        communicator: All ranks; if they have levels already, these stay.
         wanted: The options, alike on all ranks.
         scale_block: Elements per scale of the messages; None is one scale for all chunks.
 
@@ -32,7 +32,12 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
             or if two levels are wanted with messages or a transport that cannot have them.
     """
     told = _announced()
-    if communicator.world_size == 1 or wanted.topology == FLAT or wanted.node_size == 1:
+    if (
+        communicator.levels is not None
+        or communicator.world_size == 1
+        or wanted.topology == FLAT
+        or wanted.node_size == 1
+    ):
         return communicator
     one_node = communicator.process_group is None and told == communicator.world_size
     if wanted.node_size is None and wanted.topology != TWO_LEVELS and (told is None or one_node):

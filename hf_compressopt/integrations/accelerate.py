@@ -79,6 +79,7 @@ class CompressOptAccelerator(SavingAccelerator):
             if owns_gradients(optimizer):
                 self._compressopt.partitioned |= {id(p) for p in optimizer.trainable_parameters}
         prepared = super().prepare(*args, **kwargs)
+        self._compressopt.compress_sharded(prepared, self, self._loss_scale)
         self._advise_on_auto(args)
         return prepared
 
@@ -265,7 +266,7 @@ class CompressOptAccelerator(SavingAccelerator):
         metrics: dict[str, float] = {}
         for number, optimizer in enumerate(self.our_optimizers()):
             metrics.update(prefixed_metrics(optimizer, prefix_of(number)))
-        metrics.update(self._compressopt.models.metrics())
+        metrics.update(self._compressopt.metrics())
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
 
 

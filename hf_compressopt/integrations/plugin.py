@@ -166,7 +166,7 @@ class CompressOptPlugin:
             ValueError: If the optimizer has taken steps, or Adam has a weight decay (its L2 is not decoupled).
         """
         if self.partitions:
-            names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression")
+            names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology", "node_size")
             return partitioned(optimizer, self.zero_stage, **{name: getattr(self, name) for name in names})
         if self.optimizer == "none" or not _is_plain_adam(optimizer):
             return optimizer

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.background import wait_for_saves
 from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.fsdp.compression import FSDPCompression
+from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.integrations import capabilities
 from hf_compressopt.integrations.ddp_models import DDPModels
+from hf_compressopt.integrations.fsdp_models import ShardedModels
 from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.integrations.shards import load_compressions, load_shards, save_compressions, save_shards
 
@@ -26,6 +30,7 @@ class Attachment:
     plugin: CompressOptPlugin | None
     announce: bool
     models: DDPModels = field(default_factory=DDPModels)
+    sharded: ShardedModels = field(default_factory=ShardedModels)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
     fitted: set[int] = field(default_factory=set)  # optimizers (by id) that know the length of the run
@@ -34,6 +39,27 @@ class Attachment:
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
+
+    def compress_sharded(self, prepared: Any, accelerator: Accelerator, loss_scale: Callable[[], float]) -> None:
+        """Have gradients of what FSDP2 shards travel between replicas in low-bit messages, if that was asked for.
+
+        Args:
+            prepared: What the accelerator has prepared: one object, a tuple, or a list.
+            accelerator: The accelerator.
+            loss_scale: Returns the factor that the gradients of the coming step carry.
+        """
+        if self.grad_compression != "none" and accelerator.distributed_type == DistributedType.FSDP:
+            objects = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
+            models = [found for found in objects if isinstance(found, nn.Module)]
+            self.sharded.compress(models, accelerator, self.grad_compression, self.topology, loss_scale)
+
+    def compressions(self) -> list[GradientCompression | FSDPCompression]:
+        """Return the states of the models whose gradients are compressed."""
+        return [*self.models.compressions(), *self.sharded.compressions()]
+
+    def metrics(self) -> dict[str, float]:
+        """Return their metrics, for a log line."""
+        return {**self.models.metrics(), **self.sharded.metrics()}
 
 
 class SavingAccelerator(Accelerator):  # type: ignore[misc]
@@ -110,9 +136,9 @@ class SavingAccelerator(Accelerator):  # type: ignore[misc]
     def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
         background = self._compressopt.plugin is not None and self._compressopt.plugin.async_save
         save_shards([innermost(o) for o in self._optimizers], models, directory, background=background)
-        save_compressions(self._compressopt.models.compressions(), directory)
+        save_compressions(self._compressopt.compressions(), directory)
 
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
         optimizers = [innermost(optimizer) for optimizer in self._optimizers]
         load_shards(optimizers, models, directory, self.device, self._compressopt.loading)
-        load_compressions(self._compressopt.models.compressions(), directory)
+        load_compressions(self._compressopt.compressions(), directory)

@@ -21,6 +21,7 @@ from hf_compressopt.checkpoint.io import (
 )
 from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.integrations.capabilities import follows_plan, owns_gradients, saves_shards
 from hf_compressopt.integrations.ddp_models import without_compile
@@ -75,13 +76,13 @@ def load_shards(
             loading.callback(optimizer.own_parameters_restorer())  # the host loads one model into all ranks next
 
 
-def save_compressions(compressions: Sequence[GradientCompression], directory: str) -> None:
+def save_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
     """Save the errors of compressed gradients. All ranks call."""
     for number, state in enumerate(compressions):
         save_state(state, directory, prefix=_errors_prefix(number))
 
 
-def load_compressions(compressions: Sequence[GradientCompression], directory: str) -> None:
+def load_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
     """Load the errors that :func:`save_compressions` saved; without them the errors start at zero. All ranks call."""
     for number, state in enumerate(compressions):
         prefix = _errors_prefix(number)

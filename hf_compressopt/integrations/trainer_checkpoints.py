@@ -49,7 +49,7 @@ def optim_name(args: Any) -> str:
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner: torch.optim.Optimizer = innermost(self.optimizer)
-    save_compressions(self.accelerator._compressopt.models.compressions(), output_dir)
+    save_compressions(self.accelerator._compressopt.compressions(), output_dir)
     if not saves_shards(innermost(self.optimizer)):
         return original(self, output_dir)
     save = io.async_save_state if _saves_in_background(self) else io.save_state
@@ -64,7 +64,7 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
         return original(self, checkpoint)
     wait_for_saves()
-    load_compressions(self.accelerator._compressopt.models.compressions(), checkpoint)
+    load_compressions(self.accelerator._compressopt.compressions(), checkpoint)
     if not anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
@@ -154,7 +154,7 @@ def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *a
     if "train_runtime" in logs and _saves_in_background(self):
         _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
     if "loss" in logs:
-        logs.update(self.accelerator._compressopt.models.metrics())
+        logs.update(self.accelerator._compressopt.metrics())
     return original(self, logs, *args, **kwargs)
 
 

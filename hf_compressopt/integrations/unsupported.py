@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hf_compressopt.integrations.capabilities import saves_shards
+from hf_compressopt.integrations.fsdp_models import why_not_between_replicas
 from hf_compressopt.integrations.plugin import CompressOptPlugin
 
+GRAD_COMPRESSION = "grad_compression="
 _INSTEAD = {
     "DEEPSPEED": "DeepSpeed averages the gradients and takes the steps itself. Launch without DeepSpeed; "
     "`hf-compressopt from-deepspeed ds_config.json` translates its configuration",
@@ -19,10 +21,16 @@ _INSTEAD = {
 
 
 def why_unsupported(accelerator: Any, name: str) -> str:
-    """Why an optimizer of this name cannot work under the accelerator's set-up, or "" if it can."""
+    """Why an optimizer of this name cannot work under the accelerator's set-up, or "" if it can.
+
+    ``name`` may also be that of grad_compression, which works between the replicas that FSDP2 shards.
+    """
     kind = accelerator.distributed_type.name
     if kind not in _INSTEAD:
         return ""
+    if kind == "FSDP" and name.startswith(GRAD_COMPRESSION):
+        reason = why_not_between_replicas(accelerator)
+        return f"{name} does not work with this FSDP: {reason}" if reason else ""
     return f"{name} works with DistributedDataParallel, not with {kind}: {_INSTEAD[kind]}"
 
 
@@ -35,7 +43,7 @@ def check_distributed_type(accelerator: Any, optimizer: Any, plugin: CompressOpt
     name = type(optimizer).__name__ if saves_shards(optimizer) else ""
     if plugin is not None and not name:
         name = "ZeroOptimizer" if plugin.partitions else "" if plugin.optimizer == "none" else plugin.optimizer
-        if plugin.grad_compression != "none":
-            name = f"grad_compression={plugin.grad_compression}"
+        if plugin.ddp_compression != "none":
+            name = f"{GRAD_COMPRESSION}{plugin.grad_compression}"
     if name and (reason := why_unsupported(accelerator, name)):
         raise ValueError(reason)

@@ -5,7 +5,7 @@ Collectives cost what :mod:`hf_compressopt.planner.wire` says.
 DDP. With f, b, u the seconds of forward, backward and update, and k buckets that become ready evenly over b (host
 work makes b longer by h):
     f + max(ready_1 + sum of all messages, b + h + last message) + u                                       (3)
-ZeRO-1 and 2. (3) with all-to-alls and u/N, then packing and the all-gather of the parameters, not overlapped.
+ZeRO-1 and 2. (3) with reduce-scatters and u/N, then packing and the all-gather of the parameters, not overlapped.
 Compressed step, of k buckets. Passes over memory, P seconds, and messages, C seconds, overlap:
     f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
 The first stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes.
@@ -28,7 +28,7 @@ from hf_compressopt.kernels.integers import IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.warmup_gradients import check_warmup_bits
-from hf_compressopt.planner.wire import Cluster, Message, all_to_all, ring, two_phases
+from hf_compressopt.planner.wire import Cluster, Message, all_gather, reduce_scatter, ring, two_phases
 
 #: Share of the backward pass in forward and backward.
 BACKWARD_SHARE = 2 / 3
@@ -176,8 +176,8 @@ class Model:
         params, itemsize, count = self.training.params, self.training.itemsize, self.cluster.ranks
         total = params * itemsize
         bucket = min(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES * itemsize, total)
-        one, number = all_to_all(self.cluster, bucket), total / bucket
-        scatter, gather = one * number, ring(self.cluster, bucket, passes=1) * number
+        one, number = reduce_scatter(self.cluster, bucket), total / bucket
+        scatter, gather = one * number, all_gather(self.cluster, bucket) * number
         passes = self.cluster.pass_seconds(_ZERO_PACKING * params * itemsize / FLOAT_BYTES)
         seconds = self._overlapped(bucket / total, scatter, one) + passes + self.update / count + gather.seconds
         return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)

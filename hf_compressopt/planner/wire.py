@@ -9,7 +9,7 @@ A ring passes every link once each way; an all-to-all sends all that leaves a no
     A message reaches WIRE_EFFICIENCY of these rates. It takes the latency once for each hop that waits for another
     hop, and at least its bytes over host_bandwidth if processors move them.
     Two levels: (2) and an all-gather of the node's own messages over R, and inside the node, over L, an all-to-all of
-    float32 values before and an all-gather of all messages after them.
+    float32 values before and an all-gather of all messages after them. ZeRO's values take the same way.
 Source: the ring, Patarasuk and Yuan 2009.
 """
 
@@ -41,7 +41,7 @@ class Cluster:
         host_bandwidth: Rate at which a rank's processor moves messages while it also computes; infinity if network
             cards move them.
         latency: Seconds of one hop between nodes.
-        topology: Of compressed messages: "flat", "two-level" or "auto", as in the compressed optimizers.
+        topology: Of compressed messages and of ZeRO: "flat", "two-level" or "auto", as in the optimizers.
     """
 
     nodes: int
@@ -130,6 +130,33 @@ def all_to_all(cluster: Cluster, nbytes: float) -> Message:
     return _message(cluster, (count - 1) / count * nbytes, on_link, wire, int(count > 1), 0.0)
 
 
+def reduce_scatter(cluster: Cluster, nbytes: float) -> Message:
+    """Cost of summing ``nbytes`` of gradients, each rank its part: an all-to-all, in two levels one of each level."""
+    if cluster.node_size == 1:
+        return all_to_all(cluster, nbytes)
+    inside, between = _levels(cluster)
+    return all_to_all(inside, nbytes) + _shared(all_to_all(between, nbytes), cluster)
+
+
+def all_gather(cluster: Cluster, nbytes: float) -> Message:
+    """Cost of giving all ranks ``nbytes`` of parameters: a ring, in two levels one of each level."""
+    if cluster.node_size == 1:
+        return ring(cluster, nbytes, passes=1)
+    inside, between = _levels(cluster)
+    return _shared(ring(between, nbytes, passes=1), cluster) + ring(inside, nbytes, passes=1)
+
+
+def _levels(cluster: Cluster) -> tuple[Cluster, Cluster]:
+    """One node by itself, and the nodes as ranks."""
+    between = replace(cluster, gpus_per_node=1, host_bandwidth=cluster.node_size * cluster.host_bandwidth)
+    return replace(cluster, nodes=1), between
+
+
+def _shared(message: Message, cluster: Cluster) -> Message:
+    """The cost of a node's message for one of the ranks that send it together."""
+    return replace(message, sent=message.sent / cluster.node_size)
+
+
 def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Message:
     """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
     host = max(sent, work) / cluster.host_bandwidth
@@ -148,11 +175,9 @@ def two_phases(cluster: Cluster, numel: int, nbytes: Sequence[int]) -> Message:
     """
     if len(nbytes) == 1:
         return NOTHING
-    size, gathered = cluster.node_size, len(nbytes) * nbytes[0]
-    if size == 1:
+    gathered = len(nbytes) * nbytes[0]
+    if cluster.node_size == 1:
         return all_to_all(cluster, sum(nbytes)) + ring(cluster, gathered, passes=1)
-    inside = replace(cluster, nodes=1)
-    between = replace(cluster, gpus_per_node=1, host_bandwidth=size * cluster.host_bandwidth)
-    shared = all_to_all(between, sum(nbytes)) + ring(between, gathered, passes=1)
-    own = replace(shared, sent=shared.sent / size)
+    inside, between = _levels(cluster)
+    own = _shared(all_to_all(between, sum(nbytes)) + ring(between, gathered, passes=1), cluster)
     return all_to_all(inside, FLOAT_BYTES * numel) + own + ring(inside, gathered, passes=1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import bucket_numel_of
 from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import IntegerFormat
@@ -64,6 +65,9 @@ class ZeroConfig:
             "none" is full precision, as are parameters of one dimension always.
         param_compression: "int4" or "int8": give the updated parameters to all ranks in messages of 4 or 8 bits per
             element: what the float32 masters, which each rank keeps of its part, are ahead of them.
+        topology: "flat", "two-level" or "auto": the way of gradients and parameters between nodes of several ranks.
+            Gradients of grad_compression, and param groups with a process group of their own, are always flat.
+        node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
 
     Raises:
         ValueError: For an option outside its range.
@@ -94,6 +98,8 @@ class ZeroConfig:
     comm_backend_name: str | None = None
     grad_compression: str = "none"
     param_compression: str = "none"
+    topology: str = AUTO
+    node_size: int | None = None
 
     def __post_init__(self) -> None:
         """Check every option."""
@@ -110,6 +116,7 @@ class ZeroConfig:
         self._check_predivision()
         self._check_compression()
         _ = self.precision, self.master, self.kept_state, self.transport  # each checks the options that it reads
+        self.topology_options()
         self.make_loss_scale()
         if self.offload_optimizer not in (False, None, True, "cpu", "none"):
             raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
@@ -205,6 +212,10 @@ class ZeroConfig:
     def transport(self) -> str | Communicator | None:
         """The communicator that its two spellings ask for."""
         return resolve_communicator(self.communicator, self.comm_backend_name, False)
+
+    def topology_options(self) -> TopologyOptions:
+        """Return the options of the topology, checked."""
+        return TopologyOptions(self.topology, self.node_size)
 
     def describe(self) -> str:
         """Describe the compression for a log; "" without any."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.kernels import Combination, Commit, IntegerFormat, Segment
 from hf_compressopt.zero.feedback import SliceErrors
@@ -84,7 +85,7 @@ def send_differences(
         form: The form of the messages.
         window: The queue that completes the message.
     """
-    rank, nbytes = communicator.rank, form.nbytes(cut.part_numel)
+    nbytes = form.nbytes(cut.part_numel)
     device = params[next(iter(cut.places))].device
     window.room_for(communicator.world_size * nbytes)
     ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)
@@ -92,13 +93,13 @@ def send_differences(
         place = ahead[part.span.offset : part.span.offset + part.span.numel]
         torch.sub(part.tensor.to(device), part.replica_in(params[part.param]), out=place)
     gathered = torch.zeros(communicator.world_size * nbytes, dtype=torch.uint8, device=device)
-    message = gathered[rank * nbytes : (rank + 1) * nbytes]
+    message = gathered[communicator.topology.chunk_of(communicator.rank) * nbytes :][:nbytes]
     form.compress_(Combination(cut.part_numel, device), ahead, message, 1)
-    handle = communicator.all_gather(gathered, message)
+    handle = scattering.all_gather(gathered, message, communicator)
 
     def arrived() -> None:
         handle.wait()
-        values = _decoded(gathered, cut, form, nbytes)
+        values = _decoded(scattering.in_rank_order(gathered, communicator), cut, form, nbytes)
         for number, rows in cut.places.items():
             for begin, span in rows:
                 replica = params[number].detach().reshape(-1)[span.start : span.stop].float()
@@ -106,7 +107,7 @@ def send_differences(
         for part in parts:
             part.note_replica(params[part.param])
 
-    window.add(communicator.world_size * nbytes, arrived)
+    window.add(communicator.world_size * nbytes, arrived, handle)
 
 
 def _decoded(messages: Tensor, cut: Slice, form: IntegerFormat, nbytes: int) -> Tensor:

@@ -106,7 +106,8 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         detach_earlier(groups)
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         self.traffic = Traffic()
-        ranks = Ranks(self.config.transport, process_group, model_parallel_group, device, self.traffic)
+        topology = self.config.topology_options()
+        ranks = Ranks(self.config.transport, process_group, model_parallel_group, device, self.traffic, topology)
         self.communicator: Communicator = ranks.everyone
         self.loss_scale = self.config.make_loss_scale()
         self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
@@ -126,8 +127,8 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
             for group in self.param_groups
         ]
         config = self.config
-        if isinstance(config.communicator, Communicator):
-            config = replace(config, communicator=deepcopy(config.communicator, memo))
+        if isinstance(config.communicator, Communicator) or self.communicator.levels is not None:
+            config = replace(config, communicator=deepcopy(self.communicator, memo), comm_backend_name=None)
         first = groups[: self._first_groups]
         copied = type(self)(first, self.optimizer_class, config, **self._process_groups, **self._given)
         memo[id(self)] = copied
@@ -320,14 +321,21 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
 
     def describe(self) -> str:
         """Describe the optimizer in one line for the log."""
+        ranks, slices = self.communicator, len(self.partition.reducer.slices)
+        levels = "" if ranks.levels is None else f" in two levels, {ranks.topology.nodes} node(s)"
         return (
-            f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {self.communicator.world_size} rank(s) "
-            f"over {self.communicator.name}, {len(self.partition.reducer.slices)} slices{self.config.describe()}"
+            f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {ranks.world_size} rank(s) "
+            f"over {ranks.name}{levels}, {slices} slices{self.config.describe()}"
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips."""
+        """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
+
+        In two levels bytes are those to other nodes, beside ``bytes_sent_in_node``.
+        """
+        inside = sum(self.traffic.node_bytes.values())
         return {
+            **({"bytes_sent_in_node": float(inside)} if inside else {}),
             "stage": float(self.stage),
             "step": float(self.steps),
             "bytes_sent": float(self.traffic.total_bytes),

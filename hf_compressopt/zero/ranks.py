@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.two_levels import with_topology
 
 
 class Ranks:
@@ -27,6 +29,7 @@ class Ranks:
         model_parallel_group: dist.ProcessGroup | None,
         device: torch.device,
         traffic: Traffic,
+        topology: TopologyOptions,
     ) -> None:
         """Make the communicators of all ranks and of the model-parallel group.
 
@@ -36,14 +39,16 @@ class Ranks:
             model_parallel_group: The ranks that share one copy of the model, or None.
             device: Device of the parameters.
             traffic: Counters of the optimizer.
+            topology: The topology of all ranks; the groups of param groups are flat.
 
         Raises:
-            ValueError: If the group does not have the transport.
+            ValueError: If the group does not have the transport, or not the topology.
             RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
         """
         self._traffic = traffic
         self._by_group: dict[int, tuple[Any, Communicator]] = {}  # by id; the group itself keeps the id its own
-        self.everyone = make_communicator(transport, process_group, device=device, traffic=traffic)
+        flat = make_communicator(transport, process_group, device=device, traffic=traffic)
+        self.everyone = with_topology(flat, topology)
         self.model_parallel: Communicator | None = None
         if model_parallel_group is not None:
             self.model_parallel = self._communicator(model_parallel_group)

@@ -270,13 +270,13 @@ class GradientReducer:
             else send_gradients(buffer, cut, ranks, gradients.errors, self._loss_scale.of_gradients, kept)
         )
 
-        def arrived(_keep: Tensor = buffer) -> None:
+        def arrived() -> None:
             if handle is not None:
                 handle.wait()
             part = in_host_memory(average()) if gradients.offload else average()
             gradients.average = part if gradients.average is None else gradients.average.add_(part)
 
-        self._window.add(2 * gradients.nbytes, arrived)
+        self._window.add(2 * gradients.nbytes, arrived, handle)
         if not self._overlap:
             self._window.drain()
 

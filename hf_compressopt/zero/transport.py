@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.zero.partition import Slice
 
@@ -41,25 +42,38 @@ class Window:
         """Start with no message."""
         self.limit = limit
         self.nbytes = 0
-        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        self._queue: deque[tuple[int, Callable[[], None], Handle | None]] = deque()
 
     def room_for(self, nbytes: int) -> None:
         """Complete the oldest messages until ``nbytes`` more fit or none is left."""
         while self._queue and self.nbytes + nbytes > self.limit:
             self._complete()
 
-    def add(self, nbytes: int, complete: Callable[[], None]) -> None:
-        """Add a message; ``complete`` waits for it and uses it."""
-        self._queue.append((nbytes, complete))
+    def add(self, nbytes: int, complete: Callable[[], None], handle: Handle | None) -> None:
+        """Add a message, and let earlier ones go on to their second collective, if they have one.
+
+        Args:
+            nbytes: Its bytes.
+            complete: Waits for it and uses it.
+            handle: The message; None if there is only one rank.
+        """
+        self._advance()
+        self._queue.append((nbytes, complete, handle))
         self.nbytes += nbytes
 
     def drain(self) -> None:
         """Complete all messages."""
+        self._advance()
         while self._queue:
             self._complete()
 
+    def _advance(self) -> None:
+        for _, _, handle in self._queue:
+            if handle is not None:
+                handle.advance()
+
     def _complete(self) -> None:
-        nbytes, complete = self._queue.popleft()
+        nbytes, complete, _ = self._queue.popleft()
         self.nbytes -= nbytes
         complete()
 
@@ -93,8 +107,9 @@ def reduce_scatter(
 ) -> tuple[Handle | None, Callable[[], Tensor]]:
     """Start sending every rank its part of a slice.
 
-    The owner sums in rank order, in float32, so that the bits depend neither on the backend nor on the number of
-    messages. An all-to-all moves as much as a reduce-scatter should; gloo's own reduce-scatter moves twice that.
+    The owner sums in float32, in the order of :mod:`hf_compressopt.collectives.scattering`, so that the bits depend
+    neither on the backend nor on the number of messages. An all-to-all moves as much as a reduce-scatter should; gloo's
+    own reduce-scatter moves twice that.
 
     Args:
         buffer: [world_size * part_numel], this rank's gradients, scaled.
@@ -112,17 +127,11 @@ def reduce_scatter(
     if world_size == 1:
         alone = buffer if scale is None else buffer * scale
         return None, lambda: alone.to(kept)
-    received = torch.empty_like(buffer)
-    splits = [cut.part_numel] * world_size
-    handle = communicator.all_to_all(received, buffer, output_splits=splits, input_splits=splits)
+    handle, total = scattering.reduce_scatter(buffer, communicator)
 
     def average() -> Tensor:
-        messages = received.view(world_size, cut.part_numel)
-        wide = messages if messages.dtype in (torch.float32, torch.float64) else messages.float()
-        total = wide[0] + wide[1]
-        for message in wide[2:]:
-            total += message
-        return (total if scale is None else total.mul_(scale)).to(kept)
+        summed = total()
+        return (summed if scale is None else summed.mul_(scale)).to(kept)
 
     return handle, average
 
@@ -138,24 +147,24 @@ def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Commun
         communicator: The ranks that share it.
         window: The queue that completes the message.
     """
-    rank = communicator.rank
+    rank, place_of = communicator.rank, communicator.topology.chunk_of
     example = params[next(iter(cut.places))]
     nbytes = cut.numel * example.element_size()
     window.room_for(nbytes)
     gathered = torch.empty(cut.numel, dtype=example.dtype, device=example.device)  # padding is sent as it is
-    part = gathered[rank * cut.part_numel : (rank + 1) * cut.part_numel]
+    part = gathered[place_of(rank) * cut.part_numel :][: cut.part_numel]
     for span in cut.parts[rank]:
         part[span.offset : span.offset + span.numel] = params[span.index].detach().reshape(-1)[span.start : span.stop]
-    handle = communicator.all_gather(gathered, part)
+    handle = scattering.all_gather(gathered, part, communicator)
 
     def arrived() -> None:
         handle.wait()
         for owner, spans in enumerate(cut.parts):
             for span in spans if owner != rank else ():
-                begin = owner * cut.part_numel + span.offset
+                begin = place_of(owner) * cut.part_numel + span.offset
                 write_span(params[span.index], span.start, span.stop, gathered[begin : begin + span.numel])
 
-    window.add(nbytes, arrived)
+    window.add(nbytes, arrived, handle)
 
 
 @torch.no_grad()

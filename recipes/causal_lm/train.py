@@ -33,6 +33,7 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
     set_seed,
+    trainer_utils,
 )
 
 import hf_compressopt.auto  # noqa: F401  registers the compressed optimizers with Trainer
@@ -262,8 +263,10 @@ def make_blocks(text: DatasetDict, tokenizer: PreTrainedTokenizerBase, data_args
 
 
 def checkpoint_to_resume(training_args: TrainingArguments) -> str | bool | None:
-    """Read --resume_from_checkpoint: a folder, or `true` for the last checkpoint of --output_dir."""
+    """Read --resume_from_checkpoint: a folder, or the last checkpoint of --output_dir: `true`, or `last` if any."""
     asked = training_args.resume_from_checkpoint
+    if asked == "last":  # a run that torchrun may restart
+        return Path(training_args.output_dir).is_dir() and trainer_utils.get_last_checkpoint(training_args.output_dir)
     return {"true": True, "false": None}.get(str(asked).lower(), asked)
 
 

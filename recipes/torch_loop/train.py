@@ -55,7 +55,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--communicator", default="auto", help="mpi, or a backend of torch.distributed")
     parser.add_argument("--logging_steps", type=int, default=20)
     parser.add_argument("--save_steps", type=int, default=0, help="steps between checkpoints; 0: never save")
-    parser.add_argument("--resume_from_checkpoint", type=Path, help="a folder OUTPUT_DIR/step-N")
+    parser.add_argument(
+        "--resume_from_checkpoint", type=Path, help="a folder OUTPUT_DIR/step-N, or last: the newest, if there is one"
+    )
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--use_cpu", action="store_true", help="use CPUs even if there is a GPU")
@@ -128,6 +130,16 @@ def load(model: nn.Module, optimizer: OnebitAdam, folder: Path) -> int:
     return int(saved["step"])
 
 
+def last_checkpoint(folder: Path) -> Path | None:
+    """Find the newest complete checkpoint, the same for all ranks: rank 0 looks. None if there is none."""
+    found: list[Path | None] = [None]
+    if dist.get_rank() == 0:
+        complete = [index.parent for index in folder.glob("step-*/compressopt.index.json")]
+        found = [max(complete, key=lambda path: int(path.name.removeprefix("step-")), default=None)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 @torch.no_grad()
 def evaluate(model: ByteModel, tokens: Tensor, block_size: int) -> float:
     """Compute nats per byte over evenly spread validation blocks, the same on every rank."""
@@ -150,7 +162,11 @@ def main() -> None:
         freeze_step=args.freeze_step or max(1, args.max_steps // 5),
         communicator=args.communicator,
     )
-    first = load(model, optimizer, args.resume_from_checkpoint) if args.resume_from_checkpoint else 0
+    asked = args.resume_from_checkpoint
+    checkpoint = last_checkpoint(args.output_dir) if asked == Path("last") else asked
+    first = load(model, optimizer, checkpoint) if checkpoint else 0
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks, from {checkpoint or 'the start'}", flush=True)
     for step in range(first, args.max_steps):
         optimizer.param_groups[0]["lr"] = learning_rate(step, args)
         loss = model.loss(training_blocks(train, step, args))

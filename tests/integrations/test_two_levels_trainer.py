@@ -11,6 +11,7 @@ from tests.support.trainer_runs import Run, train
 OPTIMIZERS = {
     "onebit_adam": "freeze_step=3,topology=two-level,node_size=2,node_bits=16",
     "adamw_torch": "grad_compression=int4,node_size=2",
+    "zero2_adamw": "bucket_cap_mb=25,node_size=2",
 }
 
 
@@ -24,11 +25,12 @@ def test_trainer_trains_in_two_levels(optim: str, tmp_path: Path) -> None:
     }
     losses = {name: [row["loss"] for row in ranks[0]["history"] if "loss" in row] for name, ranks in runs.items()}
     assert all(all(result["alike"]) for result in runs["two levels"])
-    assert losses["two levels"] != losses["flat"]
+    if optim != "zero2_adamw":  # which sums in another order only
+        assert losses["two levels"] != losses["flat"]
     assert losses["two levels"] == pytest.approx(losses["flat"], abs=0.1)
     last = {name: [row for row in ranks[0]["history"] if "loss" in row][-1] for name, ranks in runs.items()}
     assert "compressopt/bytes_sent_in_node" not in last["flat"]
     assert last["two levels"]["compressopt/bytes_sent_in_node"] > 0
-    if optim == "adamw_torch":  # OnebitAdam's sketch is most of what it sends for so small a model
+    if optim != "onebit_adam":  # OnebitAdam's sketch is most of what it sends for so small a model
         sent = {name: row["compressopt/bytes_sent_step"] for name, row in last.items()}
-        assert sent["two levels"] < 0.36 * sent["flat"]  # 2 (2-1)/4 instead of 2 (4-1)/4 of a message
+        assert sent["two levels"] < 0.36 * sent["flat"]  # a rank's part to 1 other rank instead of to 3

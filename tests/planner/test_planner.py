@@ -187,9 +187,14 @@ def test_two_levels_pay_where_a_node_is_faster_inside() -> None:
             Model(SMALL, Cluster(8, 8, bandwidth, 1e11, topology=topology)) for topology in ("two-level", "flat")
         )
         assert (levels.compressed(ONEBIT_ADAM).seconds < flat.compressed(ONEBIT_ADAM).seconds) is pays
-        assert levels.ddp() == flat.ddp() and levels.zero() == flat.zero()
+        assert levels.ddp() == flat.ddp()
+        assert (levels.zero().seconds < flat.zero().seconds) is pays
+        nbytes = 4 * SMALL.params  # each way the bytes of one rank per node
+        assert levels.zero().on_link == pytest.approx(2 * 7 / 8 * nbytes, rel=1e-6)
+        assert flat.zero().on_link > 4 * levels.zero().on_link
+        assert levels.zero().sent == pytest.approx(2 * (7 / 8 + 7 / 64) * nbytes, rel=1e-6)
     one = [Model(SMALL, Cluster(8, 1, 1e8, topology=topology)) for topology in ("two-level", "flat")]
-    assert one[0].compressed(ONEBIT_ADAM) == one[1].compressed(ONEBIT_ADAM)
+    assert one[0].compressed(ONEBIT_ADAM) == one[1].compressed(ONEBIT_ADAM) and one[0].zero() == one[1].zero()
     with pytest.raises(ValueError, match="topology must be one of"):
         Cluster(2, 2, 1e9, topology="ring")
 

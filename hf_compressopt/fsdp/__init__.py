@@ -1,0 +1,1 @@
+"""Low-bit gradients between the replicas of a model that FSDP2 shards inside them."""

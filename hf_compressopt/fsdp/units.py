@@ -1,0 +1,170 @@
+"""The units of a model that FSDP2 shards: the parameters of one ``fully_shard`` call, which it reduces together.
+
+FSDP2 has a public hook for the exchange between replicas, but tells the hook neither whose gradients it gets, nor that
+more are to come. This file alone reads that from its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP2 reduces together.
+
+    Attributes:
+        names: Names of the trainable parameters, in the order of their gradients.
+        numels: Elements of this rank's shard of each, padding included.
+        module: A module of the unit.
+        group: FSDP2's own state of the unit.
+    """
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    module: FSDPModule
+    group: Any
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gradients that the hook gets."""
+        return sum(self.numels)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the gradients that the hook gets."""
+        return torch.device(self.group.device)
+
+    @property
+    def more_to_come(self) -> bool:
+        """Whether ``set_requires_all_reduce(False)`` asks to keep the gradients for a later pass."""
+        return not self.group.all_reduce_grads
+
+    @property
+    def params(self) -> list[Any]:
+        """The trainable parameters, as DTensors."""
+        found = [param.sharded_param for param in self.group.fsdp_params]
+        return [param for param in found if param.requires_grad]
+
+    def places(self, shard: int) -> Iterator[tuple[str, int, int, int]]:
+        """Yield for each parameter its name, the place and number of its elements here, and its first element.
+
+        Args:
+            shard: The number of this rank's shard.
+
+        Raises:
+            ValueError: If a parameter is not cut by its first dimension.
+        """
+        offset = 0
+        for name, padded, param in zip(self.names, self.numels, self.params, strict=True):
+            if not param.placements[-1].is_shard(0):
+                raise ValueError(f"{name} is not cut by its first dimension: save the errors by state_dict()")
+            yield name, offset, param.to_local().numel(), shard * padded
+            offset += padded
+
+    def set_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Have FSDP2 call a hook with this rank's reduced gradients, flat and in place, in every pass that syncs.
+
+        An all-reduce between the replicas of its own, as a 2-D mesh has it, is left out from now on.
+        """
+        mesh_info = self.group.mesh_info
+        if _replicates(self.group):
+            from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+            known = {field.name: getattr(mesh_info, field.name) for field in fields(FSDPMeshInfo) if field.init}
+            self.group.mesh_info = FSDPMeshInfo(**{**known, "replicate_mesh_dim": None})
+            if self.group.post_forward_mesh_info is mesh_info:  # FSDP2 compares the two
+                self.group.post_forward_mesh_info = self.group.mesh_info
+        self.module.set_all_reduce_hook(hook)
+        if hasattr(self.module, "set_reduce_scatter_unused_params"):  # so that all replicas send as much; torch 2.13
+            self.module.set_reduce_scatter_unused_params(True, recurse=False)
+
+
+def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
+    """List the units of a model that have trainable parameters.
+
+    Args:
+        model: The model, sharded by ``fully_shard``.
+        mesh: 2-D: the replicas, and the ranks that share each.
+
+    Raises:
+        ValueError: If the model is not sharded over the second dimension of the mesh, or has another hook.
+        TypeError: For parameters of another dtype than float32, bfloat16 or float16.
+        RuntimeError: If this torch has no such hook.
+    """
+    from torch.distributed.fsdp import FSDPModule  # seconds, for those who use it
+
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh must have 2 dimensions, the replicas and the shards of each, got {mesh.ndim}: give "
+            "init_device_mesh(device_type, (nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
+        )
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise ValueError(
+            f"{type(model).__name__} is not sharded by FSDP2: call fully_shard(model, mesh=mesh['shard']) first "
+            "(torch.distributed.fsdp.fully_shard; FSDP1's FullyShardedDataParallel has no hook for this)"
+        )
+    if not hasattr(FSDPModule, "set_all_reduce_hook"):
+        raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.set_all_reduce_hook: install torch >= 2.8")
+    names = {param: name for name, param in model.named_parameters()}
+    found: dict[int, Unit] = {}
+    for module in modules:
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)  # older versions have one at most
+        groups = [g for g in (groups if groups is not None else [state._fsdp_param_group]) if g is not None]
+        if len(groups) > 1:
+            raise ValueError(
+                f"{type(module).__name__} has parameters on several meshes (shard_placement_fn): FSDP2 has no hook for "
+                "that, so that grad_compression cannot work there"
+            )
+        for group in groups:
+            _check(group, module, mesh)
+            params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            for p in params:
+                if p.sharded_param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                    name, dtype = names.get(p.sharded_param, "a parameter"), p.sharded_param.dtype
+                    raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+            if params:
+                known = tuple(names.get(p.sharded_param, "?") for p in params)
+                numels = tuple(p.padded_sharded_param_size.numel() for p in params)
+                found.setdefault(id(group), Unit(known, numels, module, group))
+    return list(found.values())
+
+
+def _check(group: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    name, info = type(module).__name__, group.mesh_info
+    shard, wanted = (dist.get_process_group_ranks(g) for g in (info.shard_process_group, mesh.get_group(1)))
+    if shard != wanted:
+        raise ValueError(
+            f"{name} is sharded over the ranks {shard}, and the second dimension of the mesh has {wanted}: shard it by "
+            f"fully_shard(module, mesh=mesh['shard']) or mesh=mesh, with the mesh that grad_compression gets"
+        )
+    if _replicates(group) and dist.get_process_group_ranks(info.replicate_process_group) != (
+        dist.get_process_group_ranks(mesh.get_group(0))
+    ):
+        raise ValueError(
+            f"{name} is replicated over other ranks than the first dimension of the mesh has: give both the same mesh"
+        )
+    if _replicates(group) and group.gradient_divide_factor is not None:
+        raise ValueError(
+            f"{name} divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), which on a 2-D "
+            "mesh counts all ranks, while low-bit messages are averaged: shard it by mesh['shard'], where it counts "
+            "those of one replica"
+        )
+    if group._all_reduce_hook is not None:
+        raise ValueError(f"{name} has an all-reduce hook already: grad_compression needs it for itself")
+
+
+def _replicates(group: Any) -> bool:
+    return getattr(group.mesh_info, "replicate_mesh_dim", None) is not None

@@ -1,0 +1,85 @@
+"""The models of Accelerate that FSDP2 shards, and the low-bit messages between their replicas."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
+from hf_compressopt.integrations.ddp_models import without_compile
+from hf_compressopt.integrations.log import prefix_of, prefixed_metrics
+
+logger = logging.getLogger(__name__)
+
+
+def why_not_between_replicas(accelerator: Any) -> str:
+    """Why the accelerator's FSDP has no gradients that low-bit messages could carry, or "" if it has."""
+    if not getattr(accelerator, "is_fsdp2", False):
+        return "FSDP1 averages the gradients itself: give FullyShardedDataParallelPlugin(fsdp_version=2)"
+    config = getattr(accelerator, "parallelism_config", None)
+    if config is None or config.dp_replicate_size < 2:
+        return (
+            "FSDP2 partitions every parameter over all ranks here, so that no replicas exchange gradients: give "
+            "ParallelismConfig(dp_replicate_size=NODES, dp_shard_size=RANKS_PER_NODE)"
+        )
+    if config.non_data_parallel_size > 1:
+        return "it needs a mesh of dp_replicate and dp_shard only, without tensor or context parallelism"
+    return ""
+
+
+class ShardedModels:
+    """The messages of the models that FSDP2 shards. It does not keep the models alive."""
+
+    def __init__(self) -> None:
+        """Begin without models."""
+        self._found: list[weakref.ref[FSDPCompression]] = []  # a model's hooks keep its state alive, and that the model
+
+    def compress(
+        self,
+        models: Iterable[nn.Module],
+        accelerator: Any,
+        compression: str,
+        topology: TopologyOptions,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Give every model that FSDP2 shards low-bit messages between its replicas, unless it has them.
+
+        Args:
+            models: Prepared models.
+            accelerator: The accelerator, for its mesh.
+            compression: "int4" or "int8".
+            topology: The topology that the user wants; the mesh alone says which ranks share a node.
+            loss_scale: Returns the factor that the gradients of the coming step carry.
+
+        Raises:
+            ValueError: For options of the topology, and if the model cannot have them.
+        """
+        if topology != TopologyOptions():
+            raise ValueError(
+                f"topology={topology.topology!r}, node_size={topology.node_size} and node_bits={topology.node_bits} "
+                "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
+            )
+        mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+        for model in map(without_compile, models):
+            if any(state.model is model for state in self.compressions()):
+                continue
+            state = compress_fsdp(model, mesh, compression, loss_scale=loss_scale)
+            self._found.append(weakref.ref(state))
+            if accelerator.is_main_process:
+                logger.info("attached %s", state.describe())
+
+    def compressions(self) -> list[FSDPCompression]:
+        """The states of the models that are alive."""
+        return [state for reference in self._found if (state := reference()) is not None]
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the messages, for a log line."""
+        found: dict[str, float] = {}
+        for number, state in enumerate(self.compressions()):
+            found.update(prefixed_metrics(state, prefix_of(number)))
+        return found

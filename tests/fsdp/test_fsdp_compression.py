@@ -1,0 +1,441 @@
+"""FSDP2 inside a node and low-bit messages between nodes, on real gloo ranks: 2 replicas of 2 shards.
+
+The oracle is one process with the whole model: its gradients are averaged inside each replica, cut as FSDP2 cuts them,
+and averaged between replicas by the float32 simulation of the messages.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
+from tests.oracles.simulation_integers import Simulation
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+BUCKET = 300  # elements, so that buckets cut units
+CAP = BUCKET * 4 / 2**20
+SHARDS = 2
+RUNS = [("shard", "compact", 4), ("hsdp", "float32", 8), ("hsdp", "compact", 4)]
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Layers of odd sizes: a frozen one, one whose rows are fewer than the shards, one that is used at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(13, 37), nn.Linear(37, 37, bias=False)
+        self.frozen = nn.Linear(37, 37).requires_grad_(False)
+        self.sometimes, self.last = nn.Linear(37, 37), nn.Linear(37, 1)
+
+    def forward(self, x: torch.Tensor, also: bool = True) -> torch.Tensor:
+        h = torch.tanh(self.frozen(self.second(torch.tanh(self.first(x)))))
+        return self.last(self.sometimes(h) if also else h)
+
+
+# the parameters of each fully_shard call, the root's at the end
+UNITS = [["first.weight", "first.bias"], ["second.weight", "last.weight", "last.bias"]]
+UNITS += [["sometimes.weight", "sometimes.bias"]]
+
+
+def make(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def sharded(net: Net, how: str, **options: Any) -> tuple[Net, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    replicas = torch.distributed.get_world_size() // SHARDS
+    mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
+    part = mesh if how == "hsdp" else mesh["shard"]
+    fully_shard(net.first, mesh=part, **options)
+    fully_shard([net.second, net.frozen, net.last], mesh=part, **options)  # one unit of several modules
+    return fully_shard(net, mesh=part, **options), mesh
+
+
+def data(rank: int, step: int, part: int = 0) -> torch.Tensor:
+    return torch.randn(8, 13, generator=torch.Generator().manual_seed(10_000 * part + 100 * rank + step))
+
+
+def uses(step: int) -> bool:
+    """Whether a step uses all layers; always if this torch's FSDP2 cannot reduce a parameter without a gradient."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return step % 2 == 0 or not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+
+def local(net: nn.Module, what: str = "grad") -> dict[str, np.ndarray]:
+    tensors = {n: p.grad if what == "grad" else p.detach() for n, p in net.named_parameters() if p.requires_grad}
+    return {name: value.to_local().numpy().copy() for name, value in tensors.items()}
+
+
+def take_step(net: Any, rank: int, step: int, accumulate: str) -> torch.Tensor:
+    """One backward pass, or two whose gradients add up: before FSDP2's reduction or after it."""
+    if accumulate:
+        switch = net.set_requires_all_reduce if accumulate == "reduced" else net.set_requires_gradient_sync
+        switch(False)
+        net(data(rank, step, 1), uses(step)).pow(2).mean().backward()
+        switch(True)
+    loss = net(data(rank, step), uses(step)).pow(2).mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(rank: int, how: str, state: str, bits: int, accumulate: str = "") -> dict[str, Any]:
+    net, mesh = sharded(make(), how)
+    compression = compress_fsdp(net, mesh, f"int{bits}", bucket_cap_mb=CAP, state=state)
+    optimizer, grads = optimizer_of(net), []
+    for step in range(STEPS):
+        take_step(net, rank, step, accumulate)
+        grads.append(local(net))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"grads": grads, "weights": local(net, "weights"), "errors": compression.state_dict()}
+
+
+def train_all(rank: int, world_size: int, rows: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [train(rank, *row) for row in rows]
+
+
+def cut(grad: np.ndarray, shard: int) -> np.ndarray:
+    """A shard of a tensor, padded as FSDP2 pads it."""
+    rows = -(-grad.shape[0] // SHARDS)
+    padded = np.zeros((rows * SHARDS, *grad.shape[1:]), grad.dtype)
+    padded[: grad.shape[0]] = grad
+    return padded[shard * rows : (shard + 1) * rows]
+
+
+def simulated(
+    count: int, state: str, bits: int, accumulate: str
+) -> tuple[list[dict[str, Any]], Net, dict[Any, Simulation]]:
+    net = make()
+    optimizer, names = optimizer_of(net), dict(net.named_parameters())
+    simulations: dict[Any, Simulation] = {}
+    history = []
+    for step in range(STEPS):
+        replicas = []
+        for replica in range(count):
+            total: dict[str, np.ndarray] = {}
+            for part in (1, 0) if accumulate else (0,):
+                ranks = []
+                for rank in range(replica * SHARDS, (replica + 1) * SHARDS):
+                    net.zero_grad()
+                    net(data(rank, step, part), uses(step)).pow(2).mean().backward()
+                    trained = {n: p for n, p in names.items() if p.requires_grad}
+                    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+                    ranks.append({n: grad.numpy().copy() for n, grad in grads.items()})
+                for n in ranks[0]:
+                    mean = (ranks[0][n] + ranks[1][n]) * np.float32(0.5)
+                    total[n] = total[n] + mean if n in total else mean
+            replicas.append(total)
+        averages: dict[str, list[np.ndarray]] = {}
+        for unit, members in enumerate(UNITS):
+            for shard in range(SHARDS):
+                flat = np.stack([np.concatenate([cut(r[n], shard).ravel() for n in members]) for r in replicas])
+                made = Simulation(flat.shape[1], BUCKET, count, bits, compact=state == "compact")
+                mean = simulations.setdefault((unit, shard), made).average(flat)
+                sizes = np.cumsum([cut(replicas[0][n], shard).size for n in members])[:-1]
+                for n, values in zip(members, np.split(mean, sizes), strict=True):
+                    averages.setdefault(n, []).append(values.reshape(cut(replicas[0][n], shard).shape))
+        for n, parts in averages.items():
+            names[n].grad = torch.from_numpy(np.concatenate(parts)[: names[n].shape[0]].copy())
+        history.append({n: names[n].grad.numpy().copy() for n in averages})
+        optimizer.step()
+    return history, net, simulations
+
+
+def shard_of(whole: np.ndarray, shard: int) -> np.ndarray:
+    rows = -(-whole.shape[0] // SHARDS)
+    return whole[shard * rows : (shard + 1) * rows]
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_equals_replicas_of_two_shards_in_bits(replicas: int) -> None:
+    """Gradients, weights and errors; on a 1-D mesh and in the place of HSDP's all-reduce; accumulated reduced."""
+    rows = [(*run, accumulate) for run, accumulate in zip(RUNS, ("", "", "reduced"), strict=True)]
+    ranks = run_ranks(replicas * SHARDS, train_all, rows)
+    for number, (_, state, bits, accumulate) in enumerate(rows):
+        history, net, simulations = simulated(replicas, state, bits, accumulate)
+        weights = {n: p.detach().numpy() for n, p in net.named_parameters() if p.requires_grad}
+        for rank in range(replicas * SHARDS):
+            got, (replica, shard) = ranks[rank][number], divmod(rank, SHARDS)
+            for mine, expected in zip(got["grads"], history, strict=True):
+                for name, grad in mine.items():
+                    assert grad.tobytes() == shard_of(expected[name], shard).tobytes(), (rows[number], rank, name)
+            for name, weight in got["weights"].items():
+                assert weight.tobytes() == shard_of(weights[name], shard).tobytes(), (rows[number], rank, name)
+            errors = got["errors"]
+            assert sorted(errors["numels"]) == sorted(
+                [cut(weights[n], shard).size for n in members] for members in UNITS
+            )
+            for numels, worker in zip(errors["numels"], errors["worker_errors"], strict=True):
+                unit = next(u for u, m in enumerate(UNITS) if [cut(weights[n], 0).size for n in m] == numels)
+                assert worker.numpy().tobytes() == simulations[unit, shard].worker_error[replica].tobytes()
+
+
+# -- one run of four ranks --------------------------------------------------------------------------------------------
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(one[name], other[name], equal_nan=True) for name in one)
+
+
+def errors_of(compression: FSDPCompression) -> dict[str, Any]:
+    state = compression.state_dict()
+    return {f"{key}{i}": e.numpy() for key in ("worker_errors", "server_errors") for i, e in enumerate(state[key])}
+
+
+def resume(rank: int) -> bool:
+    """A run goes on bit for bit from the state dicts of its model, optimizer and errors."""
+    net, mesh = sharded(make(), "shard")
+    compression, optimizer = compress_fsdp(net, mesh, bucket_cap_mb=CAP), optimizer_of(net)
+    again, mesh = sharded(make(seed=7), "shard")
+    resumed, other = compress_fsdp(again, mesh, bucket_cap_mb=CAP), optimizer_of(again)
+    for step in range(4):
+        if step == 2:
+            with torch.no_grad():
+                for p, q in zip(net.parameters(), again.parameters(), strict=True):
+                    q.to_local().copy_(p.to_local())
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            resumed.load_state_dict(compression.state_dict())
+        for model, optim in ((net, optimizer), (again, other)) if step >= 2 else ((net, optimizer),):
+            take_step(model, rank, step, "unreduced" if step == 3 else "")
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            assert float(norm.full_tensor()) > 0.01
+            optim.step()
+            optim.zero_grad()
+    equal = same(local(net, "weights"), local(again, "weights")) and same(errors_of(compression), errors_of(resumed))
+    return equal and resumed.steps == compression.steps == 4
+
+
+def not_finite(rank: int) -> dict[str, Any]:
+    """One rank has a gradient that is not finite, in one step: nobody's errors change in it."""
+    net, mesh = sharded(make(), "shard")
+    compression = compress_fsdp(net, mesh, bucket_cap_mb=CAP)
+    take_step(net, rank, 0, "")
+    before = errors_of(compression)
+    net.zero_grad()
+    hook = net.last.register_forward_hook(lambda *rest: rest[-1] * (float("inf") if rank == 3 else 1.0))
+    take_step(net, rank, 1, "")
+    finite = all(np.isfinite(g).all() for g in local(net).values())
+    unchanged, skipped = same(before, errors_of(compression)), compression.skipped_steps
+    hook.remove()
+    net.zero_grad()
+    take_step(net, rank, 2, "")
+    well = all(np.isfinite(g).all() for g in local(net).values())
+    return {
+        "finite": finite,
+        "unchanged": unchanged,
+        "skipped": skipped,
+        "well": well,
+        "changed": not same(before, errors_of(compression)),
+    }
+
+
+def low_precision(rank: int) -> dict[str, Any]:
+    """bfloat16 as FSDP2's mixed precision has it; a loss scale is no part of the errors."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    found = []
+    for scale in (1.0, 1024.0):
+        net, mesh = sharded(make(), "hsdp", mp_policy=policy)
+        compression = compress_fsdp(net, mesh, "int8", loss_scale=lambda scale=scale: scale)
+        for step in range(2):
+            net.zero_grad()
+            (net(data(rank, step).bfloat16()).float().pow(2).mean() * scale).backward()
+        found.append((local(net), errors_of(compression)))
+    (grads, errors), (scaled, scaled_errors) = found
+    assert all(np.array_equal(grad * 1024, scaled[name]) for name, grad in grads.items())
+    assert same(errors, scaled_errors)
+    return grads
+
+
+def losses(rank: int, how: str) -> tuple[list[float], float]:
+    """Training on one batch per rank; "alone" is FSDP2's own all-reduce."""
+    net = nn.Sequential(nn.Linear(13, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    torch.manual_seed(3)
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            layer.reset_parameters()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    replicas = torch.distributed.get_world_size() // SHARDS
+    mesh = init_device_mesh("cpu", (replicas, SHARDS), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net[2], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    compression = None if how == "alone" else compress_fsdp(net, mesh, how)
+    optimizer, found = torch.optim.AdamW(net.parameters(), lr=1e-3), []
+    for step in range(40):
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        x, noise = torch.randn(32, 13, generator=generator), torch.randn(32, 1, generator=generator)
+        loss = (net(x) - (x.sum(dim=1, keepdim=True) / 4).tanh() - noise / 2).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        whole = loss.detach().clone()
+        torch.distributed.all_reduce(whole)
+        found.append(float(whole) / 4)
+    return found, 0.0 if compression is None else compression.metrics()["compression_ratio"]
+
+
+def all_checks(rank: int, world_size: int) -> dict[str, Any]:
+    return {
+        "resume": resume(rank),
+        "not_finite": not_finite(rank),
+        "low": low_precision(rank),
+        "losses": {how: losses(rank, how) for how in ("alone", "int4")},
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(4, all_checks, timeout=120)
+
+
+def test_a_run_resumes_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["resume"] for found in ranks)
+
+
+def test_errors_stay_if_a_gradient_is_not_finite(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        got = found["not_finite"]
+        assert got == {"finite": False, "unchanged": True, "skipped": 1, "well": True, "changed": True}, rank
+
+
+def test_replicas_are_alike_in_bits_in_low_precision(ranks: list[dict[str, Any]]) -> None:
+    for shard in range(SHARDS):
+        assert same(ranks[shard]["low"], ranks[SHARDS + shard]["low"])
+
+
+def test_bytes_and_loss(ranks: list[dict[str, Any]]) -> None:
+    """At least 7.5 times fewer bytes between replicas than a ring of float32 values, and the loss of FSDP2 alone."""
+    alone, (losses, ratio) = ranks[0]["losses"]["alone"][0], ranks[0]["losses"]["int4"]
+    assert ratio >= 7.5
+    assert alone[-1] < 0.8 * alone[0]
+    assert np.mean(losses[-8:]) == pytest.approx(np.mean(alone[-8:]), rel=0.005)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net, mesh = sharded(make(), "shard")
+    over_all = fully_shard(make(), mesh=init_device_mesh("cpu", (world_size,)))
+    hooked, _ = sharded(make(), "shard")
+    hooked.set_all_reduce_hook(lambda grads: None)
+    divided, _ = sharded(make(), "hsdp")
+    divided.set_gradient_divide_factor(3.0)
+    wide, _ = sharded(make().double(), "shard")
+    calls: dict[str, Any] = {
+        "2 dimensions": lambda: compress_fsdp(net, mesh["shard"]),
+        "not sharded by FSDP2": lambda: compress_fsdp(make(), mesh),
+        "mesh=mesh['shard']": lambda: compress_fsdp(over_all, mesh),
+        "hook already": lambda: compress_fsdp(hooked, mesh),
+        "divides gradients by 3.0": lambda: compress_fsdp(divided, mesh),
+        "must be float32": lambda: compress_fsdp(wide, mesh),
+        "compression must be one of": lambda: compress_fsdp(net, mesh, "int2"),
+        "state must be one of": lambda: compress_fsdp(net, mesh, state="float16"),
+        "the state dict has bits=4": lambda: compress_fsdp(sharded(make(), "shard")[0], mesh, "int8").load_state_dict(
+            compress_fsdp(net, mesh).state_dict()
+        ),
+    }
+    found = {}
+    for text, call in calls.items():
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            found[text] = str(error)
+    return found
+
+
+def test_refuses_by_name() -> None:
+    for found in run_ranks(4, refusals):
+        assert len(found) == 9
+        for text, error in found.items():
+            assert text in error
+
+
+def other_start(rank: int, world_size: int) -> None:
+    net, mesh = sharded(make(seed=rank // SHARDS), "shard")
+    compress_fsdp(net, mesh)
+    take_step(net, rank, 0, "")
+
+
+def test_replicas_must_start_alike() -> None:
+    errors = run_ranks_expecting_error(4, other_start)
+    assert all("do all replicas start from the same model?" in text for text in errors.values()), errors
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpointed(rank: int, world_size: int, folder: str, shards: int, state: str, load: bool) -> dict[str, Any]:
+    """The worker errors of this rank's elements, and the server errors that it has, NaN elsewhere."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = make()
+    mesh = init_device_mesh("cpu", (world_size // shards, shards), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net.first, mesh=mesh)
+    if not load:  # other units where it is loaded
+        fully_shard([net.second, net.frozen, net.last], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    compression = compress_fsdp(net, mesh, state=state, bucket_cap_mb=CAP * (2 if load else 1))
+    if load:
+        load_state(compression, folder)
+    else:
+        for step in range(3):
+            take_step(net, rank, step, "")
+        save_state(compression, folder)
+    found: dict[str, Any] = {"steps": compression.steps}
+    for errors in compression.units if world_size > shards else ():
+        servers = np.full(errors.unit.numel, np.nan, np.float32)
+        values, at = errors.kept.server_values().numpy(), 0
+        for start, stop in [errors.kept.own_range(bucket) for bucket in errors.layout.buckets]:
+            servers[start:stop], at = values[at : at + stop - start], at + stop - start
+        worker = errors.kept.worker_values().numpy()
+        for (name, offset, count, first), param in zip(
+            errors.unit.places(rank % shards), errors.unit.params, strict=True
+        ):
+            for key, flat in (("worker", worker), ("server", servers)):
+                if flat.size:
+                    whole = np.full(param.numel(), np.nan, np.float32)
+                    whole[first : first + count] = flat[offset : offset + count]
+                    found[f"{key} {name}"] = whole
+    return found
+
+
+@pytest.mark.parametrize("state", ["compact", pytest.param("float32", marks=pytest.mark.full)])
+def test_a_checkpoint_loads_on_any_mesh(state: str, tmp_path: Path) -> None:
+    """Worker errors become the mean of the replicas', server errors stay with their elements."""
+    saved = run_ranks(4, checkpointed, str(tmp_path), SHARDS, state, False)
+    names = [name.removeprefix("worker ") for name in saved[0] if name.startswith("worker ")]
+    rounding = 2e-3 if state == "compact" else 1e-7
+    for world_size, shards in ((4, 2), (3, 1), (4, 4)):
+        for rank, found in enumerate(run_ranks(world_size, checkpointed, str(tmp_path), shards, state, True)):
+            assert found["steps"] == 3
+            for name in names if world_size > shards else ():
+                replicas = [np.nanmean([saved[2 * r + s][f"worker {name}"] for s in (0, 1)], axis=0) for r in (0, 1)]
+                mean = replicas[rank // shards] if (world_size, shards) == (4, 2) else np.mean(replicas, axis=0)
+                servers = np.nanmean([result[f"server {name}"] for result in saved], axis=0)
+                for key, whole in (("worker", mean), ("server", servers)):
+                    mine = found[f"{key} {name}"]
+                    here = ~np.isnan(mine)
+                    assert not np.isnan(whole).any() and (here.any() or whole.size < 100)
+                    np.testing.assert_allclose(mine[here], whole[here], atol=rounding, err_msg=f"{key} {name}")

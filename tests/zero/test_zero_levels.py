@@ -1,0 +1,201 @@
+"""ZeRO in two levels, on real ranks: M nodes of g ranks on one machine.
+
+The oracle is one process: gradients are summed inside each node by place, then node by node, and torch's AdamW updates
+the whole parameters. Gradients that are small integers have sums without rounding: then flat and two levels agree too.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hf_compressopt import ZeroOptimizer, load_state, save_state
+from tests.support.harness import run_ranks, run_ranks_expecting_error
+
+SHAPES = [(20, 17), (64,), (0, 3), (130,), (1,), (31, 9)]
+STEPS = 3
+NODES = [(2, 2), (2, 3), (3, 2)]  # nodes, and ranks on each
+# what may change no bit
+FORMS: list[dict[str, Any]] = [
+    {"stage": 2},
+    {"stage": 1, "reduce_bucket_size": 128, "allgather_bucket_size": 200},
+    {"stage": 2, "reduce_bucket_size": 600, "overlap_comm": False, "round_robin_gradients": True},
+]
+
+
+def gradients(rank: int, step: int, whole: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    if whole:
+        return [torch.randint(-64, 65, shape, generator=generator).float() for shape in SHAPES]
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def make(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def go_on(params: list[nn.Parameter], optimizer: ZeroOptimizer, rank: int, steps: range, whole: bool = False) -> None:
+    for step in steps:
+        grads = gradients(rank, step, whole)
+        sum((p * g.to(p.dtype)).sum() for p, g in zip(params, grads, strict=True)).backward()  # their gradients are g
+        optimizer.step()
+
+
+def flat(params: list[Any]) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1).float() for p in params]).numpy()
+
+
+def simulated(nodes: int, size: int) -> np.ndarray:
+    params, world_size = make(), nodes * size
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    for step in range(STEPS):
+        scaled = [[g * (1.0 / world_size) for g in gradients(rank, step)] for rank in range(world_size)]
+        for number, p in enumerate(params):
+            total = torch.zeros(())
+            for node in range(nodes):
+                inside = scaled[node * size][number].clone()
+                for place in range(1, size):
+                    inside += scaled[node * size + place][number]
+                total = inside if node == 0 else total + inside
+            p.grad = total
+        optimizer.step()
+    return flat(params)
+
+
+def solve(rank: int, world_size: int, size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"forms": [], "bfloat16": []}
+    for form in FORMS:
+        params = make()
+        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
+        go_on(params, optimizer, rank, range(STEPS))
+        found["forms"].append(flat(params))
+        params = make(torch.bfloat16)
+        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
+        go_on(params, optimizer, rank, range(STEPS))
+        found["bfloat16"].append(flat(params))
+    assert f"in two levels, {world_size // size} node(s)" in optimizer.describe()
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "size"), NODES)
+def test_equals_the_simulation_in_bits_in_any_form(nodes: int, size: int) -> None:
+    """Stages, sizes of buckets, overlap and the order of owners change no bit."""
+    expected = simulated(nodes, size)
+    ranks = run_ranks(nodes * size, solve, size)
+    for found in ranks:
+        assert all(params.tobytes() == expected.tobytes() for params in found["forms"])
+        assert all(params.tobytes() == ranks[0]["bfloat16"][0].tobytes() for params in found["bfloat16"])
+
+
+# -- one run of two nodes of two ranks --------------------------------------------------------------------------------
+
+
+def small_messages(rank: int) -> bool:
+    """Messages of parameters have the bits of the flat exchange, and messages of gradients stay flat."""
+    found = []
+    for options in ({"param_compression": "int8"}, {"grad_compression": "int4", "param_compression": "int4"}):
+        for topology in ({"node_size": 2}, {"topology": "flat"}):
+            params = make()
+            optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, **options, **topology)
+            go_on(params, optimizer, rank, range(STEPS), whole=True)
+            found.append(flat(params))
+    return found[0].tobytes() == found[1].tobytes() and found[2].tobytes() == found[3].tobytes()
+
+
+def accumulated(rank: int) -> bool:
+    """Several passes, clipping, a step that is skipped, and a copy of the optimizer: the bits of the flat exchange."""
+    found = []
+    for topology in ({"node_size": 2}, {"topology": "flat"}):
+        params = make()
+        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, clip_grad=1.0, **topology)
+        for part in (0, 1):
+            grads = gradients(rank, part, whole=True)
+            sum((p * g).sum() for p, g in zip(params, grads, strict=True)).backward()
+        optimizer.step()
+        (params[0] * (float("inf") if rank == 3 else 1.0)).sum().backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        both = copy.deepcopy({"params": params, "optimizer": optimizer})
+        go_on(both["params"], both["optimizer"], rank, range(2, 4), whole=True)
+        assert both["optimizer"].communicator.topology.node_size == topology.get("node_size", 1)
+        found.append(flat(both["params"]))
+    return found[0].tobytes() == found[1].tobytes()
+
+
+def bytes_of(rank: int) -> tuple[float, float]:
+    """Bytes on the link of a node in a step, and the bytes that other ranks of the node get, over a ring's of both."""
+    numel = 200_000
+    p = nn.Parameter(torch.zeros(numel))
+    optimizer = ZeroOptimizer([p], torch.optim.AdamW, lr=1e-2, node_size=2)
+    for _ in range(2):
+        inside = optimizer.metrics().get("bytes_sent_in_node", 0.0)
+        (p * rank).sum().backward()
+        optimizer.step()
+    metrics, ring = optimizer.metrics(), 2 * (2 - 1) / 2 * 4 * numel  # M = 2 nodes, and g = 2 ranks on each
+    return 2 * metrics["bytes_sent_step"] / ring, (metrics["bytes_sent_in_node"] - inside) / ring
+
+
+def saved(rank: int, folder: str) -> np.ndarray:
+    params = make()
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=2)
+    go_on(params, optimizer, rank, range(STEPS))
+    save_state(optimizer, folder)
+    if rank == 0:
+        torch.save([p.detach() for p in params], f"{folder}/params.pt")
+    torch.distributed.barrier()
+    go_on(params, optimizer, 0, range(STEPS, STEPS + 2), whole=True)  # alike on all ranks
+    return flat(params)
+
+
+def all_checks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return {
+        "small": small_messages(rank),
+        "accumulated": accumulated(rank),
+        "bytes": bytes_of(rank),
+        "saved": saved(rank, folder),
+    }
+
+
+def loaded(rank: int, world_size: int, folder: str, topology: dict[str, Any]) -> np.ndarray:
+    params = make()
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, **topology)
+    load_state(optimizer, folder)
+    with torch.no_grad():
+        for p, value in zip(params, torch.load(f"{folder}/params.pt"), strict=True):
+            p.copy_(value)
+    go_on(params, optimizer, 0, range(STEPS, STEPS + 2), whole=True)
+    return flat(params)
+
+
+def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
+    ranks = run_ranks(4, all_checks, str(tmp_path))
+    assert all(found["small"] and found["accumulated"] for found in ranks)
+    for found in ranks:
+        on_link, inside = found["bytes"]
+        assert 1 <= on_link < 1.05 and 1 <= inside < 1.05
+    for world_size, topology in ((4, {"node_size": 2}), (4, {}), (2, {})):  # a checkpoint knows of no nodes
+        for params in run_ranks(world_size, loaded, str(tmp_path), topology):
+            assert params.tobytes() == ranks[0]["saved"].tobytes()
+
+
+def refused(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    ZeroOptimizer(make(), torch.optim.AdamW, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"node_size": 2}, "node_size must divide the number of ranks, 3, got 2"),
+        ({"topology": "ring"}, "topology must be one of"),
+        ({"topology": "flat", "node_size": 3}, "belongs to two levels"),
+        ({"topology": "two-level"}, "needs two nodes or more"),
+    ],
+)
+def test_refuses_by_name(options: dict[str, Any], text: str) -> None:
+    for error in run_ranks_expecting_error(3, refused, options).values():
+        assert text in error
