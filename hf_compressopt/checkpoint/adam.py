@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import MASTER
 from hf_compressopt.checkpoint.compact_tensors import CODE, CompactTensors
 from hf_compressopt.checkpoint.filling import fill
 from hf_compressopt.checkpoint.header import COMPRESSED, PLAIN, Header
 from hf_compressopt.format.index import CheckpointIndex
 from hf_compressopt.format.reader import ShardFiles
-from hf_compressopt.format.record import Per, StateTensor, TensorKey
+from hf_compressopt.format.record import MASTER, Per, StateTensor, TensorKey
 from hf_compressopt.format.reshard import plan_reads
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -13,12 +13,8 @@ from torch import Tensor
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import TensorEntry
-from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
+from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name
 
-#: Kind of the float32 copy of a 16-bit parameter.
-MASTER = "master"
-#: Kind of a parameter that lags behind its master.
-REPLICA = "replica"
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -161,11 +157,3 @@ def room_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
     if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == wanted and live.is_contiguous():
         return live
     return torch.empty(tuple(shape), dtype=wanted, device="cpu")
-
-
-def keys_by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorKey]]:
-    """The keys of a checkpoint's tensors by the parameter that they belong to."""
-    found: dict[str, list[TensorKey]] = {}
-    for key in map(TensorKey.parse, entries):
-        found.setdefault(key.owner, []).append(key)
-    return found

@@ -14,6 +14,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
+from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.options import check_names
 
@@ -46,17 +47,8 @@ class CompressionState:
 
     def header(self) -> dict[str, Any]:
         """See the protocol."""
-        compression = self._compression
-        nodes = {} if self.communicator.levels is None else {NODE_SIZE: self.communicator.topology.node_size}
-        return {
-            **nodes,
-            "optimizer": _NAME,
-            "step": compression.steps,
-            "skipped_steps": compression.skipped_steps,
-            "world_size": self.communicator.world_size,
-            "bits": compression.bits,
-            "bytes_sent": compression.traffic.total_bytes,
-        }
+        node_size = None if self.communicator.levels is None else self.communicator.topology.node_size
+        return compression_header(_NAME, self._compression, self.communicator, node_size)
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """See the protocol. A single rank has no errors. They are float32 values, so that any buckets can load them."""
@@ -98,3 +90,18 @@ class CompressionState:
             compression.traffic.restore(values["bytes_sent"])
 
         return LoadPlan(tensors, commit)
+
+
+def compression_header(
+    name: str, compression: GradientCompression | FSDPCompression, communicator: Communicator, node_size: int | None
+) -> dict[str, Any]:
+    """Return the header of a checkpoint of compressed gradients; ``node_size`` is None if each rank has its errors."""
+    return {
+        **({} if node_size is None else {NODE_SIZE: node_size}),
+        "optimizer": name,
+        "step": compression.steps,
+        "skipped_steps": compression.skipped_steps,
+        "world_size": communicator.world_size,
+        "bits": compression.bits,
+        "bytes_sent": compression.traffic.total_bytes,
+    }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.checkpoint.checkpointable import LoadPlan
+from hf_compressopt.checkpoint.compression_state import compression_header
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.group_errors import GroupErrors
@@ -66,16 +67,8 @@ class FSDPState:
 
     def header(self) -> dict[str, Any]:
         """See the protocol."""
-        compression = self._compression
-        return {
-            **({NODE_SIZE: self._shards} if self._shards > 1 else {}),
-            "optimizer": _NAME,
-            "step": compression.steps,
-            "skipped_steps": compression.skipped_steps,
-            "world_size": self.communicator.world_size,
-            "bits": compression.bits,
-            "bytes_sent": compression.traffic.total_bytes,
-        }
+        node_size = self._shards if self._shards > 1 else None
+        return compression_header(_NAME, self._compression, self.communicator, node_size)
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """See the protocol. A single replica has no errors."""

@@ -9,21 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import (
-    MASTER,
-    REPLICA,
-    LoadPlan,
-    check_keys,
-    keys_by_parameter,
-    room_for,
-    value_of_parameter,
-)
+from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, room_for, value_of_parameter
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.format.index import TensorEntry
-from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
+from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_count, check_names, check_plain, group_from_plain, plain_group
 from hf_compressopt.zero.state_dict import FUNCTIONAL
 

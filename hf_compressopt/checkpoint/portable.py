@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.adam import MOMENTS, STEP, AdamView, Entry
-from hf_compressopt.checkpoint.checkpointable import MASTER
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
 from hf_compressopt.checkpoint.plain_state import PlainState
 from hf_compressopt.checkpoint.source import bytes_of
@@ -35,6 +34,7 @@ from hf_compressopt.format.index import (
 )
 from hf_compressopt.format.progress import progress
 from hf_compressopt.format.reader import ShardFiles
+from hf_compressopt.format.record import MASTER
 from hf_compressopt.format.torch_file import PendingTensor, TorchFile
 from hf_compressopt.format.writer import ShardWriter
 from hf_compressopt.optim.options import check_at_least, check_betas

@@ -8,19 +8,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import (
-    MASTER,
-    REPLICA,
-    LoadPlan,
-    check_keys,
-    keys_by_parameter,
-    room_for,
-    value_of_parameter,
-)
+from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, room_for, value_of_parameter
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.checkpoint.zero_errors import error_tensors, take_errors, wanted_errors
 from hf_compressopt.format.index import TensorEntry
-from hf_compressopt.format.record import Per, StateTensor, TensorKey, dtype_name
+from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.parts import Part, UpdateBucket, element_state

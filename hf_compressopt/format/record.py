@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 from typing import Any
+
+#: Kind of the float32 copy of a 16-bit parameter.
+MASTER = "master"
+#: Kind of a parameter that lags behind its master.
+REPLICA = "replica"
 
 
 class Per(Enum):
@@ -124,3 +130,11 @@ class StateTensor:
 def dtype_name(tensor: Any) -> str:
     """Torch's name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def keys_by_parameter(names: Iterable[str]) -> dict[str, list[TensorKey]]:
+    """Group the keys of a checkpoint's tensors by the parameter that they belong to."""
+    found: dict[str, list[TensorKey]] = {}
+    for key in map(TensorKey.parse, names):
+        found.setdefault(key.owner, []).append(key)
+    return found

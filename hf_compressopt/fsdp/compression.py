@@ -101,28 +101,21 @@ class FSDPCompression:
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        compression: str = "int4",
-        *,
-        bucket_cap_mb: float = 25.0,
-        loss_scale: Callable[[], float] | None = None,
-        state: str = "compact",
+        bits: int,
+        bucket_numel: int,
+        loss_scale: Callable[[], float],
+        compact: bool,
     ) -> None:
-        """Allocate the errors, and hook into FSDP2; :func:`compress_fsdp` describes the arguments."""
-        if compression not in FORMATS:
-            raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
-        if state not in STATES:
-            raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
-        self.bits, self.traffic, self._bucket_numel = FORMATS[compression], Traffic(), bucket_numel_of(bucket_cap_mb)
+        """Allocate the errors, in 8 bits if they are ``compact``, and hook into FSDP2: see :func:`compress_fsdp`."""
+        self.bits, self.traffic, self._bucket_numel = bits, Traffic(), bucket_numel
         self.model, units = model, units_of(model, mesh)
         device = units[0].device if units else torch.device("cpu")
         self.communicator = TorchCommunicator(mesh.get_group(0), device=device, traffic=self.traffic)
         self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
-        self.units = [
-            UnitErrors(unit, self._bucket_numel, self.communicator, compact=state == "compact") for unit in units
-        ]
+        self.units = [UnitErrors(unit, self._bucket_numel, self.communicator, compact=compact) for unit in units]
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._loss_scale = loss_scale or (lambda: 1.0)
+        self._loss_scale = loss_scale
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
         self._stream: torch.Stream | None = None
@@ -336,4 +329,9 @@ def compress_fsdp(
         ValueError: For an option outside its range, and for a model that is not sharded over ``mesh``.
         RuntimeError: If this torch's FSDP2 has no hook.
     """
-    return FSDPCompression(model, mesh, compression, bucket_cap_mb=bucket_cap_mb, loss_scale=loss_scale, state=state)
+    if compression not in FORMATS:
+        raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
+    if state not in STATES:
+        raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
+    bits, bucket_numel = FORMATS[compression], bucket_numel_of(bucket_cap_mb)
+    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale or (lambda: 1.0), compact=state == "compact")
