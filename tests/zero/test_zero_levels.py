@@ -193,7 +193,7 @@ def refused(rank: int, world_size: int, options: dict[str, Any]) -> None:
         ({"node_size": 2}, "node_size must divide the number of ranks, 3, got 2"),
         ({"topology": "ring"}, "topology must be one of"),
         ({"topology": "flat", "node_size": 3}, "belongs to two levels"),
-        ({"topology": "two-level"}, "needs two nodes or more"),
+        ({"topology": "two-level"}, "needs at least two nodes"),
     ],
 )
 def test_refuses_by_name(options: dict[str, Any], text: str) -> None:
