@@ -57,6 +57,7 @@ METHODS = {
         "grad_compression=int4,param_compression=int4",
         bytes_per_parameter=ring(INT4_BYTES),
     ),
+    "zero2_levels": Method("ZeRO-2, two levels", "zero2_adamw", "node_size={per_node}"),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
     "int4_levels": Method(
         "AdamW, int4 gradients, two levels", "adamw_torch", "grad_compression=int4,node_size={per_node}"
