@@ -55,7 +55,7 @@ class Line:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes than an all-reduce in float32."""
+        """The bytes of an all-reduce in float32, over those of this run."""
         return self.ring / self.nbytes
 
     def seconds(self, rate: float) -> float:
@@ -131,7 +131,7 @@ def rates(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def ours(run: Run) -> bool:
-    """Whether it is a method of this package."""
+    """True for a method of this package."""
     return run.optimizer in PARTNER or bool(run.gradients or run.zero)
 
 

@@ -28,7 +28,7 @@ class Handle:
         self._wait, self._kind, self._traffic = wait, kind, traffic
 
     def advance(self) -> None:
-        """Start what follows on a first collective, and wait for the first; one collective alone goes on by itself."""
+        """Wait for the first of two collectives, and start the second; a single collective needs no such call."""
 
     def wait(self) -> None:
         """Block until the collective is done (on a device with a queue: until it is enqueued before what follows)."""

@@ -13,7 +13,7 @@ next bucket while a message is on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -91,6 +91,14 @@ def _is_waiting(task: Task[None]) -> bool:
     return False
 
 
+def run_tasks(tasks: Iterable[Task[None]]) -> None:
+    """Start tasks one after another, as a :class:`Pipeline` does, and finish them all."""
+    pipeline = Pipeline()
+    for task in tasks:
+        pipeline.add(task)
+    pipeline.drain()
+
+
 def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator: Communicator) -> Task[Average]:
     """Average one bucket over the ranks by compressed messages. All ranks call, for the same buckets in one order.
 
@@ -143,9 +151,7 @@ def compressed_all_reduce_(x: Tensor, feedback: ErrorFeedback, communicator: Com
         average = yield from compressed_all_reduce(Combination.of(x), feedback, communicator)
         kernels.on(x).decompress_(average, x)
 
-    pipeline = Pipeline()
-    pipeline.add(task())
-    pipeline.drain()
+    run_tasks([task()])
     return x
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator, Levels
+from hf_compressopt.collectives.scattering import sum_of_rows
 from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.kernels import AnyAverage, Combination, Errors, MessageFormat
 
@@ -109,11 +110,7 @@ def _mean_in_node(z: Combination, topology: Topology, levels: Levels) -> Task[Te
     yield
     handle.wait()
     del values
-    rows = received.view(topology.node_size, own)
-    total = rows[0].to(torch.float32, copy=True)
-    for row in rows[1:]:
-        total += row
-    return total.mul_(1.0 / topology.node_size)
+    return sum_of_rows(received, topology.node_size).mul_(1.0 / topology.node_size)
 
 
 def averaged(
@@ -138,11 +135,7 @@ def averaged(
     peers = communicator if levels is None else levels.peers
     messages = yield from _two_phases(to_servers, sent, nbytes[0], serve, peers)
     if levels is not None:
-        gathered = messages.new_empty(communicator.world_size * nbytes[0])
-        handle = levels.node.all_gather(gathered, messages)
-        yield
-        handle.wait()
-        messages = gathered
+        messages = yield from _all_gathered(messages, levels.node)
     return form.average(numel, messages, communicator.world_size, nbytes[0])
 
 
@@ -155,13 +148,18 @@ def gathered(message: Tensor, communicator: Communicator) -> Task[Tensor]:
     """
     levels = communicator.levels
     for ranks in (communicator,) if levels is None else (levels.peers, levels.node):
-        if ranks.world_size > 1:
-            together = message.new_empty(ranks.world_size * message.numel())
-            handle = ranks.all_gather(together, message)
-            yield
-            handle.wait()
-            message = together
+        message = yield from _all_gathered(message, ranks)
     return message
+
+
+def _all_gathered(message: Tensor, ranks: Communicator) -> Task[Tensor]:
+    if ranks.world_size == 1:
+        return message
+    together = message.new_empty(ranks.world_size * message.numel())
+    handle = ranks.all_gather(together, message)
+    yield
+    handle.wait()
+    return together
 
 
 def _two_phases(

@@ -52,7 +52,7 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
     levels, topology = communicator.levels, communicator.topology
     if levels is None or topology.nodes == 1:
         handle, received = _exchange(buffer, communicator if levels is None else levels.node)
-        return handle, lambda _keep=buffer: _sum_of_rows(received, communicator.world_size)
+        return handle, lambda _keep=buffer: sum_of_rows(received, communicator.world_size)
     size, nodes, peers = topology.node_size, topology.nodes, levels.peers
     own = buffer.view(nodes, size, -1).transpose(0, 1).reshape(-1)  # by place, then by node
     inside: list[Tensor] = [own]
@@ -61,13 +61,13 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
     between: list[Tensor] = []
 
     def start() -> Handle:
-        sums = _sum_of_rows(inside[1], size).to(buffer.dtype)
+        sums = sum_of_rows(inside[1], size).to(buffer.dtype)
         inside.clear()
         second, received = _exchange(sums, peers)
         between.extend((received, sums))
         return second
 
-    return TwoCalls(handle, start), lambda: _sum_of_rows(between[0], nodes)
+    return TwoCalls(handle, start), lambda: sum_of_rows(between[0], nodes)
 
 
 def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Handle:
@@ -88,6 +88,15 @@ def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Ha
     return TwoCalls(first, lambda: levels.node.all_gather(gathered, shard))
 
 
+def sum_of_rows(values: Tensor, count: int) -> Tensor:
+    """Return the sum of ``count`` rows, [count * n], in their order: [n] float64 of float64 values, else float32."""
+    rows = values.view(count, -1)
+    total = rows[0].to(torch.float64 if rows.dtype == torch.float64 else torch.float32, copy=True)
+    for row in rows[1:]:
+        total += row
+    return total
+
+
 def in_rank_order(gathered: Tensor, communicator: Communicator) -> Tensor:
     """Return what :func:`all_gather` has gathered, [world_size * n], in rank order."""
     topology = communicator.topology
@@ -100,12 +109,3 @@ def _exchange(parts: Tensor, communicator: Communicator) -> tuple[Handle, Tensor
     received = torch.empty_like(parts)
     splits = [parts.numel() // communicator.world_size] * communicator.world_size
     return communicator.all_to_all(received, parts, output_splits=splits, input_splits=splits), received
-
-
-def _sum_of_rows(values: Tensor, count: int) -> Tensor:
-    rows = values.view(count, -1)
-    wide = rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
-    total = wide[0] + wide[1]
-    for row in wide[2:]:
-        total += row
-    return total

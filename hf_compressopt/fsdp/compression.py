@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from hf_compressopt.collectives.exchange import Pipeline
+from hf_compressopt.collectives.exchange import run_tasks
 from hf_compressopt.collectives.gradient_round import Arrived, IntegerSlot
 from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
@@ -197,7 +197,7 @@ class FSDPCompression:
         self._skipped.fill_(skipped_steps)
 
     def _place(self) -> dict[str, Any]:
-        """What must be the same where errors are loaded."""
+        """Return the values that must be the same where the errors are loaded."""
         return {
             "bits": self.bits,
             "bucket_numel": self._bucket_numel,
@@ -236,11 +236,12 @@ class FSDPCompression:
             grads.record_stream(self._stream)  # FSDP2 may free them, and use the memory on another stream
         self._enter_pass()
         mean: list[Arrived] = []
-        pipeline, scale = Pipeline(), float(self._loss_scale())
-        for bucket, pair in zip(errors.layout.buckets, errors.next().pairs, strict=True):
-            slot = IntegerSlot(bucket, [grads], self.communicator, 0, pair, self.bits, scale)
-            pipeline.add(slot.start({grads: grads}, mean.append))
-        pipeline.drain()
+        scale, pairs = float(self._loss_scale()), errors.next().pairs
+        slots = (
+            IntegerSlot(bucket, [grads], self.communicator, 0, pair, self.bits, scale)
+            for bucket, pair in zip(errors.layout.buckets, pairs, strict=True)
+        )
+        run_tasks(slot.start({grads: grads}, mean.append) for slot in slots)
         for average in mean:
             self._faults.append(average.not_finite)
             average.write(finite=True)  # into the pending errors

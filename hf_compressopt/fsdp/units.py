@@ -47,7 +47,7 @@ class Unit:
 
     @property
     def more_to_come(self) -> bool:
-        """Whether ``set_requires_all_reduce(False)`` asks to keep the gradients for a later pass."""
+        """True if ``set_requires_all_reduce(False)`` asks to keep the gradients for a later pass."""
         return not self.group.all_reduce_grads
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, compressed_all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce, run_tasks
 from hf_compressopt.collectives.phases import Task
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import Bucket, bucket_numel_of
@@ -297,12 +297,11 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the compressed step of some param groups: several buckets are on their way at the same time."""
         for _, together in by_communicator(states):
-            pipeline = Pipeline()
-            for state in together:
-                grads = [] if gradients is None else gradients[state.number]
-                for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                    pipeline.add(self._step_of_bucket(plan, state, bucket, feedback, grads))
-            pipeline.drain()
+            run_tasks(
+                self._step_of_bucket(plan, state, bucket, feedback, gradients[state.number] if gradients else [])
+                for state in together
+                for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True)
+            )
         for state in states:
             state.end_compressed_step()
 

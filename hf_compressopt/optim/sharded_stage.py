@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, lazy_all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback, lazy_all_reduce, run_tasks
 from hf_compressopt.collectives.group_errors import keep_
 from hf_compressopt.collectives.phases import Task, gathered
 from hf_compressopt.flat import Bucket, chunk_numel
@@ -85,12 +85,11 @@ def take_sharded_step(states: Sequence[GroupState], gradients: Grads, *, bits: i
         fused: Whether one pass of a native kernel updates the moments.
     """
     present = _present(states, gradients)
-    pipeline = Pipeline()
-    for state, here in zip(states, present, strict=True):
-        for number, (bucket, feedback) in enumerate(zip(state.layout.buckets, state.feedback, strict=True)):
-            grads = gradients[state.number]
-            pipeline.add(_step_of_bucket(state, number, bucket, feedback, grads, here, bits=bits, fused=fused))
-    pipeline.drain()
+    run_tasks(
+        _step_of_bucket(state, number, bucket, feedback, gradients[state.number], here, bits=bits, fused=fused)
+        for state, here in zip(states, present, strict=True)
+        for number, (bucket, feedback) in enumerate(zip(state.layout.buckets, state.feedback, strict=True))
+    )
     for state, here in zip(states, present, strict=True):
         state.steps += torch.tensor(here, dtype=torch.float32, device="cpu")
 
@@ -197,18 +196,11 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
     communicator.all_reduce(tops, op="max").wait()
     points, still = [int(top) for top in tops.tolist()], [s == 0 for s in total]
     rows = enumerate(state.feedback)
-    _send_in_turn(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
+    run_tasks(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
     state.moments.make_codes(points)  # in the memory that the momentum has left, on up to four ranks
-    _send_in_turn(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
+    run_tasks(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
     state.moments.shards = None
     state.find_still()
-
-
-def _send_in_turn(tasks: Iterable[Task[None]]) -> None:
-    pipeline = Pipeline()
-    for task in tasks:
-        pipeline.add(task)
-    pipeline.drain()
 
 
 def _gather_momentum(state: GroupState, number: int, feedback: ErrorFeedback, still: Sequence[bool]) -> Task[None]:

@@ -14,7 +14,7 @@ from hf_compressopt.kernels.integer_messages import scales_of
 
 
 class SliceErrors:
-    """What this rank's messages of a slice have missed, in 8 bits, in the unit of a gradient without loss scale.
+    """The errors of this rank's messages of a slice, in 8 bits, in the unit of a gradient without loss scale.
 
     The errors of the passes since the last step lie beside those of that step, until the step is taken or dropped: a
     step is dropped if a gradient is not finite on any rank, and its errors with it. Each lot takes 1.02 bytes per

@@ -270,7 +270,7 @@ class PartitionedParameters:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether some parameters are replicas that may lag behind masters; the same on all ranks."""
+        """True if some parameters are replicas that may lag behind masters; the same on all ranks."""
         return any(gradients.param_form is not None for gradients in self.reducer.slices)
 
     def replicas_restorer(self) -> Callable[[], None]:

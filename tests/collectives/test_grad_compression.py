@@ -323,7 +323,7 @@ def test_errors_go_over_to_another_number_of_ranks(before: int, after: int, form
 
 
 def resumed_from_files(rank: int, world_size: int, folder: str) -> list[bool]:
-    """A run that is saved after three steps, and goes on from the files in each form of the state."""
+    """Save a run after three steps, and resume it from the files in each form of the state."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
 
     def run(state: GradientCompression, steps: range) -> np.ndarray:

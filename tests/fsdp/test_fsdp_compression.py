@@ -65,7 +65,7 @@ def data(rank: int, step: int, part: int = 0) -> torch.Tensor:
 
 
 def uses(step: int) -> bool:
-    """Whether a step uses all layers; always if this torch's FSDP2 cannot reduce a parameter without a gradient."""
+    """True if a step uses all layers; always if this torch's FSDP2 cannot reduce a parameter without a gradient."""
     from torch.distributed.fsdp import FSDPModule
 
     return step % 2 == 0 or not hasattr(FSDPModule, "set_reduce_scatter_unused_params")
@@ -197,7 +197,7 @@ def errors_of(compression: FSDPCompression) -> dict[str, Any]:
 
 
 def resume(rank: int) -> bool:
-    """A run goes on bit for bit from the state dicts of its model, optimizer and errors."""
+    """Compare a run that resumes from its state dicts with one that never stopped."""
     net, mesh = sharded(make(), "shard")
     compression, optimizer = compress_fsdp(net, mesh, bucket_cap_mb=CAP), optimizer_of(net)
     again, mesh = sharded(make(seed=7), "shard")

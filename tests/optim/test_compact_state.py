@@ -20,10 +20,10 @@ from tests.oracles.cases import (
     Problem,
     bucket_cap,
     first_safe,
-    flat_params,
     make_params,
 )
 from tests.oracles.simulation_compact import CompactOnebitAdam, CompactOnebitLamb, CompactZeroOneAdam
+from tests.oracles.steps import take_steps_of_own_gradients
 from tests.support.harness import run_ranks
 from tests.support.spreading import Share, spread
 
@@ -35,16 +35,9 @@ def solve(rank: int, problem: Problem, name: str) -> dict[str, Any]:
     params, groups = make_params(problem)
     options = {**problem.case.kwargs, **options_of(problem, name), "state": "compact", "max_update": 0}
     optimizer = getattr(hf_compressopt, name)(groups, **options)
-    history = []
-    for t in range(1, problem.case.steps + 1):
-        for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
-            for p, grad in zip(group, grads, strict=True):
-                p.grad = None if grad is None else torch.from_numpy(grad.copy())
-        average_gradients(optimizer)
-        optimizer.step()
-        history.append(flat_params(params))
+    history = take_steps_of_own_gradients(problem, optimizer, params, rank)
     errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]
-    return {"history": np.stack(history), "errors": errors}
+    return {"history": history, "errors": errors}
 
 
 def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str]]) -> list[dict[str, Any]]:

@@ -25,8 +25,9 @@ from tests.optim.test_late_clip import data as late_data
 from tests.optim.test_late_clip import make as late_clip
 from tests.optim.test_late_clip import tensors_of
 from tests.optim.test_warmup_gradients import CASES, SIMULATIONS, options_of, simulate
-from tests.oracles.cases import Problem, bucket_cap, first_safe, flat_params, make_params
+from tests.oracles.cases import Problem, bucket_cap, first_safe, make_params
 from tests.oracles.simulation_two_levels import exchange_in_two_levels, own_errors
+from tests.oracles.steps import take_steps_of_own_gradients
 from tests.support.harness import run_ranks
 from tests.support.spreading import Share
 
@@ -49,16 +50,9 @@ def solve(rank: int, problem: Problem, name: str, bits: int, state: str, node_si
     params, groups = make_params(problem)
     options = {**problem.case.kwargs, **options_of(problem, name), "warmup_bits": bits, "state": state}
     optimizer = getattr(hf_compressopt, name)(groups, topology="two-level", node_size=node_size, **options)
-    history = []
-    for t in range(1, problem.case.steps + 1):
-        for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
-            for p, grad in zip(group, grads, strict=True):
-                p.grad = None if grad is None else torch.from_numpy(grad.copy())
-        average_gradients(optimizer)
-        optimizer.step()
-        history.append(flat_params(params))
+    history = take_steps_of_own_gradients(problem, optimizer, params, rank)
     errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]
-    return {"history": np.stack(history), "errors": errors}
+    return {"history": history, "errors": errors}
 
 
 def solve_all(rank: int, world_size: int, rows: list[Row], node_size: int) -> list[dict[str, Any]]:
@@ -208,7 +202,7 @@ def flat_run(rank: int, world_size: int, forms: list[Form], folder: str) -> dict
 def loads(
     rank: int, world_size: int, forms: list[Form], folder: str, stops: list[Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a run of another topology or of other ranks gets from the saves, and that it goes on."""
+    """Load the saves in another topology or on other ranks, take a step, and return what was loaded."""
     found = {}
     for name, form in forms:
         for stop in stops:

@@ -21,7 +21,6 @@ from tests.oracles.cases import (
     Problem,
     bucket_cap,
     first_safe,
-    flat_params,
     make_params,
     missing_gradients,
     mixed_groups,
@@ -31,6 +30,7 @@ from tests.oracles.cases import (
 from tests.oracles.comparing import final_state
 from tests.oracles.simulation_integers import Simulation
 from tests.oracles.simulation_low_bits import LowBitOnebitAdam, LowBitOnebitLamb, LowBitZeroOneAdam
+from tests.oracles.steps import take_steps_of_own_gradients
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.logs import log_lines
 from tests.support.spreading import Share, spread
@@ -52,15 +52,8 @@ def solve(rank: int, problem: Problem, name: str, bits: int) -> dict[str, Any]:
     params, groups = make_params(problem)
     options = {**problem.case.kwargs, **options_of(problem, name), "warmup_bits": bits, "state": "float32"}
     optimizer = getattr(hf_compressopt, name)(groups, **options)
-    history = []
-    for t in range(1, problem.case.steps + 1):
-        for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
-            for p, grad in zip(group, grads, strict=True):
-                p.grad = None if grad is None else torch.from_numpy(grad.copy())
-        average_gradients(optimizer)
-        optimizer.step()
-        history.append(flat_params(params))
-    return {"history": np.stack(history), **final_state(optimizer, params)}
+    history = take_steps_of_own_gradients(problem, optimizer, params, rank)
+    return {"history": history, **final_state(optimizer, params)}
 
 
 def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str, int]]) -> list[dict[str, Any]]:

@@ -4,14 +4,33 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.oracles.cases import Problem, set_gradients
+from hf_compressopt import average_gradients
+from tests.oracles.cases import Problem, flat_params, set_gradients
 from tests.oracles.simulation import chunk_bounds
 
 #: An optimizer and its parameters, [group][parameter].
 Run = tuple[Any, list[list[torch.nn.Parameter]]]
+
+
+def take_steps_of_own_gradients(problem: Problem, optimizer: Any, params: Any, rank: int) -> np.ndarray:
+    """Take a problem's steps with this rank's gradients, which average_gradients averages. Returns the parameters then.
+
+    Returns:
+        [steps, elements] float32.
+    """
+    history = []
+    for t in range(1, problem.case.steps + 1):
+        for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
+            for p, grad in zip(group, grads, strict=True):
+                p.grad = None if grad is None else torch.from_numpy(grad.copy())
+        average_gradients(optimizer)
+        optimizer.step()
+        history.append(flat_params(params))
+    return np.stack(history)
 
 
 def everything(optimizer: Any, params: Any) -> dict[str, torch.Tensor]:

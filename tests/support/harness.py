@@ -20,6 +20,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests.support.forking import forked
 
 MAX_WORLD_SIZE = 6
@@ -46,6 +48,16 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     if errors:
         raise RankError(errors)
     return outcomes
+
+
+def run_ranks_of_which_one_dies(world_size: int, fn: Callable[..., Any], *args: Any) -> None:
+    """Run ranks of which one ends its process. The others are to end by themselves: the caller kills the pool then."""
+    _pool.kill = lambda: None  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RuntimeError, match="died"):
+            run_ranks(world_size, fn, *args)
+    finally:
+        del _pool.kill  # type: ignore[method-assign]
 
 
 def run_ranks_expecting_error(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.flat import FLOAT_BYTES
-from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error
+from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
 from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps, train_plain, train_zero
 
 
@@ -228,12 +228,7 @@ def dies(rank: int, world_size: int, file: str) -> None:
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Any) -> None:
     file = tmp_path / "error"
-    with pytest.raises(RuntimeError, match="died"):
-        _pool.kill = lambda: None  # type: ignore[method-assign]  # the survivor is to end by itself
-        try:
-            run_ranks(2, dies, str(file))
-        finally:
-            del _pool.kill  # type: ignore[method-assign]
+    run_ranks_of_which_one_dies(2, dies, str(file))
     start = time.monotonic()
     while not (file.exists() and file.read_text()) and time.monotonic() - start < 15:
         time.sleep(0.05)
