@@ -118,6 +118,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "rivals": {**DIFFERENCE, **MEGABYTES},
     "rivals, rates": LOSS,
     "zero": {**DIFFERENCE, **MEGABYTES},
+    "many ranks": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "GPT-2": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "texts": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "fine-tuning": {**DIFFERENCE, **MEGABYTES, **SWITCH},

@@ -21,6 +21,7 @@ WORLD_SIZES = {
     "rivals, rates": (4,),
     **dict.fromkeys(("texts", "fine-tuning", "warmup bits", "max_update", "short runs", "variance stage"), (4,)),
     **dict.fromkeys(("blocks", "floors", "controls"), (2, 4)),
+    "many ranks": (16, 32, 64),
 }
 #: Groups by which defaults were chosen: with seeds of their own.
 TUNING = (
@@ -33,7 +34,7 @@ TUNING = (
     "short runs",
     "variance stage",
 )
-ONE_SEED = ("rivals, rates", "learning rates", "learning rates, GPT-2", "fine-tuning rates")
+ONE_SEED = ("many ranks", "rivals, rates", "learning rates", "learning rates, GPT-2", "fine-tuning rates")
 MB = 1e6
 #: Of each text, the text itself and the text that its tokenizer was trained on.
 TOKENIZED_AS = {
@@ -91,6 +92,7 @@ class Run:
         bf16: Whether the parameters are bfloat16.
         pretrained: Whether it starts from a model that was trained on the library's source.
         steps: Its steps; None leaves them to `long`.
+        batch: Examples per step, over all ranks.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Run:
     bf16: bool = False
     pretrained: bool = False
     steps: int | None = None
+    batch: int = GLOBAL_BATCH
 
     @property
     def peak_lr(self) -> float:
@@ -224,6 +227,7 @@ RUNS: dict[str, dict[str, Run]] = {
         ZERO_INT4,
         Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1}, long=True),
     ),
+    "many ranks": every(", batch 64", ADAM_FAMILY, steps=400, batch=64),
     "GPT-2": every(", GPT-2", model=GPT2, long=True),
     "texts": {
         **every(", library, untied", ADAM_FAMILY, text="library", tied=False, long=True),
@@ -367,7 +371,7 @@ def partner(run: Run) -> Run | None:
     optimizer = PARTNER.get(run.optimizer, run.optimizer)
     if optimizer in ("DeMo", "SignSGD"):  # at a rate of their own
         return RUNS["optimizers"]["AdamW"] if run.long and run.steps is None else None
-    alike = ("model", "tied", "long", "text", "bf16", "pretrained", "steps", "peak_lr")
+    alike = ("model", "tied", "long", "text", "bf16", "pretrained", "steps", "batch", "peak_lr")
     for other in ALL_RUNS.values():
         if other.optimizer == optimizer and not (other.gradients or other.rival or other.zero):
             if all(getattr(other, name) == getattr(run, name) for name in alike):

@@ -13,7 +13,6 @@ import torch
 from _convergence_model import SmallDecoder
 from _convergence_runs import (
     EVALUATIONS,
-    GLOBAL_BATCH,
     MAX_GRAD_NORM,
     PRETRAINING,
     PRETRAINING_STEPS,
@@ -121,10 +120,10 @@ def make_optimizer(job: Job, model: torch.nn.Module, communicator: Communicator)
 def batches(examples: Examples, job: Job, rank: int) -> Iterator[Examples]:
     """This rank's part of every global batch; the global batches depend on the seed alone."""
     count, generator = len(examples["input_ids"]), torch.Generator().manual_seed(job.seed)
-    passes = math.ceil(job.steps * GLOBAL_BATCH / count)
+    passes = math.ceil(job.steps * job.run.batch / count)
     order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])
     for step in range(job.steps):
-        mine = order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH].chunk(job.world_size)[rank]
+        mine = order[step * job.run.batch : (step + 1) * job.run.batch].chunk(job.world_size)[rank]
         yield {name: values[mine] for name, values in examples.items()}
 
 

@@ -1,6 +1,6 @@
 """Compare what the planner predicts with what was measured, row by row.
 
-    python scripts/check_planner.py docs/network.json
+    python scripts/check_planner.py docs/network.json docs/network_low_bits.json docs/network_small_messages.json
 
 The rows are those of benchmark_network.py; the compute-only row of each link, model and number of ranks is the
 --compute-seconds of the others. What else the model asks of a machine stands below: it was measured by other
@@ -52,6 +52,7 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         "int4": lambda: model.low_bit(4),
         "int8": lambda: model.low_bit(8),
         "zero2": model.zero,
+        "zero2_int4": lambda: model.zero_low_bit(4),
         "onebit_adam": lambda: model.compressed(ONEBIT_ADAM),
         "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),
         "onebit_lamb": lambda: model.compressed(ONEBIT_LAMB),
@@ -61,10 +62,10 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("rows", type=Path, help="JSON of benchmark_network.py")
+    parser.add_argument("rows", type=Path, nargs="+", help="JSON of benchmark_network.py")
     parser.add_argument("--bound", type=float, default=0.2, help="largest relative error (%(default)s)")
     arguments = parser.parse_args()
-    rows = json.loads(arguments.rows.read_text())
+    rows = [{**row, "file": file} for file in arguments.rows for row in json.loads(file.read_text())]
     compute = {place(row): statistics.median(row["seconds"]) for row in rows if row["method"] == "compute"}
     print("| model | ranks | link | method | measured, ms | predicted, ms | error, % |")
     print("|---|---:|---|---|---:|---:|---:|")
@@ -82,7 +83,7 @@ def main() -> int:
             f"| {predicted * 1e3:.0f} | {errors[-1] * 100:+.1f} |"
         )
     if not errors:
-        print(f"{arguments.rows} has no row of a predicted method with its compute-only row", file=sys.stderr)
+        print("no row of a predicted method with its compute-only row", file=sys.stderr)
         return 2
     largest = max(errors, key=abs)
     mean = statistics.fmean(map(abs, errors))
@@ -90,8 +91,9 @@ def main() -> int:
     return int(abs(largest) > arguments.bound)
 
 
-def place(row: dict[str, Any]) -> tuple[str, int, str]:
-    return row["model"], row["ranks"], row["link"]
+def place(row: dict[str, Any]) -> tuple[Path, str, int, str]:
+    """Where a row was measured; what computing takes there is in the same file."""
+    return row["file"], row["model"], row["ranks"], row["link"]
 
 
 if __name__ == "__main__":

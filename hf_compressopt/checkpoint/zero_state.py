@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, room_for, value_of_parameter
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.checkpoint.zero_errors import error_tensors, take_errors, wanted_errors
-from hf_compressopt.format.index import TensorEntry
+from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
@@ -57,7 +57,9 @@ class PartitionedState:
     def header(self) -> dict[str, Any]:
         """See the protocol."""
         optimizer = self._optimizer
-        return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
+        size = self.communicator.topology.node_size
+        errors = {NODE_SIZE: size} if size > 1 and optimizer.config.grad_form is not None else {}
+        return {**header_of(optimizer), **errors, "param_groups": [plain_group(g) for g in optimizer.param_groups]}
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
         """See the protocol; tensors with a value per element share memory with the optimizer."""
@@ -135,7 +137,7 @@ class PartitionedState:
             self._commit(staged, header, groups)
             self._settle_parameters(staged, {key.kind for keys in keys_by_parameter(entries).values() for key in keys})
 
-        return LoadPlan([*wanted, *errors.values()], commit)
+        return LoadPlan([*wanted, *(tensor for found in errors.values() for tensor in found.tensors)], commit)
 
     def _wanted(
         self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]

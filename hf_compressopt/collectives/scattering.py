@@ -53,21 +53,43 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
     if levels is None or topology.nodes == 1:
         handle, received = _exchange(buffer, communicator if levels is None else levels.node)
         return handle, lambda _keep=buffer: sum_of_rows(received, communicator.world_size)
-    size, nodes, peers = topology.node_size, topology.nodes, levels.peers
-    own = buffer.view(nodes, size, -1).transpose(0, 1).reshape(-1)  # by place, then by node
-    inside: list[Tensor] = [own]
-    handle, received = _exchange(own, levels.node)
-    inside.append(received)
+    dtype, peers = buffer.dtype, levels.peers
+    handle, sums_of_node = sum_in_node(buffer, communicator)
     between: list[Tensor] = []
 
     def start() -> Handle:
-        sums = sum_of_rows(inside[1], size).to(buffer.dtype)
-        inside.clear()
+        sums = sums_of_node().to(dtype)
         second, received = _exchange(sums, peers)
         between.extend((received, sums))
         return second
 
-    return TwoCalls(handle, start), lambda: sum_of_rows(between[0], nodes)
+    return TwoCalls(handle, start), lambda: sum_of_rows(between[0], topology.nodes)
+
+
+def sum_in_node(buffer: Tensor, communicator: Communicator) -> tuple[Handle, Callable[[], Tensor]]:
+    """Start summing over the ranks of a node: each gets the sums for the ranks at its place, on all nodes.
+
+    Args:
+        buffer: As of :func:`reduce_scatter`; it may change at once.
+        communicator: The ranks, in two levels.
+
+    Returns:
+        The handle; and a function that returns the sums [nodes * n], by node, float32 or float64, once, after the
+        handle was waited for.
+    """
+    levels, topology = communicator.levels, communicator.topology
+    if levels is None:
+        raise ValueError("sum_in_node needs ranks in two levels")
+    own = buffer.view(topology.nodes, topology.node_size, -1).transpose(0, 1).reshape(-1)  # by place, then by node
+    handle, received = _exchange(own, levels.node)
+    inside = [received, own]
+
+    def sums() -> Tensor:
+        found = sum_of_rows(inside[0], topology.node_size)
+        inside.clear()
+        return found
+
+    return handle, sums
 
 
 def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Handle:

@@ -103,6 +103,8 @@ def _flags(name: str, itemsize: int, warmup_bits: int | None) -> str:
         return _ADAMW if name == f"DDP, {8 * itemsize}-bit gradients" else _HOOK
     if name.startswith("grad_compression"):
         return f"{_ADAMW} --optim_args {name}"
+    if name == report.ZERO_INT4:
+        return f"--optim {name.partition(',')[0]} --optim_args grad_compression=int4,param_compression=int4"
     stages = {f"ZeRO-{stage}": optim for optim, stage in ZERO_NAMES.items()}
     if name in stages:
         return f"--optim {stages[name]}"
@@ -118,7 +120,7 @@ def _memory_rows(name: str) -> list[str]:
         return ["no ZeRO"]
     if name.startswith("grad_compression"):
         return ["grad_compression"]
-    if name.startswith("ZeRO"):
+    if name.startswith("ZeRO") or name == report.ZERO_INT4:
         return [name]
     if name == report.ONEBIT_ZERO:
         return [f"OnebitAdam, {form}" for form in (ZERO_FIRST, COMPACT_THEN)]

@@ -28,7 +28,7 @@ from hf_compressopt.kernels.integers import IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.warmup_gradients import check_warmup_bits
-from hf_compressopt.planner.wire import Cluster, Message, all_gather, reduce_scatter, ring, two_phases
+from hf_compressopt.planner.wire import Cluster, Message, all_gather, one_phase, reduce_scatter, ring, two_phases
 
 #: Share of the backward pass in forward and backward.
 BACKWARD_SHARE = 2 / 3
@@ -180,6 +180,20 @@ class Model:
         scatter, gather = one * number, all_gather(self.cluster, bucket) * number
         passes = self.cluster.pass_seconds(_ZERO_PACKING * params * itemsize / FLOAT_BYTES)
         seconds = self._overlapped(bucket / total, scatter, one) + passes + self.update / count + gather.seconds
+        return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
+
+    def zero_low_bit(self, bits: int) -> Step:
+        """A step of ZeRO-2 with messages of 4 or 8 bits both ways: as (3), with the passes of (5)."""
+        params, count, grad, message = self.training.params, self.cluster.ranks, self.training.itemsize, bits / 8
+        bucket = self._float_bucket()
+        nbytes = sum(IntegerFormat(bits).chunk_nbytes(bucket, count))
+        one, number = one_phase(self.cluster, grad * bucket, nbytes), params / bucket
+        scatter, gather = one * number, all_gather(self.cluster, nbytes) * number
+        # gradient, 8-bit error -> message, error; the messages of a part -> their sum
+        make = self.cluster.pass_seconds((grad + 2 + 2 * message + FLOAT_BYTES / count + self._node_passes()) * params)
+        # of a part: master, parameter -> message; all messages, parameters, 8-bit lag -> parameters, lag
+        apply = self.cluster.pass_seconds((2 * FLOAT_BYTES / count + message + 2 * grad + 2) * params)
+        seconds = self._overlapped(bucket / params, scatter, one, make) + self.update / count + gather.seconds + apply
         return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
 
     def compressed(self, passes: Passes) -> Step:

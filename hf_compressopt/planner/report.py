@@ -33,6 +33,8 @@ _WHOLE_RUN = "whole run"
 _EVERY_STEP = "every step"
 _FULL_PRECISION = ("DDP", "ZeRO")
 _LOW_BITS = (4, 8)
+#: ZeRO-2 with gradients and parameters in 4 bits.
+ZERO_INT4 = "zero2_adamw, int4"
 #: OnebitAdam with ``zero_stage=1``.
 ONEBIT_ZERO = "OnebitAdam, ZeRO-1"
 
@@ -62,8 +64,8 @@ def memory_rows(
     bucket_numel = bucket_numel_of(bucket_cap_mb)
     estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
     if world_size > 1:
-        small = estimate(2, grad_compression="int4", param_compression="int4")
-        estimates["zero2_adamw, int4"] = replace(small, states=small.states + small.errors, errors=0)
+        small = estimate(2, grad_compression="int4", param_compression="int4", node_size=node_size)
+        estimates[ZERO_INT4] = replace(small, states=small.states + small.errors, errors=0)
         full = estimates["no ZeRO"]
         errors = compact_error_bytes(params, world_size, bucket_numel, node_size)
         estimates["grad_compression"] = replace(full, states=full.states + errors)
@@ -110,6 +112,7 @@ def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
         **(halves if itemsize > _HALF_BYTES else {}),
         "ZeRO-1": {"": zero},
         "ZeRO-2": {"": zero},
+        ZERO_INT4: {"": model.zero_low_bit(4)},
         **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in _LOW_BITS},
         "OnebitAdam": _onebit(model, ONEBIT_ADAM, steps),
         **({ONEBIT_ZERO: _onebit(model, ONEBIT_ADAM, steps, shared_out=True)} if _is_integer(model) else {}),
@@ -248,14 +251,18 @@ def time_table(model: Model, steps: int) -> str:
 
 
 def run_table(model: Model, steps: int) -> str:
-    """Render the bytes and the time of a whole run, beside those of DDP with gradients as they are."""
-    runs = whole_runs(model, steps)
-    first = next(iter(runs.values()))
-    lines = [f"{'':26}" + _columns("sent by a rank", "fewer bytes", "time", "as fast")]
+    """Render the bytes and the time of a whole run, beside those of DDP with gradients as they are.
+
+    With several nodes the bytes are those that leave a node: two levels send more inside it, to send fewer there.
+    """
+    runs, several = whole_runs(model, steps), model.cluster.nodes > 1
+    lines = [f"{'':26}" + _columns("out of a node" if several else "sent by a rank", "fewer bytes", "time", "as fast")]
+    sent = {name: run.on_link if several else run.sent for name, run in runs.items()}
+    plain = next(iter(runs))
     for name, run in runs.items():
-        sent, hours = f"{run.sent / 1e9:,.1f} GB", f"{run.seconds / 3600:,.2f} h"
-        fewer, faster = first.sent / run.sent, first.seconds / run.seconds
-        lines.append(f"{name:26}" + _columns(sent, f"{fewer:.1f} x", hours, f"{faster:.2f} x"))
+        fewer, faster = sent[plain] / sent[name], runs[plain].seconds / run.seconds
+        cells = (f"{sent[name] / 1e9:,.1f} GB", f"{fewer:.1f} x", f"{run.seconds / 3600:,.2f} h", f"{faster:.2f} x")
+        lines.append(f"{name:26}" + _columns(*cells))
     return "\n".join(lines)
 
 

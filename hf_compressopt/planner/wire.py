@@ -132,10 +132,7 @@ def all_to_all(cluster: Cluster, nbytes: float) -> Message:
 
 def reduce_scatter(cluster: Cluster, nbytes: float) -> Message:
     """Cost of summing ``nbytes`` of gradients, each rank its part: an all-to-all, in two levels one of each level."""
-    if cluster.node_size == 1:
-        return all_to_all(cluster, nbytes)
-    inside, between = _levels(cluster)
-    return all_to_all(inside, nbytes) + _shared(all_to_all(between, nbytes), cluster)
+    return one_phase(cluster, nbytes, nbytes)
 
 
 def all_gather(cluster: Cluster, nbytes: float) -> Message:
@@ -161,6 +158,14 @@ def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: i
     """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
     host = max(sent, work) / cluster.host_bandwidth
     return Message(sent, on_link, hops * cluster.latency + max(wire, host), host)
+
+
+def one_phase(cluster: Cluster, values: float, nbytes: float) -> Message:
+    """Cost of sending each rank its part of a bucket in messages of ``nbytes`` in all; of ``values`` bytes as it is."""
+    if cluster.node_size == 1:
+        return all_to_all(cluster, nbytes)
+    inside, between = _levels(cluster)
+    return all_to_all(inside, values) + _shared(all_to_all(between, nbytes), cluster)
 
 
 def two_phases(cluster: Cluster, numel: int, nbytes: Sequence[int]) -> Message:

@@ -26,7 +26,7 @@ class SliceErrors:
     """
 
     def __init__(self, form: IntegerFormat, numel: int, world_size: int, device: torch.device) -> None:
-        """Start with errors of 0 for a slice of ``numel`` elements that ``world_size`` ranks share."""
+        """Start with errors of 0 for ``numel`` elements of a slice, which are sent to ``world_size`` ranks."""
         self.form, self.kept = form, CompactErrors.zeros(numel, world_size, device)
         self._pending: CompactErrors | None = None
 
@@ -67,7 +67,7 @@ class SliceErrors:
         """Take over the bytes of errors that :attr:`kept` had, and drop those since.
 
         Raises:
-            ValueError: If they are of another number of elements or ranks.
+            ValueError: If they are of another number of elements, ranks or nodes.
         """
         self.check(messages)
         self.kept.messages.copy_(messages)
@@ -77,13 +77,13 @@ class SliceErrors:
         """Check that bytes are errors of this slice.
 
         Raises:
-            ValueError: If they are of another number of elements or ranks.
+            ValueError: If they are of another number of elements, ranks or nodes.
         """
         wanted = self.kept.messages
         if messages.shape != wanted.shape or messages.dtype != wanted.dtype:
             raise ValueError(
                 f"worker errors of {messages.dtype} {list(messages.shape)} do not fit a slice whose errors are uint8 "
-                f"{list(wanted.shape)}: were they saved with the same bucket size and number of ranks?"
+                f"{list(wanted.shape)}: were they saved with the same bucket size, number of ranks and topology?"
             )
 
     def copy_from(self, other: SliceErrors) -> None:

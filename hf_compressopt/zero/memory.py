@@ -56,14 +56,15 @@ def estimate_zero_memory(
     offload_optimizer: bool = False,
     grad_compression: str = "none",
     param_compression: str = "none",
+    node_size: int = 1,
 ) -> MemoryEstimate:
     """Estimate the bytes that parameters, gradients and optimizer state take on each rank.
 
     With N ranks, a trainable float32 parameter under Adam takes 16 bytes without ZeRO, 8 + 8/N in stage 1 and
     4 + 12/N in stage 2. In 16 bits with float32 masters it takes 16, 4 + 12/N and 2 + 14/N. Two buckets come on top.
     Stage 1 needs its 8 (4) bytes only while whole gradients are held, as during accumulation. With several ranks
-    grad_compression adds 2.03 bytes from backward to step(), half of them for the whole run, and param_compression 4/N
-    for the masters of float32 parameters.
+    grad_compression adds 2.03/node_size bytes from backward to step(), half of them for the whole run, and
+    param_compression 4/N for the masters of float32 parameters.
 
     Args:
         model: The model, or its number of (trainable) parameters.
@@ -75,6 +76,7 @@ def estimate_zero_memory(
         offload_optimizer: As of ZeroOptimizer.
         grad_compression: As of ZeroOptimizer.
         param_compression: As of ZeroOptimizer.
+        node_size: Ranks of a node, which share the errors of compressed gradients in two levels; 1 if it is flat.
 
     Raises:
         ValueError: For a stage or number that is not legal.
@@ -95,7 +97,7 @@ def estimate_zero_memory(
     if stage == 2:
         gradients = -(-gradients // world_size)
     if grad_compression != "none" and stage > 0 and world_size > 1:
-        errors = 2 * CompactErrors.nbytes(trained, world_size)
+        errors = 2 * CompactErrors.nbytes(-(-trained // node_size), world_size // node_size)
     host = states + -(-gradients // (world_size if stage == 1 else 1)) if offload_optimizer and stage else 0
     return MemoryEstimate(parameters, gradients, states, buckets, host, errors)
 

@@ -11,6 +11,9 @@ replicas, the parameters that the model computes with:
     message <- Q(master - replica);  replica <- replica + Q(master - replica) on all ranks              (2)
 
 What a message misses is still there in the next difference, so that (2) needs no error feedback of its own.
+
+In two levels the ranks of a node first average what they have for the owners at each place, at full precision. Then (1)
+is among the peers: r and W are nodes, and each rank has the errors of the parts that it sends.
 """
 
 from __future__ import annotations
@@ -46,21 +49,31 @@ def send_gradients(
     Returns:
         The handle; and a function that returns the average [part_numel] after the handle was waited for.
     """
-    world_size, form, numel = communicator.world_size, errors.form, cut.numel
+    form, numel, levels = errors.form, errors.kept.numel(), communicator.levels
+    peers = communicator if levels is None else levels.peers
     nbytes = form.nbytes(cut.part_numel)  # of a chunk: a part is one, since ALIGN is a multiple of 8
-    z = Combination(numel, buffer.device, grads=[Segment(buffer, 0, numel, 0)], beta=1.0 / loss_scale)
-    messages = torch.zeros(world_size * nbytes, dtype=torch.uint8, device=buffer.device)
-    form.compress_(z, errors.latest, messages, world_size)
-    own = form.average(numel, messages, world_size, nbytes)
-    form.commit_(Commit(z, errors.pending(), messages, own, [Segment(None, 0, numel, 0)]))
-    received, splits = torch.empty_like(messages), [nbytes] * world_size
-    handle = communicator.all_to_all(received, messages, output_splits=splits, input_splits=splits)
+    splits = [nbytes] * peers.world_size
+    under_way: list[Tensor] = []
 
-    def average(_keep: Tensor = messages) -> Tensor:
-        total = sum_of_rows(_decoded(received, cut, form, nbytes), world_size)
-        return total.mul_(loss_scale / world_size).to(kept)
+    def send(values: Tensor) -> Handle:
+        z = Combination(numel, values.device, grads=[Segment(values, 0, numel, 0)], beta=1.0 / loss_scale)
+        messages = torch.zeros(peers.world_size * nbytes, dtype=torch.uint8, device=values.device)
+        form.compress_(z, errors.latest, messages, peers.world_size)
+        own = form.average(numel, messages, peers.world_size, nbytes)
+        form.commit_(Commit(z, errors.pending(), messages, own, [Segment(None, 0, numel, 0)]))
+        received = torch.empty_like(messages)
+        under_way.extend((received, messages))
+        return peers.all_to_all(received, messages, output_splits=splits, input_splits=splits)
 
-    return handle, average
+    def average() -> Tensor:
+        total = sum_of_rows(_decoded(under_way[0], cut, form, nbytes), peers.world_size)
+        return total.mul_(loss_scale / peers.world_size).to(kept)
+
+    if levels is None:
+        return send(buffer), average
+    handle, sums_of_node = scattering.sum_in_node(buffer, communicator)
+    size = communicator.topology.node_size
+    return scattering.TwoCalls(handle, lambda: send(sums_of_node().mul_(1.0 / size))), average
 
 
 def send_differences(
@@ -109,7 +122,8 @@ def send_differences(
 
 
 def _decoded(messages: Tensor, cut: Slice, form: IntegerFormat, nbytes: int) -> Tensor:
-    """Decode the messages of all chunks of a slice: [world_size * nbytes] uint8 to [world_size * part_numel]."""
-    values = torch.empty(cut.numel, dtype=torch.float32, device=messages.device)
-    form.decompress_(form.average(cut.numel, messages, len(cut.parts), nbytes), values)
+    """Decode the messages of some parts of a slice: [count * nbytes] uint8 to [count * part_numel]."""
+    count = messages.numel() // nbytes
+    values = torch.empty(count * cut.part_numel, dtype=torch.float32, device=messages.device)
+    form.decompress_(form.average(values.numel(), messages, count, nbytes), values)
     return values

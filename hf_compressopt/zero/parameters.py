@@ -158,7 +158,8 @@ class PartitionedParameters:
                 if compressed:
                     gradients.param_form = config.param_form
                 if compressed and config.grad_form is not None:
-                    gradients.errors = SliceErrors(config.grad_form, cut.numel, communicator.world_size, device)
+                    nodes = communicator.topology.nodes  # as many as ranks, if the topology is flat
+                    gradients.errors = SliceErrors(config.grad_form, nodes * cut.part_numel, nodes, device)
                 found.append(gradients)
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 

@@ -37,10 +37,14 @@ class Slice:
     @cached_property
     def places(self) -> dict[int, list[tuple[int, Span]]]:
         """The spans of each parameter that has elements here, with their places in the whole slice."""
+        return self.places_in(range(len(self.parts)))
+
+    def places_in(self, ranks: Sequence[int]) -> dict[int, list[tuple[int, Span]]]:
+        """Return the spans of each parameter in the parts of some ranks, with their places in these parts together."""
         found: dict[int, list[tuple[int, Span]]] = {}
-        for owner, spans in enumerate(self.parts):
-            for span in spans:
-                found.setdefault(span.index, []).append((owner * self.part_numel + span.offset, span))
+        for turn, rank in enumerate(ranks):
+            for span in self.parts[rank]:
+                found.setdefault(span.index, []).append((turn * self.part_numel + span.offset, span))
         return found
 
     @cached_property

@@ -80,6 +80,12 @@ class SliceGradients:
         return self.average[span.offset : span.offset + span.numel]
 
     @property
+    def error_places(self) -> dict[int, list[tuple[int, Span]]]:
+        """The spans of each parameter that have errors on this rank, with their places in the errors."""
+        place = self.communicator.topology
+        return self.cut.places_in(range(place.place, place.world_size, place.node_size))
+
+    @property
     def forms(self) -> tuple[IntegerFormat | None, IntegerFormat | None]:
         """Forms of the messages of gradients and of parameters; None is full precision."""
         return None if self.errors is None else self.errors.form, self.param_form

@@ -5,6 +5,7 @@ torch's, on whole masters.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,14 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def in_order(rows: Sequence[Any]) -> Any:
+    """Sum in the order of the rows."""
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total
+
+
 class ZeroSimulation:
     """Masters and replicas of one model, and the errors of W ranks.
 
@@ -27,10 +36,14 @@ class ZeroSimulation:
         world_size: W.
         bits: Bits per element of gradients and of parameters; 0 is full precision.
         bucket: ``reduce_bucket_size``.
+        node_size: Ranks of a node, which sum their gradients in full precision first.
     """
 
-    def __init__(self, params: Sequence[Tensor], world_size: int, bits: tuple[int, int], bucket: int) -> None:
-        self.params, self.world_size, self.bits = list(params), world_size, bits
+    def __init__(
+        self, params: Sequence[Tensor], world_size: int, bits: tuple[int, int], bucket: int, node_size: int = 1
+    ) -> None:
+        self.params, self.world_size, self.bits, self.node_size = list(params), world_size, bits, node_size
+        self.nodes = world_size // node_size
         if world_size == 1:
             self.bits = (0, 0)
         self.masters = [torch.nn.Parameter(p.detach().float().contiguous().clone()) for p in params]
@@ -45,7 +58,7 @@ class ZeroSimulation:
             part = min(length, _round_up(position - low, ALIGN * world_size)) // world_size
             self.chunks += [(low + j * part, low + (j + 1) * part) for j in range(world_size)]
         self.numel = self.chunks[-1][1]
-        self.errors = np.zeros((world_size, self.numel), np.float32)
+        self.errors = np.zeros((self.nodes, self.numel), np.float32)
         self.worst_lag = self.finest = 0.0
 
     def flat(self, values: Sequence[Tensor | None]) -> np.ndarray:
@@ -57,7 +70,7 @@ class ZeroSimulation:
 
     def send(self, errors: np.ndarray, grads: Sequence[Sequence[Tensor | None]]) -> list[Tensor]:
         """Average the gradients of one pass, [W][parameters], and update the errors."""
-        world_size, mean = self.world_size, np.float32(1.0 / self.world_size)
+        world_size, nodes, size = self.world_size, self.nodes, self.node_size
         averages = []
         for number, param in enumerate(self.params):
             rows = [
@@ -66,23 +79,22 @@ class ZeroSimulation:
                 else (g[number] * (1.0 / world_size)).reshape(-1).float()
                 for g in grads
             ]
-            total = rows[0]
-            for row in rows[1:]:
-                total = total + row
+            inside = [in_order(rows[node * size : (node + 1) * size]) for node in range(nodes)]
+            total = in_order(inside if size == 1 else [values.to(param.dtype).float() for values in inside])
             averages.append(total.to(param.dtype).view(param.shape))
         if not self.bits[0]:
             return averages
         flats, out = [self.flat(g) for g in grads], np.zeros(self.numel, np.float32)
+        if size > 1:
+            inside = [in_order(flats[node * size : (node + 1) * size]) for node in range(nodes)]
+            flats = [values * np.float32(1.0 / size) for values in inside]
         for start, stop in self.chunks:
             rows = []
-            for rank in range(world_size):
-                u = flats[rank][start:stop] + errors[rank, start:stop]
+            for node in range(nodes):
+                u = flats[node][start:stop] + errors[node, start:stop]
                 rows.append(quantize(u, self.bits[0]))
-                errors[rank, start:stop] = quantize(u - rows[-1], 8)
-            total = rows[0]
-            for row in rows[1:]:
-                total = total + row
-            out[start:stop] = total * mean
+                errors[node, start:stop] = quantize(u - rows[-1], 8)
+            out[start:stop] = in_order(rows) * np.float32(1.0 / nodes)
         for number, begin in self.begins.items():
             param = self.params[number]
             values = torch.from_numpy(out[begin : begin + param.numel()].copy())

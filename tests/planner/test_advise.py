@@ -78,6 +78,7 @@ def test_every_way_to_train_is_ranked_by_its_run_and_has_flags(itemsize: int) ->
     assert flags["OnebitAdam"] == "--optim onebit_adam"
     assert flags["OnebitAdam, ZeRO-1"] == "--optim onebit_adam --optim_args zero_stage=1"
     assert flags["grad_compression=int4"] == "--optim adamw_torch --optim_args grad_compression=int4"
+    assert flags["zero2_adamw, int4"] == "--optim zero2_adamw --optim_args grad_compression=int4,param_compression=int4"
     assert flags[f"DDP, {8 * itemsize}-bit gradients"] == "--optim adamw_torch"
     memory = {choice.name: choice.memory_bytes for choice in choices}
     assert memory["OnebitAdam, ZeRO-1"] < memory["OnebitAdam"]
@@ -134,7 +135,7 @@ def test_two_ranks_time_a_model_and_advise(tmp_path: Path) -> None:
     assert "measured the link" not in done.stdout and "measured memory of a rank: " in done.stdout
     assert "10,040 parameters (gpt2), 2 x 16 tokens" in done.stdout
     table = done.stdout.split("flags\n")[1].split("\n\n")[0].splitlines()
-    assert len(table) == 10 and all(f"{place:2} " in line for place, line in enumerate(table, 1))
+    assert len(table) == 11 and all(f"{place:2} " in line for place, line in enumerate(table, 1))
     assert sum(line.endswith("  --optim onebit_adam") for line in table) == 1
 
 

@@ -20,9 +20,10 @@ from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, run_python
 
-ROWS = REPO_ROOT / "docs" / "network.json"
-CHECK = [str(REPO_ROOT / "scripts" / "check_planner.py"), str(ROWS)]
-METHODS = {"ddp", "fp16", "int4", "int8", "zero2", "onebit_adam", "zero_one_adam", "onebit_lamb"}
+FILES = [REPO_ROOT / "docs" / f"{name}.json" for name in ("network", "network_low_bits", "network_small_messages")]
+ROWS = [row for file in FILES for row in json.loads(file.read_text())]
+CHECK = [str(REPO_ROOT / "scripts" / "check_planner.py"), *map(str, FILES)]
+METHODS = {"ddp", "fp16", "int4", "int8", "zero2", "zero2_int4", "onebit_adam", "zero_one_adam", "onebit_lamb"}
 SLOW = Cluster(nodes=4, gpus_per_node=8, bandwidth=1e9, local_bandwidth=1e11, latency=0.0)
 SMALL = Training(params=100_000_000, compute_seconds=0.5)
 
@@ -33,16 +34,17 @@ SMALL = Training(params=100_000_000, compute_seconds=0.5)
 def test_every_measured_row_is_predicted_within_20_percent() -> None:
     done = run_python(CHECK)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in (REPO_ROOT / "docs" / "planner.md").read_text()
     lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ") and "%" not in line]
-    measured = [row for row in json.loads(ROWS.read_text()) if row["method"] in METHODS]
-    assert len(measured) >= 24 and len(lines) == len(measured)
+    measured = [row for row in ROWS if row["method"] in METHODS]
+    assert len(measured) >= 111 and len(lines) == len(measured)
     for row, (model, ranks, link, method, _, predicted, error) in zip(measured, lines, strict=True):
         assert (row["model"], str(row["ranks"]), row["link"], row["method"]) == (model.strip("| "), ranks, link, method)
         off = float(predicted) / 1e3 / statistics.median(row["seconds"]) - 1
         assert abs(off) <= 0.2 and off * 100 == pytest.approx(float(error.strip(" |")), abs=0.5), row
 
 
-@pytest.mark.parametrize("row", json.loads(ROWS.read_text()), ids=lambda row: f"{row['method']}-{row['link']}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['method']}-{row['link']}")
 def test_bytes_are_those_that_the_interface_counted(row: dict[str, Any]) -> None:
     model = Model(Training(row["numel"], 1.0), Cluster(row["ranks"], 1, 1e9))
     steps = {
@@ -51,12 +53,14 @@ def test_bytes_are_those_that_the_interface_counted(row: dict[str, Any]) -> None
         "int4": model.low_bit(4),
         "int8": model.low_bit(8),
         "zero2": model.zero(),
+        "zero2_int4": model.zero_low_bit(4),
         "onebit_adam": model.compressed(ONEBIT_ADAM),
         "zero_one_adam": model.local_steps(16),
     }
     if row["method"] in steps:
         headers = 0.0075 * row["ranks"]  # and acknowledgements: more connections have more of them
-        assert row["sent"] == pytest.approx(steps[row["method"]].sent, rel=headers)
+        whole = 0.01 if row["method"] == "zero2_int4" else 0.0  # vectors travel in full precision
+        assert row["sent"] == pytest.approx(steps[row["method"]].sent, rel=headers + whole)
         assert steps[row["method"]].on_link == pytest.approx(steps[row["method"]].sent)  # one rank on each node
 
 
@@ -238,7 +242,7 @@ def test_below_the_crossover_it_is_faster_over_every_link_and_just_above_it_slow
         for stage in found[name]
         for other, rate in found[name][stage].items()
     ]
-    assert len(cases) == 20
+    assert len(cases) == 22
     for name, stage, other, rate in cases:
         places = [place for place in (1e6, 1e7, 1e8, 1e9, 3e9, 1e10, 1e11, 1e13, rate * 0.99) if place < rate]
         above = [max(1e5, rate * 1.01)] if math.isfinite(rate) else []

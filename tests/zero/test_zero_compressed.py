@@ -33,10 +33,10 @@ def added(grads: Sequence[Tensor | None]) -> Tensor | None:
     return sum(present[1:], present[0]) if present else None
 
 
-def simulated(world_size: int, case: Case, sizes: tuple[int, int]) -> tuple[Net, ZeroSimulation]:
+def simulated(world_size: int, case: Case, sizes: tuple[int, int], node_size: int = 1) -> tuple[Net, ZeroSimulation]:
     model = Net(case.dtype)
     params = [p for p in model.parameters() if p.requires_grad]
-    simulation = ZeroSimulation(params, world_size, sizes, case.options["reduce_bucket_size"])
+    simulation = ZeroSimulation(params, world_size, sizes, case.options["reduce_bucket_size"], node_size)
     optimizer = torch.optim.AdamW(simulation.masters, lr=1e-2, weight_decay=0.1)
     for step in range(case.steps):
         passes = [
@@ -62,12 +62,12 @@ SIMULATED = [
 ]
 
 
-def against_the_simulation(rank: int, world_size: int, share: Share) -> list[list[str]]:
+def against_the_simulation(rank: int, world_size: int, share: Share, node_size: int = 1) -> list[list[str]]:
     found = []
     for grads, params, case in share.of(SIMULATED):
-        case.options |= {"grad_compression": grads, "param_compression": params}
+        case.options |= {"grad_compression": grads, "param_compression": params, "node_size": node_size}
         model, optimizer = train_zero(rank, case)
-        oracle, simulation = simulated(world_size, case, (BITS[grads], BITS[params]))
+        oracle, simulation = simulated(world_size, case, (BITS[grads], BITS[params]), node_size)
         trained = [p for p in model.parameters() if p.requires_grad]
         masters = [optimizer.get_full_param(p) for p in trained]
         found.append([*different(bits(oracle), bits(model)), *different(simulation.masters, masters)])
@@ -82,6 +82,22 @@ def against_the_simulation(rank: int, world_size: int, share: Share) -> list[lis
 @pytest.mark.parametrize(("world_size", "share"), spread(1, 2, shared=(3, 4)))
 def test_real_ranks_leave_the_bits_of_the_simulation(world_size: int, share: Share) -> None:
     for found in run_ranks(world_size, against_the_simulation, share):
+        assert found == [[]] * len(share.of(SIMULATED))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "share"),
+    [
+        (2, 2, Share(0, 2)),
+        (2, 3, Share(3, 6)),
+        (3, 2, Share(5, 6)),
+        (1, 4, Share(3, 6)),
+        *(pytest.param(*nodes, Share(0, 1), marks=pytest.mark.full) for nodes in ((2, 2), (2, 3), (3, 2))),
+    ],
+)
+def test_two_levels_leave_the_bits_of_the_simulation(nodes: int, size: int, share: Share) -> None:
+    """The nodes are as ranks, and what they send is the mean of their ranks."""
+    for found in run_ranks(nodes * size, against_the_simulation, share, size):
         assert found == [[]] * len(share.of(SIMULATED))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
+from hf_compressopt.kernels.errors import values_of_errors
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 SHAPES = [(20, 17), (64,), (0, 3), (130,), (1,), (31, 9)]
@@ -96,15 +97,14 @@ def test_equals_the_simulation_in_bits_in_any_form(nodes: int, size: int) -> Non
 
 
 def small_messages(rank: int) -> bool:
-    """Messages of parameters have the bits of the flat exchange, and messages of gradients stay flat."""
+    """Messages of parameters have the bits of the flat exchange."""
     found = []
-    for options in ({"param_compression": "int8"}, {"grad_compression": "int4", "param_compression": "int4"}):
-        for topology in ({"node_size": 2}, {"topology": "flat"}):
-            params = make()
-            optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, **options, **topology)
-            go_on(params, optimizer, rank, range(STEPS), whole=True)
-            found.append(flat(params))
-    return found[0].tobytes() == found[1].tobytes() and found[2].tobytes() == found[3].tobytes()
+    for topology in ({"node_size": 2}, {"topology": "flat"}):
+        params = make()
+        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, param_compression="int8", **topology)
+        go_on(params, optimizer, rank, range(STEPS), whole=True)
+        found.append(flat(params))
+    return found[0].tobytes() == found[1].tobytes()
 
 
 def accumulated(rank: int) -> bool:
@@ -127,17 +127,84 @@ def accumulated(rank: int) -> bool:
     return found[0].tobytes() == found[1].tobytes()
 
 
-def bytes_of(rank: int) -> tuple[float, float]:
-    """Bytes on the link of a node in a step, and the bytes that other ranks of the node get, over a ring's of both."""
-    numel = 200_000
-    p = nn.Parameter(torch.zeros(numel))
-    optimizer = ZeroOptimizer([p], torch.optim.AdamW, lr=1e-2, node_size=2)
+def bytes_of(rank: int, options: dict[str, Any], nbytes: float) -> tuple[float, float, float]:
+    """Bytes on the link of a node in a step, over those of a ring of ``nbytes`` an element each way.
+
+    And the bytes for other ranks of the node, over theirs: float32 gradients, and parameters of ``nbytes``. And the
+    bytes of errors for each element.
+    """
+    numel = 400 * 500
+    p = nn.Parameter(torch.zeros(400, 500))
+    optimizer = ZeroOptimizer([p], torch.optim.AdamW, lr=1e-2, node_size=2, **options)
     for _ in range(2):
         inside = optimizer.metrics().get("bytes_sent_in_node", 0.0)
         (p * rank).sum().backward()
         optimizer.step()
-    metrics, ring = optimizer.metrics(), 2 * (2 - 1) / 2 * 4 * numel  # M = 2 nodes, and g = 2 ranks on each
-    return 2 * metrics["bytes_sent_step"] / ring, (metrics["bytes_sent_in_node"] - inside) / ring
+    metrics, errors = optimizer.metrics(), [g.errors for g in optimizer.partition.reducer.slices if g.errors]
+    ring, within = (
+        2 * (2 - 1) / 2 * nbytes * numel,
+        (2 - 1) / 2 * (4 + nbytes) * numel,
+    )  # of M = 2 nodes, of g = 2 ranks
+    return (
+        2 * metrics["bytes_sent_step"] / ring,
+        (metrics["bytes_sent_in_node"] - inside) / within,
+        sum(error.nbytes for error in errors) / numel,
+    )
+
+
+def low_bits(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
+    """The errors of this rank."""
+    return [g.errors.kept.messages for g in optimizer.partition.reducer.slices if g.errors is not None]
+
+
+def errors_by_parameter(optimizer: ZeroOptimizer) -> list[np.ndarray]:
+    """The errors of all elements, in the order of the parameters; nan where this rank has none."""
+    found = [np.full(p.numel(), np.nan, np.float32) for p in optimizer.partition.tensors]
+    for gradients in optimizer.partition.reducer.slices:
+        if gradients.errors is not None:
+            values = values_of_errors(gradients.errors.kept)
+            for number, rows in gradients.error_places.items():
+                for begin, span in rows:
+                    found[number][span.start : span.stop] = values[begin : begin + span.numel]
+    return found
+
+
+def resumed(rank: int, folder: str) -> list[np.ndarray]:
+    """Two levels of compressed gradients go on bit for bit, from a checkpoint and from a state dict.
+
+    Returns:
+        The errors that were saved.
+    """
+    options: dict[str, Any] = {"grad_compression": "int4", "param_compression": "int8", "node_size": 2}
+    params = make()
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=600, **options)
+    go_on(params, optimizer, rank, range(STEPS))
+    save_state(optimizer, f"{folder}/low_bits")
+    decoded = errors_by_parameter(optimizer)
+    state, errors = copy.deepcopy(optimizer.state_dict()), [messages.clone() for messages in low_bits(optimizer)]
+    values = [p.detach().clone() for p in params]
+    go_on(params, optimizer, rank, range(STEPS, STEPS + 3))
+    for source in ("files", "state dict", "other buckets"):
+        again = make(), {"reduce_bucket_size": 600 if source != "other buckets" else 10_000, **options}
+        other = ZeroOptimizer(again[0], torch.optim.AdamW, lr=1e-2, **again[1])
+        with torch.no_grad():
+            for p, value in zip(again[0], values, strict=True):
+                p.copy_(value)
+        if source == "state dict":
+            other.load_state_dict(state)
+        else:
+            load_state(other, f"{folder}/low_bits")
+        if source != "other buckets":  # whose blocks are others, so that errors are rounded once more
+            assert all(torch.equal(a, b) for a, b in zip(errors, low_bits(other), strict=True)), source
+            go_on(again[0], other, rank, range(STEPS, STEPS + 3))
+            assert flat(again[0]).tobytes() == flat(params).tobytes(), source
+    return decoded
+
+
+def loaded_errors(rank: int, world_size: int, folder: str, topology: dict[str, Any]) -> list[np.ndarray]:
+    optimizer = ZeroOptimizer(make(), torch.optim.AdamW, lr=1e-2, grad_compression="int4", **topology)
+    load_state(optimizer, f"{folder}/low_bits")
+    return errors_by_parameter(optimizer)
 
 
 def saved(rank: int, folder: str) -> np.ndarray:
@@ -156,7 +223,11 @@ def all_checks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return {
         "small": small_messages(rank),
         "accumulated": accumulated(rank),
-        "bytes": bytes_of(rank),
+        "bytes": [
+            bytes_of(rank, {}, 4),
+            bytes_of(rank, {"grad_compression": "int4", "param_compression": "int4"}, 33 / 64),
+        ],
+        "resumed": resumed(rank, folder),
         "saved": saved(rank, folder),
     }
 
@@ -176,11 +247,23 @@ def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
     ranks = run_ranks(4, all_checks, str(tmp_path))
     assert all(found["small"] and found["accumulated"] for found in ranks)
     for found in ranks:
-        on_link, inside = found["bytes"]
-        assert 1 <= on_link < 1.05 and 1 <= inside < 1.05
+        for on_link, inside, _ in found["bytes"]:
+            assert 1 <= on_link < 1.05 and 1 <= inside < 1.05
+        assert found["bytes"][0][2] == 0 and found["bytes"][1][2] == pytest.approx((1 + 2 / 128) / 2, rel=0.02)
     for world_size, topology in ((4, {"node_size": 2}), (4, {}), (2, {})):  # a checkpoint knows of no nodes
         for params in run_ranks(world_size, loaded, str(tmp_path), topology):
             assert params.tobytes() == ranks[0]["saved"].tobytes()
+    saved_errors = [found["resumed"] for found in ranks]
+    for number, shape in enumerate(SHAPES):
+        if len(shape) < 2 or not np.prod(shape):
+            continue
+        rows = np.stack([errors[number] for errors in saved_errors])
+        nodes = [np.where(np.isnan(rows[2 * node]), rows[2 * node + 1], rows[2 * node]) for node in range(2)]
+        assert np.isfinite(nodes).all() and np.isnan(rows).sum() == rows.size / 2  # the ranks of a node share them
+        mean = np.mean(nodes, axis=0)
+        for world_size, topology in ((4, {}), (2, {})):
+            for errors in run_ranks(world_size, loaded_errors, str(tmp_path), topology):
+                assert errors[number] == pytest.approx(mean, abs=float(np.abs(mean).max()) / 127)
 
 
 def refused(rank: int, world_size: int, options: dict[str, Any]) -> None:
