@@ -36,7 +36,7 @@ class Results:
     """The rows that are known, and of them those that belong to a report: with its numbers of steps and its seeds."""
 
     def __init__(self, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-        self.known = [row for row in rows if row["name"] in ALL_RUNS]
+        self.known = [rounded(row) for row in rows if row["name"] in ALL_RUNS]
         seeds = {*arguments.seeds, *arguments.tuning_seeds}
         self.rows = [
             row
@@ -216,6 +216,14 @@ def write_report(path: Path, results: Results, arguments: argparse.Namespace) ->
     else:
         text = f"# Convergence\n\n![loss against steps and bytes]({path.stem}.png)\n\n"
         text += "\n\n".join(f"## {group}\n\n{OPEN.format(group)}\n{CLOSE}" for group in TABLES) + "\n"
+    path.write_text(rendered(text, results, arguments))
+    plot(path.with_suffix(".png"), results, arguments)
+    rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in results.known)
+    path.with_suffix(".json").write_text(f"[\n{rows}\n]\n")
+
+
+def rendered(text: str, results: Results, arguments: argparse.Namespace) -> str:
+    """The page with its tables anew."""
     for group in TABLES:
         lines = table(group, results, arguments) if group in COLUMNS else goals(results, arguments)
         place = re.compile(f"(?<={re.escape(OPEN.format(group))}\n).*?(?={re.escape(CLOSE)})", re.DOTALL)
@@ -223,13 +231,11 @@ def write_report(path: Path, results: Results, arguments: argparse.Namespace) ->
             text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)
         elif lines.count("\n") > 1:
             text += f"\n## {group}\n\n{OPEN.format(group)}\n{lines}\n{CLOSE}\n"
-    path.write_text(text)
-    plot(path.with_suffix(".png"), results, arguments)
-    rows = ",\n".join(json.dumps(rounded(row), separators=(",", ":")) for row in results.known)
-    path.with_suffix(".json").write_text(f"[\n{rows}\n]\n")
+    return text
 
 
 def rounded(value: Any) -> Any:
+    """A row as the JSON has it, so that the tables are what the JSON says."""
     if isinstance(value, dict):
         return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, list):

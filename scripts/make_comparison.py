@@ -166,14 +166,18 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     rows = json.loads(arguments.rows.read_text())
-    text = arguments.report.read_text()
+    arguments.report.write_text(rendered(arguments.report.read_text(), rows))
+    plot(arguments.report.with_suffix(".png"), lines_of(rows, arguments.ranks))
+    print(f"wrote {arguments.report}, and its picture beside it")
+
+
+def rendered(text: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The page with its tables anew."""
     tables = {"rates": rates(rows), **{f"{ranks} ranks": table(lines_of(rows, ranks)) for ranks in (2, 4, 8)}}
     for name, lines in tables.items():
         place = re.compile(f"(?<=<!-- table {name} -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
         text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)  # type: ignore[misc]
-    arguments.report.write_text(text)
-    plot(arguments.report.with_suffix(".png"), lines_of(rows, arguments.ranks))
-    print(f"wrote {arguments.report}, and its picture beside it")
+    return text
 
 
 if __name__ == "__main__":
