@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from _slow_network import RATES
 
-MODELS = {"10M": (6, 320, 8000), "30M": (8, 512, 8000), "tiny": (1, 32, 256)}  # layers, width, vocabulary
+#: Layers, width, vocabulary.
+MODELS = {"10M": (6, 320, 8000), "30M": (8, 512, 8000), "100M": (12, 768, 20000), "tiny": (1, 32, 256)}
 TOKENS = 128
 SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
 LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
@@ -22,6 +23,7 @@ class Method:
         optim: Trainer's ``--optim``.
         optim_args: Trainer's ``--optim_args``; ``{per_node}`` stands for the ranks of a node.
         hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
+        partitioned: Whether the optimizer is torch's ZeroRedundancyOptimizer of AdamW.
         bytes_per_parameter: What a rank sends in a step, by the formula; of W ranks.
     """
 
@@ -29,6 +31,7 @@ class Method:
     optim: str
     optim_args: str = ""
     hook: str = ""
+    partitioned: bool = False
     bytes_per_parameter: Callable[[int], float] | None = None
 
 
@@ -57,8 +60,14 @@ METHODS = {
         "grad_compression=int4,param_compression=int4",
         bytes_per_parameter=ring(INT4_BYTES),
     ),
+    "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", "adamw_torch", partitioned=True),
     "zero2_levels": Method("ZeRO-2, two levels", "zero2_adamw", "node_size={per_node}"),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
+    "zero2_int4_levels": Method(
+        "ZeRO-2, int4 both ways, two levels",
+        "zero2_adamw",
+        "grad_compression=int4,param_compression=int4,node_size={per_node}",
+    ),
     "int4_levels": Method(
         "AdamW, int4 gradients, two levels", "adamw_torch", "grad_compression=int4,node_size={per_node}"
     ),

@@ -48,6 +48,7 @@ def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -91,6 +92,15 @@ def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
             wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
+    class Partitioned(ZeroRedundancyOptimizer):
+        """Torch's, for Accelerate, which reads and loads a state dict when it wraps an optimizer."""
+
+        def state_dict(self) -> dict[str, Any]:
+            return torch.optim.Optimizer.state_dict(self)
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            """There is no state yet."""
+
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -111,7 +121,10 @@ def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
             report_to="none",
             disable_tqdm=True,
         )
-        trainer = Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[watch])
+        optimizers: Any = (None, None)
+        if method.partitioned:
+            optimizers = (Partitioned(model.parameters(), torch.optim.AdamW, lr=arguments.learning_rate), None)
+        trainer = Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[watch], optimizers=optimizers)
         trainer.train()
     seconds = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
     numel = sum(p.numel() for p in model.parameters())
