@@ -1,5 +1,7 @@
 """From equal state, the same steps over gloo and over MPI. Started with mpirun; rank 0 prints what it found as JSON.
 
+Four ranks are two nodes of two.
+
 Usage: mpi_family.py STORE_FILE CHECKPOINT_FOLDER
 """
 
@@ -28,6 +30,8 @@ def make(name: str, communicator: str) -> tuple[list[torch.nn.Parameter], Any]:
     # sums of three float32 values depend on the order of the ranks, which is each library's own
     groups = [{"params": params[:-1]}, {"params": params[-1:], "non_freeze": dist.get_world_size() == 2}]
     options = {**FAMILY[name], "lr": 1e-2, "scale_block": 16, "bucket_cap_mb": 0.0003, "weight_decay": 0.1}
+    if dist.get_world_size() == 4:
+        options["node_size"] = 2
     return params, getattr(hf_compressopt, name)(groups, communicator=communicator, **options)
 
 
@@ -71,7 +75,7 @@ def compare(name: str, folder: str) -> dict[str, Any]:
     same = all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in pairs)
     sent = [metrics[communicator]["bytes_sent"] for communicator in ("gloo", "mpi")]
     everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, {"same": same, "sent": sent, "name": optimizer.communicator.name})
+    dist.all_gather_object(everywhere, {"same": same, "sent": sent, "name": optimizer.describe()})
     return {"ranks": everywhere}
 
 
