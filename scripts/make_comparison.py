@@ -25,6 +25,8 @@ from hf_compressopt.planner.memory import COMPACT_FIRST, FLOAT32, compressed_sta
 #: The model and the machines of the times: a step that exchanges nothing, and what of a link payload reaches.
 NUMEL, COMPUTE_SECONDS, EFFICIENCY = 29_381_632, 0.685, 0.9
 LINKS = {"1 Gbit/s": 1e9 / 8, "100 Mbit/s": 1e8 / 8}
+#: The loss that all are timed to: AdamW's last one with the same seed, times this.
+NEAR = 1.01
 #: Bytes of state per parameter of what is not this package's, on each rank.
 ADAMW, ONE_BUFFER = 8.0, 4.0
 #: Bytes of an error in 8 bits, with its share of a scale.
@@ -43,6 +45,7 @@ class Line:
         nbytes: What a rank sent in the run.
         ring: What an all-reduce in float32 would have sent.
         steps: Steps of the run.
+        reached: The mean step at which the runs were as good as AdamW, nearly (NEAR); None if one of them never was.
     """
 
     run: Run
@@ -52,6 +55,7 @@ class Line:
     nbytes: float
     ring: float
     steps: int
+    reached: float | None
 
     @property
     def ratio(self) -> float:
@@ -96,8 +100,23 @@ def lines_of(rows: Sequence[dict[str, Any]], ranks: int) -> list[Line]:
         ring = 2 * (ranks - 1) / ranks * 4 * mine[0]["parameters"] * steps
         sent = statistics.fmean(row["bytes"] for row in mine) if run.name != "AdamW" else ring
         excess = 100 * (means[0] / means[1] - 1) if means and run.name != "AdamW" else None
-        found.append(Line(run, ranks, list(losses.values()), excess, sent, ring, steps))
+        places = [step_of(row["curve"], NEAR * partner[row["seed"]]) for row in mine if row["seed"] in partner]
+        reached = None if None in places else statistics.fmean(place for place in places if place is not None)
+        found.append(Line(run, ranks, list(losses.values()), excess, sent, ring, steps, reached))
     return sorted(found, key=lambda line: statistics.fmean(line.losses))
+
+
+def step_of(curve: Sequence[dict[str, Any]], loss: float) -> float | None:
+    """The step at which a run had this evaluation loss, by interpolation; None if it never had it."""
+    before = curve[0]
+    for point in curve:
+        if point["eval"] is not None and point["eval"] <= loss:
+            if point is before:
+                return float(point["step"])
+            share = (before["eval"] - loss) / (before["eval"] - point["eval"])
+            return float(before["step"] + share * (point["step"] - before["step"]))
+        before = point
+    return None
 
 
 def at(rows: Sequence[dict[str, Any]], name: str, ranks: int) -> list[dict[str, Any]]:
@@ -117,6 +136,16 @@ def table(lines: Sequence[Line]) -> str:
         cells += [f"{statistics.fmean(line.losses):.3f}", "" if line.excess is None else f"{line.excess:+.2f}"]
         cells += [f"{line.nbytes / MB:,.1f}", f"{line.ratio:.1f}x", f"{state_bytes(line.run, line.ranks):.1f}"]
         body.append([*cells, *(f"{line.seconds(rate):.2f}" for rate in LINKS.values())])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in body)
+
+
+def times(lines: Sequence[Line]) -> str:
+    """Time to nearly AdamW's loss as Markdown, those that are there first at 100 Mbit/s at the top."""
+    body = [["method", "steps", *(f"seconds at {link}" for link in LINKS)], ["---"] + ["---:"] * (1 + len(LINKS))]
+    there = [(line, line.reached) for line in lines if line.reached is not None]
+    for line, steps in sorted(there, key=lambda pair: pair[1] * pair[0].seconds(min(LINKS.values()))):
+        name = f"**{line.run.name}**" if ours(line.run) else line.run.name
+        body.append([name, f"{steps:.0f}", *(f"{steps * line.seconds(rate):,.0f}" for rate in LINKS.values())])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in body)
 
 
@@ -174,6 +203,7 @@ def main() -> None:
 def rendered(text: str, rows: Sequence[dict[str, Any]]) -> str:
     """The page with its tables anew."""
     tables = {"rates": rates(rows), **{f"{ranks} ranks": table(lines_of(rows, ranks)) for ranks in (2, 4, 8)}}
+    tables |= {f"time, {ranks} ranks": times(lines_of(rows, ranks)) for ranks in (2, 4, 8)}
     for name, lines in tables.items():
         place = re.compile(f"(?<=<!-- table {name} -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
         text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)  # type: ignore[misc]
