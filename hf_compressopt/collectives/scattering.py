@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.sums import sum_of_rows
 
 
 class TwoCalls(Handle):
@@ -50,24 +51,28 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
         The handle, and a function that returns the sum [n], float32 or float64, after the handle was waited for.
     """
     levels, topology = communicator.levels, communicator.topology
-    if levels is None or topology.nodes == 1:
-        handle, received = _exchange(buffer, communicator if levels is None else levels.node)
-        return handle, lambda _keep=buffer: sum_of_rows(received, communicator.world_size)
+    if levels is None:
+        handle, received = _exchange(buffer, communicator)
+        return handle, lambda _keep=buffer: sum_of_rows(received.view(communicator.world_size, -1).unbind())
     size, nodes, peers = topology.node_size, topology.nodes, levels.peers
-    own = buffer.view(nodes, size, -1).transpose(0, 1).reshape(-1)  # by place, then by node
-    inside: list[Tensor] = [own]
-    handle, received = _exchange(own, levels.node)
-    inside.append(received)
+    by_place = buffer.view(nodes, size, -1).transpose(0, 1)  # by place, then by node
+
+    def write(values: Tensor) -> None:
+        values.view(by_place.shape).copy_(by_place)
+
+    sizes = [buffer.numel() // size] * size
+    handle, total = levels.node.sum_parts(sizes, write, dtype=buffer.dtype, device=buffer.device)
+    if nodes == 1:
+        return handle, total
     between: list[Tensor] = []
 
     def start() -> Handle:
-        sums = sum_of_rows(inside[1], size).to(buffer.dtype)
-        inside.clear()
+        sums = total().to(buffer.dtype)
         second, received = _exchange(sums, peers)
         between.extend((received, sums))
         return second
 
-    return TwoCalls(handle, start), lambda: sum_of_rows(between[0], nodes)
+    return TwoCalls(handle, start), lambda: sum_of_rows(between[0].view(nodes, -1).unbind())
 
 
 def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Handle:
@@ -86,15 +91,6 @@ def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Ha
     shard = gathered[topology.place * count :][:count]
     first = levels.peers.all_gather(shard, part)
     return TwoCalls(first, lambda: levels.node.all_gather(gathered, shard))
-
-
-def sum_of_rows(values: Tensor, count: int) -> Tensor:
-    """Return the sum of ``count`` rows, [count * n], in their order: [n] float64 of float64 values, else float32."""
-    rows = values.view(count, -1)
-    total = rows[0].to(torch.float64 if rows.dtype == torch.float64 else torch.float32, copy=True)
-    for row in rows[1:]:
-        total += row
-    return total
 
 
 def in_rank_order(gathered: Tensor, communicator: Communicator) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.collectives.scattering import sum_of_rows
+from hf_compressopt.collectives.sums import sum_of_rows
 from hf_compressopt.kernels import Combination, Commit, IntegerFormat, Segment
 from hf_compressopt.zero.feedback import SliceErrors
 from hf_compressopt.zero.partition import Slice
@@ -57,8 +57,8 @@ def send_gradients(
     handle = communicator.all_to_all(received, messages, output_splits=splits, input_splits=splits)
 
     def average(_keep: Tensor = messages) -> Tensor:
-        total = sum_of_rows(_decoded(received, cut, form, nbytes), world_size)
-        return total.mul_(loss_scale / world_size).to(kept)
+        rows = _decoded(received, cut, form, nbytes).view(world_size, -1).unbind()
+        return sum_of_rows(rows, loss_scale / world_size).to(kept)
 
     return handle, average
 
