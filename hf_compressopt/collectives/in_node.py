@@ -23,26 +23,31 @@ logger = logging.getLogger(__name__)
 _LIMIT = 1 << 30
 
 
-def in_shared_memory(node: Communicator, limit: int = _LIMIT) -> Communicator:
-    """Return the ranks of a node with shared memory between them; ``node`` itself if they cannot have it.
+def in_shared_memory(node: Communicator, everyone: Communicator, limit: int = _LIMIT) -> Communicator:
+    """Return the ranks of a node with shared memory between them; ``node`` itself if one of the nodes cannot have it.
 
-    All ranks of the node call. They need gloo, tensors on the CPU, one host, and the right to open each other's files;
-    the reason why they go without it is logged at the level INFO.
+    They need gloo, tensors on the CPU, one host, and the right to open each other's files. The reason why they go
+    without it is logged at the level INFO. All ranks call, and all have it or none has: they start their collectives in
+    one order.
 
     Args:
-        node: The ranks.
+        node: The ranks of this rank's node.
+        everyone: The ranks of all nodes.
         limit: The most bytes of each rank's blocks.
     """
     if not (isinstance(node, TorchCommunicator) and node.name == "gloo" and node.device.type == "cpu"):
         return node
-    memory = NodeMemory(node.world_size, node.rank, limit)
+    memory, error = NodeMemory(node.world_size, node.rank, limit), None
     try:
         rows = node.gather_together(lambda: asdict(memory.claim(gethostname())))
         node.run_together(lambda: memory.open([Claim(**row) for row in rows]))
-    except OSError as error:
-        _log(node, str(error))
-        return node
-    return NodeCommunicator(node, memory)
+    except OSError as caught:
+        error = caught
+    if not (reason := everyone.gather_errors(error)):
+        return NodeCommunicator(node, memory)
+    if everyone.rank == 0:
+        logger.info("the ranks of a node send each other values by gloo, without shared memory: %s", error or reason)
+    return node
 
 
 class NodeCommunicator(Communicator):
@@ -51,6 +56,8 @@ class NodeCommunicator(Communicator):
     A rank writes what it sends into a block of its own, and sends the others a ticket; these read it where it is. If a
     rank has no memory for an operation, its ticket says so: then all ranks send this one, and all later ones, by gloo.
     """
+
+    shares_memory = True
 
     def __init__(self, ranks: TorchCommunicator, memory: NodeMemory) -> None:
         """Take the ranks, and the memory in which they have opened each other's first blocks."""
@@ -191,8 +198,3 @@ class _Operation:
         """Let the blocks be used again: this rank has read what it needs."""
         self.rows = []
         self._memory.finish(self._number)
-
-
-def _log(node: Communicator, reason: str) -> None:
-    if node.rank == 0:
-        logger.info("the ranks of a node exchange values by gloo, without shared memory: %s", reason)

@@ -113,7 +113,8 @@ def _mean_in_node(z: Combination, topology: Topology, levels: Levels) -> Task[Te
         device=z.device,
         factor=1.0 / topology.node_size,
     )
-    yield
+    if not levels.node.shares_memory:
+        yield
     handle.wait()
     return mean()
 
@@ -162,7 +163,8 @@ def _all_gathered(message: Tensor, ranks: Communicator) -> Task[Tensor]:
         return message
     together = message.new_empty(ranks.world_size * message.numel())
     handle = ranks.all_gather(together, message)
-    yield
+    if not ranks.shares_memory:
+        yield
     handle.wait()
     return together
 

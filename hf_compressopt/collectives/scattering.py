@@ -72,7 +72,10 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
         between.extend((received, sums))
         return second
 
-    return TwoCalls(handle, start), lambda: sum_of_rows(between[0].view(nodes, -1).unbind())
+    calls = TwoCalls(handle, start)
+    if levels.node.shares_memory:
+        calls.advance()
+    return calls, lambda: sum_of_rows(between[0].view(nodes, -1).unbind())
 
 
 def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Handle:

@@ -56,7 +56,7 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     node = communicator.part([rank for rank in ranks if rank // size == mine.node])
     peers = communicator.part([rank for rank in ranks if rank % size == mine.place])
     node.traffic = communicator.traffic.inside_node()
-    node = in_shared_memory(node)
+    node = in_shared_memory(node, communicator)
     found = copy(communicator)
     found.levels = Levels(node, peers, wanted.node_dtype)
     return found
