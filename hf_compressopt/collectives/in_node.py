@@ -182,8 +182,8 @@ class _Operation:
         self._handle.wait()
         blocks = self._memory.rows(self._number, self._tickets.view(-1, TICKET).tolist())
         if blocks is None:
-            if not self._memory.off:
-                logger.info("the ranks of the node go on without shared memory: one of them cannot get more of it")
+            if not self._memory.off and self._memory.rank == 0:
+                logger.info("the ranks of a node go on without shared memory: one of them cannot get more of it")
             self._memory.off = True
             self.finish()
             return False

@@ -81,6 +81,7 @@ class NodeMemory:
     Operations are numbered from 0 in the order of :meth:`begin`, which must be alike on all ranks.
 
     Attributes:
+        rank: This rank's number among those of the node.
         off: Whether no block is to be had any more.
     """
 
@@ -93,7 +94,7 @@ class NodeMemory:
             limit: The most bytes that this rank's blocks may have together.
         """
         self.off = False
-        self._rank, self._limit = rank, limit
+        self.rank, self._limit = rank, limit
         self._blocks: list[Block] = []
         self._others: list[dict[int, Tensor]] = [{} for _ in range(ranks)]  # blocks, by their numbers
         self._processes = [os.getpid()] * ranks
@@ -118,10 +119,10 @@ class NodeMemory:
             OSError: If this process cannot, or if the rank is on another host.
         """
         for rank, claim in enumerate(claims):
-            if rank == self._rank:
+            if rank == self.rank:
                 continue
-            if claim.host != claims[self._rank].host:
-                raise OSError(f"rank {rank} of the node is on {claim.host}, this one on {claims[self._rank].host}")
+            if claim.host != claims[self.rank].host:
+                raise OSError(f"rank {rank} of the node is on {claim.host}, this one on {claims[self.rank].host}")
             self._processes[rank] = claim.process
             memory = _opened(claim.process, claim.descriptor, claim.nbytes)
             if bytes(memory[:_SECRET].tolist()).hex() != claim.secret:
@@ -156,9 +157,9 @@ class NodeMemory:
         number = self._begun
         self._begun += 1
         if block is None:
-            return number, [number, -1, 0, 0, self._read[self._rank]]
+            return number, [number, -1, 0, 0, self._read[self.rank]]
         block.free_after = number + 1
-        return number, [number, block.number, block.descriptor, block.memory.numel(), self._read[self._rank]]
+        return number, [number, block.number, block.descriptor, block.memory.numel(), self._read[self.rank]]
 
     def rows(self, number: int, tickets: Sequence[Sequence[int]]) -> list[Tensor] | None:
         """Return the block of each rank for an operation, uint8; None if a rank has none.
@@ -174,7 +175,7 @@ class NodeMemory:
             self._read[rank] = max(self._read[rank], read)
             if block < 0:
                 continue
-            if rank == self._rank:
+            if rank == self.rank:
                 rows.append(self._blocks[block].memory)
                 continue
             opened = self._others[rank]
@@ -186,9 +187,9 @@ class NodeMemory:
     def finish(self, number: int) -> None:
         """Tell that this rank has read all that it needs of an operation."""
         self._finished.add(number)
-        while self._read[self._rank] in self._finished:
-            self._finished.remove(self._read[self._rank])
-            self._read[self._rank] += 1
+        while self._read[self.rank] in self._finished:
+            self._finished.remove(self._read[self.rank])
+            self._read[self.rank] += 1
 
 
 def _opened(process: int, descriptor: int, nbytes: int) -> Tensor:
