@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 _MIB = 1 << 20
+#: Name of the files, which /proc tells.
+_NAME = "hf_compressopt"
 #: Bytes at the start of the first block by which others recognize it.
 _SECRET = 16
 #: Numbers in a ticket.
@@ -53,7 +55,7 @@ class Block:
         """
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create()")
-        descriptor = os.memfd_create("hf_compressopt")
+        descriptor = os.memfd_create(_NAME)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)
             block = cls(number, descriptor, _mapped(descriptor, nbytes))
@@ -193,7 +195,10 @@ class NodeMemory:
 
 
 def _opened(process: int, descriptor: int, nbytes: int) -> Tensor:
-    own = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    path = f"/proc/{process}/fd/{descriptor}"
+    if _NAME not in os.readlink(path):  # in another container the number may be that of any process and file
+        raise OSError(f"{path} is no memory of a rank, but {os.readlink(path)}")
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return _mapped(own, nbytes)
     finally:
