@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.agreement import Agreement
+from hf_compressopt.collectives.sums import sum_of_rows
 from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.kernels.memory import in_memory
@@ -48,6 +49,8 @@ class Communicator(Agreement):
         traffic: Counts bytes and seconds.
         process_group: The torch.distributed group that it was made for; None for all ranks.
         levels: The groups of the compressed exchange in two levels; None if it is flat.
+        shares_memory: Whether the ranks share memory. A collective of theirs takes little but the time of processors,
+            so that a task need not let others go on before it waits.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Communicator(Agreement):
     traffic: Traffic
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
+    shares_memory: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
@@ -98,6 +102,43 @@ class Communicator(Agreement):
 
         ``part`` may be this rank's own place in ``output``: then it need not be copied there.
         """
+
+    def sum_parts(
+        self,
+        sizes: Sequence[int],
+        write: Callable[[Tensor], object],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        factor: float = 1.0,
+    ) -> tuple[Handle, Callable[[], Tensor]]:
+        """Start summing every rank's j-th part on rank j, in rank order.
+
+        Args:
+            sizes: Elements of each part, alike on all ranks.
+            write: Writes this rank's parts, one after another, into a tensor [sum(sizes)] which it is given, at once.
+            dtype: Dtype of the parts.
+            device: Their device.
+            factor: Of the sum.
+
+        Returns:
+            The handle, and a function that returns the sum [sizes[rank]], float32 or float64, after the handle was
+            waited for. It is to be called once.
+        """
+        values = torch.empty(sum(sizes), dtype=dtype, device=device)
+        write(values)
+        own = sizes[self.rank]
+        received = values.new_empty(self.world_size * own)
+        splits = [own] * self.world_size
+        handle = self.all_to_all(received, values, output_splits=splits, input_splits=sizes)
+        sent = [values]
+        del values
+
+        def total() -> Tensor:
+            sent.clear()
+            return sum_of_rows(torch.split(received, splits), factor)
+
+        return handle, total
 
     @abstractmethod
     def duplicate(self) -> Communicator:

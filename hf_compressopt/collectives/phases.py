@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator, Levels
-from hf_compressopt.collectives.scattering import sum_of_rows
 from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.kernels import AnyAverage, Combination, Errors, MessageFormat
 
@@ -99,18 +98,25 @@ def with_messages(parts: Sequence[Part], messages: Tensor) -> Iterator[tuple[Par
 
 def _mean_in_node(z: Combination, topology: Topology, levels: Levels) -> Task[Tensor]:
     """Return the mean of this rank's shard over the ranks of its node, summed in their order. [shard] float32."""
-    values = torch.empty(z.numel, dtype=torch.float32, device=z.device)
-    kernels.on(values).combine_(z, values)
-    values = values.to(levels.dtype)
     shards = [topology.shard_range(z.numel, place) for place in range(topology.node_size)]
-    sizes = [stop - start for start, stop in shards]
-    own = sizes[topology.place]
-    received = values.new_empty(topology.node_size * own)
-    handle = levels.node.all_to_all(received, values, output_splits=[own] * topology.node_size, input_splits=sizes)
-    yield
+
+    def write(values: Tensor) -> None:
+        full = values if values.dtype == torch.float32 else torch.empty(z.numel, dtype=torch.float32, device=z.device)
+        kernels.on(full).combine_(z, full)
+        if full is not values:
+            values.copy_(full)
+
+    handle, mean = levels.node.sum_parts(
+        [stop - start for start, stop in shards],
+        write,
+        dtype=levels.dtype,
+        device=z.device,
+        factor=1.0 / topology.node_size,
+    )
+    if not levels.node.shares_memory:
+        yield
     handle.wait()
-    del values
-    return sum_of_rows(received, topology.node_size).mul_(1.0 / topology.node_size)
+    return mean()
 
 
 def averaged(
@@ -157,7 +163,8 @@ def _all_gathered(message: Tensor, ranks: Communicator) -> Task[Tensor]:
         return message
     together = message.new_empty(ranks.world_size * message.numel())
     handle = ranks.all_gather(together, message)
-    yield
+    if not ranks.shares_memory:
+        yield
     handle.wait()
     return together
 

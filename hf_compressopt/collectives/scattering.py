@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.sums import sum_of_rows
 
 
 class TwoCalls(Handle):
     """Two collectives, the second of which sends what the first brings."""
 
-    def __init__(self, first: Handle, start: Callable[[], Handle]) -> None:
-        """Take the first, which has started, and what starts the second."""
+    def __init__(self, first: Handle, start: Callable[[], Handle], *, at_once: bool = False) -> None:
+        """Take the first, which has started, and what starts the second; ``at_once`` waits for the first now."""
         self._first: Handle | None = first
         self._start, self._second = start, first
+        if at_once:
+            self.advance()
 
     def advance(self) -> None:
         """See the base class."""
@@ -50,11 +53,13 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
         The handle, and a function that returns the sum [n], float32 or float64, after the handle was waited for.
     """
     levels, topology = communicator.levels, communicator.topology
-    if levels is None or topology.nodes == 1:
-        handle, received = _exchange(buffer, communicator if levels is None else levels.node)
-        return handle, lambda _keep=buffer: sum_of_rows(received, communicator.world_size)
-    dtype, peers = buffer.dtype, levels.peers
-    handle, sums_of_node = sum_in_node(buffer, communicator)
+    if levels is None:
+        handle, received = _exchange(buffer, communicator)
+        return handle, lambda _keep=buffer: sum_of_rows(received.view(communicator.world_size, -1).unbind())
+    dtype, nodes, peers = buffer.dtype, topology.nodes, levels.peers
+    handle, sums_of_node = sum_in_node(buffer, levels.node, nodes)
+    if nodes == 1:
+        return handle, sums_of_node
     between: list[Tensor] = []
 
     def start() -> Handle:
@@ -63,33 +68,32 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
         between.extend((received, sums))
         return second
 
-    return TwoCalls(handle, start), lambda: sum_of_rows(between[0], topology.nodes)
+    calls = TwoCalls(handle, start, at_once=levels.node.shares_memory)
+    return calls, lambda: sum_of_rows(between[0].view(nodes, -1).unbind())
 
 
-def sum_in_node(buffer: Tensor, communicator: Communicator) -> tuple[Handle, Callable[[], Tensor]]:
+def sum_in_node(
+    buffer: Tensor, node: Communicator, nodes: int, factor: float = 1.0
+) -> tuple[Handle, Callable[[], Tensor]]:
     """Start summing over the ranks of a node: each gets the sums for the ranks at its place, on all nodes.
 
     Args:
         buffer: As of :func:`reduce_scatter`; it may change at once.
-        communicator: The ranks, in two levels.
+        node: The ranks of this node.
+        nodes: Number of nodes.
+        factor: Of the sums.
 
     Returns:
         The handle; and a function that returns the sums [nodes * n], by node, float32 or float64, once, after the
         handle was waited for.
     """
-    levels, topology = communicator.levels, communicator.topology
-    if levels is None:
-        raise ValueError("sum_in_node needs ranks in two levels")
-    own = buffer.view(topology.nodes, topology.node_size, -1).transpose(0, 1).reshape(-1)  # by place, then by node
-    handle, received = _exchange(own, levels.node)
-    inside = [received, own]
+    by_place = buffer.view(nodes, node.world_size, -1).transpose(0, 1)  # by place, then by node
 
-    def sums() -> Tensor:
-        found = sum_of_rows(inside[0], topology.node_size)
-        inside.clear()
-        return found
+    def write(values: Tensor) -> None:
+        values.view(by_place.shape).copy_(by_place)
 
-    return handle, sums
+    sizes = [buffer.numel() // node.world_size] * node.world_size
+    return node.sum_parts(sizes, write, dtype=buffer.dtype, device=buffer.device, factor=factor)
 
 
 def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Handle:
@@ -108,15 +112,6 @@ def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Ha
     shard = gathered[topology.place * count :][:count]
     first = levels.peers.all_gather(shard, part)
     return TwoCalls(first, lambda: levels.node.all_gather(gathered, shard))
-
-
-def sum_of_rows(values: Tensor, count: int) -> Tensor:
-    """Return the sum of ``count`` rows, [count * n], in their order: [n] float64 of float64 values, else float32."""
-    rows = values.view(count, -1)
-    total = rows[0].to(torch.float64 if rows.dtype == torch.float64 else torch.float32, copy=True)
-    for row in rows[1:]:
-        total += row
-    return total
 
 
 def in_rank_order(gathered: Tensor, communicator: Communicator) -> Tensor:

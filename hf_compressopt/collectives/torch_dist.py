@@ -26,7 +26,7 @@ from hf_compressopt.collectives.traffic import Traffic
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Of messages between two ranks; other programs hardly take them.
-_TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02}
+_TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02, "tickets": 0x636F03, "opened": 0x636F04}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -159,6 +159,20 @@ class TorchCommunicator(Communicator):
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
 
+    def gather_tickets(self, output: Tensor, ticket: Tensor, kind: str = "tickets") -> Handle:
+        """As :meth:`all_gather`, over gloo, for a few bytes of host memory that do not wait for earlier messages.
+
+        Those of another ``kind``, "opened", do not meet the others.
+        """
+        places = torch.split(output, [ticket.numel()] * self.world_size)
+        works = self._start(places, [ticket] * self.world_size, kind)
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return Handle(wait, kind, self.traffic)
+
     def _sends_apart(self, tensor: Tensor) -> bool:
         """Return whether :meth:`_exchange` carries tensors like this one."""
         return self.name == "gloo" and tensor.device.type == "cpu"
@@ -173,24 +187,23 @@ class TorchCommunicator(Communicator):
         A send occupies its thread until the system has taken the data, milliseconds for some megabytes. So a thread of
         its own starts them, in the order of the calls.
         """
-        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-
-        def start() -> list[dist.Work]:
-            tag = _TAGS[kind]
-            works = [group.recv([outputs[peer]], peer, tag) for peer in reversed(peers) if outputs[peer].numel()]
-            works += [group.send([inputs[peer]], peer, tag) for peer in peers if inputs[peer].numel()]
-            if outputs[self.rank].data_ptr() != inputs[self.rank].data_ptr():
-                outputs[self.rank].copy_(inputs[self.rank])
-            return works
-
-        started = _sender(os.getpid()).submit(start)
+        started = _sender(os.getpid()).submit(self._start, outputs, inputs, kind)
 
         def wait() -> None:
             for work in started.result():
                 work.wait()
 
         return Handle(wait, kind, self.traffic)
+
+    def _start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> list[dist.Work]:
+        """Start all receives and then all sends, and copy this rank's own part."""
+        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+        peers, tag = [(self.rank + step) % self.world_size for step in range(1, self.world_size)], _TAGS[kind]
+        works = [group.recv([outputs[peer]], peer, tag) for peer in reversed(peers) if outputs[peer].numel()]
+        works += [group.send([inputs[peer]], peer, tag) for peer in peers if inputs[peer].numel()]
+        if outputs[self.rank].data_ptr() != inputs[self.rank].data_ptr():
+            outputs[self.rank].copy_(inputs[self.rank])
+        return works
 
     def _count_all_reduce(self, tensor: Tensor) -> None:
         nbytes = tensor.numel() * tensor.element_size()

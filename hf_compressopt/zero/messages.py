@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.collectives.scattering import sum_of_rows
+from hf_compressopt.collectives.sums import sum_of_rows
 from hf_compressopt.kernels import Combination, Commit, IntegerFormat, Segment
 from hf_compressopt.zero.feedback import SliceErrors
 from hf_compressopt.zero.partition import Slice
@@ -66,14 +66,14 @@ def send_gradients(
         return peers.all_to_all(received, messages, output_splits=splits, input_splits=splits)
 
     def average() -> Tensor:
-        total = sum_of_rows(_decoded(under_way[0], cut, form, nbytes), peers.world_size)
-        return total.mul_(loss_scale / peers.world_size).to(kept)
+        rows = _decoded(under_way[0], cut, form, nbytes).view(peers.world_size, -1).unbind()
+        return sum_of_rows(rows, loss_scale / peers.world_size).to(kept)
 
     if levels is None:
         return send(buffer), average
-    handle, sums_of_node = scattering.sum_in_node(buffer, communicator)
-    size = communicator.topology.node_size
-    return scattering.TwoCalls(handle, lambda: send(sums_of_node().mul_(1.0 / size))), average
+    node = levels.node
+    handle, means_of_node = scattering.sum_in_node(buffer, node, peers.world_size, 1.0 / node.world_size)
+    return scattering.TwoCalls(handle, lambda: send(means_of_node()), at_once=node.shares_memory), average
 
 
 def send_differences(

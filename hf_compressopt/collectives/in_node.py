@@ -1,0 +1,204 @@
+"""The collectives of the ranks of one node, through memory that they share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import asdict
+from socket import gethostname
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.node_memory import TICKET, Claim, NodeMemory
+from hf_compressopt.collectives.sums import sum_of_rows
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.collectives.traffic import Traffic
+
+logger = logging.getLogger(__name__)
+
+#: The most bytes of a rank's blocks.
+_LIMIT = 1 << 30
+
+
+def in_shared_memory(node: Communicator, everyone: Communicator, limit: int = _LIMIT) -> Communicator:
+    """Return the ranks of a node with shared memory between them; ``node`` itself if one of the nodes cannot have it.
+
+    They need gloo, tensors on the CPU, one host, and the right to open each other's files. The reason why they go
+    without it is logged at the level INFO. All ranks call, and all have it or none has: they start their collectives in
+    one order.
+
+    Args:
+        node: The ranks of this rank's node.
+        everyone: The ranks of all nodes.
+        limit: The most bytes of each rank's blocks.
+    """
+    if not (isinstance(node, TorchCommunicator) and node.name == "gloo" and node.device.type == "cpu"):
+        return node
+    memory, error = NodeMemory(node.world_size, node.rank, limit), None
+    try:
+        rows = node.gather_together(lambda: asdict(memory.claim(gethostname())))
+        node.run_together(lambda: memory.open([Claim(**row) for row in rows]))
+    except OSError as caught:
+        error = caught
+    if not (reason := everyone.gather_errors(error)):
+        return NodeCommunicator(node, memory)
+    if everyone.rank == 0:
+        logger.info("the ranks of a node send each other values by gloo, without shared memory: %s", error or reason)
+    return node
+
+
+class NodeCommunicator(Communicator):
+    """The ranks of one host. What they sum and gather goes through shared memory, all else through gloo.
+
+    A rank writes what it sends into a block of its own, and sends the others a ticket; these read it where it is. If a
+    rank has no memory for an operation, its ticket says so: then all ranks send this one, and all later ones, by gloo.
+    """
+
+    shares_memory = True
+
+    def __init__(self, ranks: TorchCommunicator, memory: NodeMemory) -> None:
+        """Take the ranks, and the memory in which they have opened each other's first blocks."""
+        self.name, self.rank, self.world_size, self.device = ranks.name, ranks.rank, ranks.world_size, ranks.device
+        self.process_group, self.traffic = ranks.process_group, ranks.traffic
+        self._gloo, self._memory = ranks, memory
+
+    def sum_parts(
+        self,
+        sizes: Sequence[int],
+        write: Callable[[Tensor], object],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        factor: float = 1.0,
+    ) -> tuple[Handle, Callable[[], Tensor]]:
+        """See the base class. Bytes: those of an all-to-all."""
+        if self._memory.off or device.type != "cpu":
+            return self._counted().sum_parts(sizes, write, dtype=dtype, device=device, factor=factor)
+        self.traffic.sent("all_to_all", (sum(sizes) - sizes[self.rank]) * dtype.itemsize)
+        operation = self._operation(sum(sizes), dtype, write)
+        start, own = sum(sizes[: self.rank]), sizes[self.rank]
+        instead: list[Callable[[], Tensor]] = []
+
+        def wait() -> None:
+            if not operation.arrived():
+                gloo = self._uncounted()
+                handle, total = gloo.sum_parts(sizes, operation.copy_to, dtype=dtype, device=device, factor=factor)
+                handle.wait()
+                instead.append(total)
+
+        def total() -> Tensor:
+            if instead:
+                return instead.pop()()
+            summed = sum_of_rows([row[start : start + own] for row in operation.rows], factor)
+            operation.finish()
+            return summed
+
+        return Handle(wait, "all_to_all", self.traffic), total
+
+    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
+        """See the base class. Bytes: the part, to every other rank."""
+        if self._memory.off or part.device.type != "cpu":
+            return self._counted().all_gather(output, part)
+        self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
+        operation = self._operation(part.numel(), part.dtype, lambda values: values.copy_(part))
+        places = torch.split(output, [part.numel()] * self.world_size)
+
+        def wait() -> None:
+            if not operation.arrived():
+                self._uncounted().all_gather(output, part).wait()
+                return
+            for rank, (place, row) in enumerate(zip(places, operation.rows, strict=True)):
+                if rank != self.rank or place.data_ptr() != part.data_ptr():
+                    place.copy_(row)
+            operation.finish()
+
+        return Handle(wait, "all_gather", self.traffic)
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
+        """See the base class."""
+        return self._counted().all_reduce(tensor, op=op)
+
+    def all_to_all(
+        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        """See the base class."""
+        return self._counted().all_to_all(output, inputs, output_splits=output_splits, input_splits=input_splits)
+
+    def duplicate(self) -> Communicator:
+        """See the base class."""
+        return self._gloo.duplicate()
+
+    def part(self, ranks: Sequence[int]) -> Communicator:
+        """See the base class: some of the ranks, without shared memory."""
+        return self._counted().part(ranks)
+
+    def _operation(self, numel: int, dtype: torch.dtype, write: Callable[[Tensor], object]) -> _Operation:
+        return _Operation(self._memory, self._uncounted(), numel, dtype, write)
+
+    def _counted(self) -> TorchCommunicator:
+        """Return the ranks over gloo, with the counters of this communicator."""
+        gloo = copy(self._gloo)
+        gloo.traffic = self.traffic
+        return gloo
+
+    def _uncounted(self) -> TorchCommunicator:
+        gloo = copy(self._gloo)
+        gloo.traffic = Traffic()
+        return gloo
+
+
+class _Operation:
+    """One write of each rank, which the others read."""
+
+    def __init__(
+        self,
+        memory: NodeMemory,
+        ranks: TorchCommunicator,
+        numel: int,
+        dtype: torch.dtype,
+        write: Callable[[Tensor], object],
+    ) -> None:
+        """Have ``numel`` values written, and tell the other ranks."""
+        nbytes = numel * dtype.itemsize
+        block = memory.block(nbytes)
+        own = torch.empty(nbytes, dtype=torch.uint8) if block is None else block.memory[:nbytes]
+        self._own, self._memory, self._ranks = own.view(dtype), memory, ranks
+        try:
+            write(self._own)
+        except BaseException:
+            if block is not None:
+                memory.give_back(block)
+            raise
+        self._number, ticket = memory.begin(block)
+        self._tickets = torch.empty(ranks.world_size * TICKET, dtype=torch.int64)
+        self._ticket = torch.tensor(ticket)
+        self._handle = ranks.gather_tickets(self._tickets, self._ticket)
+        self.rows: list[Tensor] = []
+
+    def arrived(self) -> bool:
+        """Wait for all ranks, and fill ``rows`` with what each has written; False if one had no memory for it."""
+        self._handle.wait()
+        tickets = self._tickets.view(-1, TICKET).tolist()
+        blocks = self._memory.rows(self._number, tickets)
+        if self._memory.has_new(tickets):
+            self._ranks.gather_tickets(torch.empty_like(self._tickets), self._ticket, "opened").wait()
+        if blocks is None:
+            if not self._memory.off and self._memory.rank == 0:
+                logger.info("the ranks of a node go on without shared memory: one of them cannot get more of it")
+            self._memory.off = True
+            self.finish()
+            return False
+        self.rows = [block[: self._own.numel() * self._own.element_size()].view(self._own.dtype) for block in blocks]
+        return True
+
+    def copy_to(self, values: Tensor) -> None:
+        """Copy what this rank has written."""
+        values.copy_(self._own)
+
+    def finish(self) -> None:
+        """Let the blocks be used again: this rank has read what it needs."""
+        self.rows = []
+        self._memory.finish(self._number)
