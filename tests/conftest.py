@@ -1,9 +1,18 @@
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.support import harness
+
+gc.disable()  # until the modules of the tests are there: each pass through them would take half a second
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the modules made out of later passes of the garbage collector."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
