@@ -1,18 +1,21 @@
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 
 from tests.support import harness
 
-gc.disable()  # until the modules of the tests are there: each pass through them would take half a second
 
-
-def pytest_collection_finish() -> None:
-    """Leave what the modules made out of later passes of the garbage collector."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the modules of the tests out of the garbage collector's passes: each would take half a second."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
