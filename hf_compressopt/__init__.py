@@ -1,8 +1,6 @@
-"""Communication-compressed training for Hugging Face Trainer and Accelerate.
+"""Communication-compressed training for Hugging Face Trainer and Accelerate."""
 
-Public names load on first use, so that importing the package is cheap and needs neither transformers nor accelerate.
-"""
-
+# Public names load on first use, so that importing the package is cheap and needs neither transformers nor accelerate.
 from __future__ import annotations
 
 from importlib import import_module

@@ -1,10 +1,11 @@
 """Measure this cluster, and say which optimizer trains fastest on it.
 
-``torchrun --nproc_per_node 2 -m hf_compressopt.advise --params 350e6``
-``accelerate launch -m hf_compressopt.advise --config_name gpt2``
+    torchrun --nproc_per_node 2 -m hf_compressopt.advise --params 350e6
+    accelerate launch -m hf_compressopt.advise --config_name gpt2
 
 Start it on all machines like a training. It times the collectives between the ranks, and a step of the model, and
-gives these numbers to the planner of ``hf-compressopt estimate`` (docs/planner.md). It does not measure what you give.
+gives these numbers to the planner of "hf-compressopt estimate" (docs/planner.md). Numbers that you give are not
+measured.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Importing this module registers the compressed optimizers with transformers' Trainer: ``--optim onebit_adam``."""
+"""Registration of the compressed optimizers with transformers' Trainer, by import: ``--optim onebit_adam``."""
 
 from hf_compressopt.integrations.transformers import register
 

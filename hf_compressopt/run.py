@@ -1,8 +1,8 @@
 """Run an unmodified script of Trainer or Accelerate with the compressed optimizers.
 
-``torchrun --nproc_per_node 2 -m hf_compressopt.run script.py --optim onebit_adam ...``
-``COMPRESSOPT_OPTIM=onebit_adam accelerate launch -m hf_compressopt.run script.py ...``
-``COMPRESSOPT_GRAD_COMPRESSION=int4 accelerate launch -m hf_compressopt.run script.py ...``
+    torchrun --nproc_per_node 2 -m hf_compressopt.run script.py --optim onebit_adam ...
+    COMPRESSOPT_OPTIM=onebit_adam accelerate launch -m hf_compressopt.run script.py ...
+    COMPRESSOPT_GRAD_COMPRESSION=int4 accelerate launch -m hf_compressopt.run script.py ...
 
 The first form is for scripts that take Trainer's arguments. The variables are for any script.
 """

@@ -74,7 +74,7 @@ class AdamView:
         self.index, self.header, self._compact = index, Header.of(index.header), CompactTensors(index)
         if self.header.optimizer not in (COMPRESSED if self.header.compressed else PLAIN):
             raise ValueError(
-                f"it is of {self.header.title}, whose state is none of Adam's; legal are "
+                f"it was saved by {self.header.title}, which keeps no moments of Adam; supported are "
                 f"{', '.join((*COMPRESSED, *PLAIN))}"
             )
         groups = index.header.get("param_groups")
@@ -155,9 +155,9 @@ class AdamView:
             name = entry.key.owner
             missing = [kind for kind in MOMENTS if str(TensorKey(kind, name)) not in self.entries]
             if entry.stored is None and missing:
-                raise ValueError(f"it has no {missing[0]} of {name!r}: its state is none of Adam's")
+                raise ValueError(f"it has no {missing[0]} of {name!r}, so it is not a state of Adam")
             if entry.stored is None and self._stored_step(entry) is None:
-                raise ValueError(f"it has no step of {name!r}: its state is none of Adam's")
+                raise ValueError(f"it has no step of {name!r}, so it is not a state of Adam")
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         decoupled = group.get("decoupled_weight_decay", group.get("adam_w_mode", self.header.optimizer != "Adam"))

@@ -185,7 +185,7 @@ def load_state(
 
 @contextmanager
 def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, ``optimizer.load_state_dict()`` does nothing: the host passes a stub of the state that was loaded."""
+    """Ignore ``optimizer.load_state_dict()`` inside the block: the host passes a stub of the state that was loaded."""
     inner = _innermost(optimizer)
     inner.load_state_dict = lambda state_dict: None
     try:

@@ -128,7 +128,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Inside, whatever a malformed file leads to becomes one error that names the file.
+    """Turn every error of a malformed file, inside the block, into one that names the file.
 
     Raises:
         CheckpointError: In the place of any other error of what is read.

@@ -152,7 +152,7 @@ class ShardFile:
             block = out[low - begin : high - begin] if out is not None and at_once else self._room[: high - low]
             self._read(stored.begin + low, block)
             if self._checksum(block).hexdigest() != piece.checksums[number]:
-                raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not the index's")
+                raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not that of the index")
             part = block[first - low : last - low]
             if out is not None and not at_once:
                 out[first - begin : last - begin] = part

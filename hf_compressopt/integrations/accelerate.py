@@ -189,9 +189,9 @@ class CompressOptAccelerator(SavingAccelerator):
         prepared = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
         if prepared and any(id(o) not in self._compressopt.fitted for o in self.compressed_optimizers()):
             logger.info(
-                "freeze_step='auto' knows no length of the run: give CompressOptPlugin(total_steps=...), or prepare a "
-                "learning-rate scheduler of transformers or OneCycleLR too; else the variance alone decides, and a "
-                "short run may compress nothing"
+                "freeze_step='auto' does not know the length of the run: give CompressOptPlugin(total_steps=...), or "
+                "prepare a learning-rate scheduler of transformers or OneCycleLR too; otherwise the variance alone "
+                "decides, and a short run may compress nothing"
             )
 
     @contextmanager
@@ -321,8 +321,8 @@ def attach(
         return cast("CompressOptAccelerator", accelerator)
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
-            "attach the accelerator before it prepares a model or an optimizer; this one has done so: call attach "
-            "right after Accelerator(...), or use CompressOptAccelerator in its place"
+            "this accelerator has prepared a model or an optimizer already, so it is too late to attach it: call "
+            "attach right after Accelerator(...), or use CompressOptAccelerator instead"
         )
     if announce:
         show_log()

@@ -1,4 +1,4 @@
-"""The DDP models that an accelerator has prepared, and which of its optimizers follow on them."""
+"""The DDP models that an accelerator has prepared, and the optimizers that their hooks follow."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def why_not_between_replicas(accelerator: Any) -> str:
-    """Why the accelerator's FSDP has no gradients that low-bit messages could carry, or "" if it has."""
+    """The reason why low-bit messages cannot carry the gradients of the accelerator's FSDP; "" if they can."""
     if not getattr(accelerator, "is_fsdp2", False):
         return "FSDP1 averages the gradients itself: give FullyShardedDataParallelPlugin(fsdp_version=2)"
     config = getattr(accelerator, "parallelism_config", None)

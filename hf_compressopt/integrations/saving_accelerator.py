@@ -41,7 +41,7 @@ class Attachment:
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
 
     def compress_sharded(self, prepared: Any, accelerator: Accelerator, loss_scale: Callable[[], float]) -> None:
-        """Have gradients of what FSDP2 shards travel between replicas in low-bit messages, if that was asked for.
+        """Send the gradients of FSDP2's models between replicas in low-bit messages, if the user asked for it.
 
         Args:
             prepared: What the accelerator has prepared: one object, a tuple, or a list.

@@ -52,7 +52,7 @@ def register() -> None:
 
 
 class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
-    """Adds ``compressopt/...`` numbers to every log line of the training, ahead of the reporting callbacks."""
+    """A callback that adds ``compressopt/...`` numbers to every log line, ahead of the reporting callbacks."""
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, optimizer: Any = None, **_: Any
@@ -65,7 +65,7 @@ class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
             state.log_history[-1].update(metrics)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Fit the schedule, if a Trainer makes its learning-rate scheduler in a way of its own."""
+        """Fit the schedule, if a Trainer overrides how its learning-rate scheduler is made."""
         inner = innermost(optimizer)
         if follows_plan(inner) and (chosen := inner.fit_schedule(state.max_steps)):
             _announce(inner, chosen, state.max_steps)

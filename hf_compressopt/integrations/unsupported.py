@@ -21,7 +21,7 @@ _INSTEAD = {
 
 
 def why_unsupported(accelerator: Any, name: str) -> str:
-    """Why an optimizer of this name cannot work under the accelerator's set-up, or "" if it can.
+    """The reason why an optimizer of this name cannot work in the accelerator's set-up; "" if it can.
 
     ``name`` may also be that of grad_compression, which works between the replicas that FSDP2 shards.
     """

@@ -99,7 +99,7 @@ def instruction_set(device_type: str) -> str:
 
 
 def use_instruction_set(name: str) -> None:
-    """On the CPU use "avx512_gfni", "avx512", "avx2" or "portable" from now on; bits are the same. For tests.
+    """Use "avx512_gfni", "avx512", "avx2" or "portable" on the CPU from now on. The bits are the same. For tests.
 
     Raises:
         RuntimeError: If this machine cannot run it.

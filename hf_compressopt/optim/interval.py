@@ -32,7 +32,7 @@ class AlikeParameters:
 
     @property
     def ranks_are_apart(self) -> bool:
-        """True if each rank has its own parameters at this moment: never here."""
+        """True if each rank has its own parameters at this moment; always False in this class."""
         return False
 
     def settle_parameters(self) -> None:
@@ -213,7 +213,7 @@ class LocalInterval:
                 self._settled[param] = not param.requires_grad
 
     def frozen(self) -> list[list[bool]]:
-        """For each group and parameter, whether it is frozen now; alike on all ranks."""
+        """A flag for each parameter of each group: True if it is frozen now. Alike on all ranks."""
         return [[not param.requires_grad for param in state.params] for state in self._compressed]
 
 

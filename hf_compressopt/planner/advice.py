@@ -65,7 +65,7 @@ def ranked(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_b
 
 
 def advised(choices: list[Choice]) -> Choice:
-    """Of the choices that are as fast as the best, return the first in the planner's table: it changes least."""
+    """Return the first choice in the planner's table that is as fast as the best: it changes the training least."""
     fast = [choice for choice in choices if choice.run_seconds <= choices[0].run_seconds * (1 + ALIKE)]
     return min(fast, key=lambda choice: choice.place)
 

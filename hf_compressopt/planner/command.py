@@ -51,13 +51,17 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
         help="values of state per parameter: 2 for Adam (the default), 1 for SGD with momentum",
     )
     parser.add_argument(
-        "--bucket-cap-mb", type=argument(units.mebibytes), default=25.0, help="MiB sent together (%(default)s)"
+        "--bucket-cap-mb",
+        type=argument(units.mebibytes),
+        default=25.0,
+        help="MiB of float32 values in a bucket, which is sent together (%(default)s)",
     )
     parser.add_argument(
         "--topology",
         choices=["auto", "flat", "two-level"],
         default="auto",
-        help="topology of compressed messages: flat, or one message per node of several GPUs (%(default)s)",
+        help="topology of compressed messages: flat, two-level (one message per node), or auto: two-level if there "
+        "are several nodes of several GPUs (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     _add_times(parser, measured)

@@ -61,7 +61,7 @@ class AccessByParameter:
         """Return the parameter in full precision (its master copy if it has one), as a new tensor. All ranks call.
 
         Raises:
-            KeyError: If it is no trainable parameter of this optimizer, as in all methods of this kind.
+            KeyError: If it is not a trainable parameter of this optimizer, as in all methods of this kind.
         """
         self.partition.follow()
         known, mine = self._find(which)
@@ -104,7 +104,7 @@ class AccessByParameter:
 
     @contextmanager
     def masters_in_parameters(self) -> Iterator[None]:
-        """Inside, the parameters are what their masters round to, as a saved model should have them. All ranks call.
+        """Set the parameters, inside the block, to their rounded masters, as a saved model has them. All ranks call.
 
         With ``param_compression`` the parameters that a model computes with lag behind the masters by less than a step.
         At the end they are as before, bit for bit, whatever was written inside. They are copied for that time. Without

@@ -193,16 +193,17 @@ class PartitionedParameters:
         """Find the number of a parameter.
 
         Raises:
-            KeyError: If it is no trainable parameter of this optimizer.
+            KeyError: If it is not a trainable parameter of this optimizer.
         """
         for number, known in enumerate(self.known):
             if which is known.tensor or (isinstance(which, str) and which == known.name):
                 return number
         if isinstance(which, str):
             legal = ", ".join(known.name for known in self.known[:8])
-            raise KeyError(f"{which!r} is no trainable parameter of this optimizer: legal are {legal}, ...")
+            raise KeyError(f"{which!r} is not a trainable parameter of this optimizer: legal are {legal}, ...")
         raise KeyError(
-            f"a tensor of shape {tuple(which.shape)} is no trainable parameter of this optimizer: it has no state here"
+            f"a tensor of shape {tuple(which.shape)} is not a trainable parameter of this optimizer, "
+            "which has no state for it"
         )
 
     def in_order(self) -> list[int]:

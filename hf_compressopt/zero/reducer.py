@@ -35,7 +35,7 @@ _NUMBERS = count()
 
 
 class GradientReducer:
-    """Sends gradients to their owners and keeps this rank's averages.
+    """Sender of gradients to their owners, and keeper of this rank's averages.
 
     Of several reducers in a process, the one made first sends while backward runs. The others send at the end of
     backward, one after another. So all ranks send in one order, even if their graphs complete the parameters of two
@@ -168,7 +168,7 @@ class GradientReducer:
         self.flush()
 
     def agree_on_order(self) -> None:
-        """From the first step on, send slices in the order in which rank 0 completed them. All ranks call."""
+        """Send slices, after the first step, in the order in which rank 0 completed them. All ranks call."""
         if not self._order_known and self._communicator.world_size > 1:
             first = self._communicator.all_gather_object(self.arrival)[0]
             self._order = [*first, *(number for number in self._order if number not in set(first))]

@@ -1,4 +1,4 @@
-"""Which optimizers and parameters ZeroOptimizer takes. Each error names the value, what is legal, and what to do."""
+"""The optimizers and parameters that ZeroOptimizer takes. Each error names the value, what is legal, and what to do."""
 
 from __future__ import annotations
 

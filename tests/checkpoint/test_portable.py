@@ -418,7 +418,7 @@ def test_refusals_name_the_file_and_leave_nothing_behind(
     options = (tmp_path / "sgd", out, "--force", "--prefix", "compressopt_1")
     refused(
         1,
-        r"compressopt_1.index.json does not fit: it is of ZeroOptimizer\(SGD\), whose state is none",
+        r"compressopt_1.index.json does not fit: it was saved by ZeroOptimizer\(SGD\), which keeps no moments",
         "consolidate",
         *options,
     )

@@ -313,7 +313,7 @@ def skip_with_scheduler(rank: int, world_size: int) -> tuple[float, float, float
 
 def test_attaching_too_late_is_refused() -> None:
     errors = run_ranks_expecting_error(2, attach_too_late)
-    assert all("ValueError: attach the accelerator before" in text for text in errors.values())
+    assert all("ValueError: this accelerator has prepared a model" in text for text in errors.values())
 
 
 def attach_too_late(rank: int, world_size: int) -> None:

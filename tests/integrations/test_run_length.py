@@ -65,8 +65,8 @@ def test_the_plugin_fits_the_schedule_to_the_run(scheduler: str, world_size: int
 def test_the_plugins_default_is_auto_and_says_when_it_knows_no_length() -> None:
     for scheduler in ("none", "silent"):
         found = run_ranks(2, plug_in, {}, 50, scheduler, "AdamW")
-        assert found[0]["fitted"][0] == "auto" and any("knows no length" in line for line in found[0]["lines"])
-    assert not any("knows no length" in line for line in run_ranks(2, plug_in, {}, 50, "auto", "AdamW")[0]["lines"])
+        assert found[0]["fitted"][0] == "auto" and any("not know the length" in line for line in found[0]["lines"])
+    assert not any("not know the length" in line for line in run_ranks(2, plug_in, {}, 50, "auto", "AdamW")[0]["lines"])
 
 
 def test_the_plugins_fields_take_auto_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, str] = {
 TOLERANCE = {"onebit_adam": 0.025, "zero_one_adam": 0.2, "onebit_lamb": 0.002}
 COMPRESSED = ("onebit_adam", "zero_one_adam", "onebit_lamb")
 ELASTIC = [name for name in OPTIMIZERS if name != "adamw_torch"]
+FULL = pytest.mark.full
 # saved by, resumed with, its options
 CROSSING = [
     *(("adamw_torch", name, "warmup") for name in COMPRESSED),  # a first stage that goes on
@@ -41,13 +42,20 @@ CROSSING = [
     *(("adamw_torch", name, OPTIMIZERS[name]) for name in ("zero1_adamw", "zero2_adamw", "fused_adam")),
     *((name, "adamw_torch", "") for name in ("onebit_adam", "zero_one_adam", "onebit_lamb", "zero2_adamw")),
 ]
+#: Each has one of its kind beside it that `make test` runs.
+LONG = [
+    "zero1_adamw",
+    *(("adamw_torch", name, "warmup_bits=32") for name in ("zero_one_adam", "onebit_lamb")),
+    *((name, "adamw_torch", "") for name in ("zero_one_adam", "onebit_lamb")),
+    ("adamw_torch", "zero1_adamw", ""),
+]
 WARMUP = {
     "onebit_adam": "freeze_step=99,warmup_bits=32",
     "zero_one_adam": "var_freeze_step=99,warmup_bits=32",
     "onebit_lamb": "freeze_step=99,warmup_bits=32",
 }
 
-
+Result = dict[str, Any]
 WATCHED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
@@ -66,31 +74,17 @@ def a_run(folder: Path, name: str, options: str, resume: Path | None, ranks: int
     return Run(arguments, resume=resume and str(resume), dropout=0.0)
 
 
-def in_turn(world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
-    """Rank 0's result of each."""
-    return [run_ranks(world_size, train, run, timeout=240)[0] for run in runs]
+def result_of(world_size: int, run: Run) -> Result:
+    """Rank 0's result."""
+    result: Result = run_ranks(world_size, train, run, timeout=240)[0]
+    return result
 
 
-def losses(result: dict[str, Any]) -> list[float]:
+def losses(result: Result) -> list[float]:
     return [float(row["loss"]) for row in result["history"] if "loss" in row]
 
 
-Results = dict[Any, dict[str, Any]]
-
-
-Made = Callable[[str, Callable[[Path], Results]], Results]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Runs that are taken once, by whichever process of the session asks first, and their results."""
-
-    def results_of(name: str, make: Callable[[Path], Results]) -> Results:
-        folder = made_once(tmp_path_factory, name, lambda folder: torch.save(make(folder), folder / "results"))
-        results: Results = torch.load(folder / "results", weights_only=False)
-        return results
-
-    return results_of
+Runs = Callable[[str], Result]
 
 
 @pytest.fixture(scope="module")
@@ -99,53 +93,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, made: Made) -> Results:
-    """Each optimizer's run on two ranks, saved every other step: a resumed run saves as often as the first one."""
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """An optimizer's run on two ranks, saved every other step: a resumed run saves as often as the first one.
 
-    def run(_: Path) -> Results:
-        runs = [a_run(folder / name, name, options, None, 2, **WATCHED) for name, options in OPTIMIZERS.items()]
-        return dict(zip(OPTIMIZERS, in_turn(2, runs), strict=True))
+    It is taken once, by the first process of the session that asks.
+    """
 
-    return made("crossing-whole", run)
+    def run(name: str) -> Result:
+        def take(place: Path) -> None:
+            first = a_run(folder / name, name, OPTIMIZERS[name], None, 2, **WATCHED)
+            torch.save(result_of(2, first), place / "result")
+
+        place = made_once(tmp_path_factory, f"crossing-{name}", take)
+        result: Result = torch.load(place / "result", weights_only=False)
+        return result
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def elastic(folder: Path, whole: Results, made: Made) -> Results:
+def run_on_other_ranks(folder: Path, name: str) -> tuple[Result, Result]:
     """From SAVED to the end on one rank, with rotation; and from its step AGAIN to the end on two ranks again."""
-    return made("crossing-elastic", lambda _: run_on_other_ranks(folder))
-
-
-def run_on_other_ranks(folder: Path) -> Results:
     rotating = {**WATCHED, "save_total_limit": 3, "load_best_model_at_end": True}
 
-    def runs(before: str, step: int, ranks: int, **more: Any) -> list[Run]:
-        return [
-            a_run(
-                folder / f"{name} on {ranks}",
-                name,
-                OPTIMIZERS[name],
-                folder / f"{name}{before}" / f"checkpoint-{step}",
-                ranks,
-                **more,
-            )
-            for name in ELASTIC
-        ]
+    def run(before: str, step: int, ranks: int, **more: Any) -> Result:
+        resume = folder / f"{name}{before}" / f"checkpoint-{step}"
+        return result_of(ranks, a_run(folder / f"{name} on {ranks}", name, OPTIMIZERS[name], resume, ranks, **more))
 
-    alone, again = in_turn(1, runs("", SAVED, 1, **rotating)), in_turn(2, runs(" on 1", AGAIN, 2))
-    keys = [(name, ranks) for ranks in (1, 2) for name in ELASTIC]
-    return dict(zip(keys, [*alone, *again], strict=True))
+    return run("", SAVED, 1, **rotating), run(" on 1", AGAIN, 2)
 
 
 @pytest.mark.invariant(22)
-@pytest.mark.parametrize("name", ELASTIC)
-def test_two_ranks_one_and_two_again(name: str, folder: Path, whole: Results, elastic: Results) -> None:
-    expected = losses(whole[name])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=FULL if name in LONG else ()) for name in ELASTIC])
+def test_two_ranks_one_and_two_again(name: str, folder: Path, whole: Runs) -> None:
+    uninterrupted = whole(name)
+    expected = losses(uninterrupted)
     assert len(expected) == STEPS
-    alone, again = elastic[name, 1], elastic[name, 2]
+    alone, again = run_on_other_ranks(folder, name)
     for result, first in ((alone, SAVED), (again, AGAIN)):
-        assert result["optimizer"] == whole[name]["optimizer"] and len(result["rows"]) == STEPS - first
+        assert result["optimizer"] == uninterrupted["optimizer"] and len(result["rows"]) == STEPS - first
         assert losses(result)[first:] == pytest.approx(expected[first:], abs=TOLERANCE.get(name, 1e-6))
-        assert [row["lr"] for row in result["rows"]] == [row["lr"] for row in whole[name]["rows"]][first:]
+        assert [row["lr"] for row in result["rows"]] == [row["lr"] for row in uninterrupted["rows"]][first:]
         if name != "fused_adam":
             assert result["metrics"]["step"] == STEPS
     assert again["alike"][-1] and (name == "zero_one_adam" or all(again["alike"]))
@@ -157,25 +144,18 @@ def test_two_ranks_one_and_two_again(name: str, folder: Path, whole: Results, el
     assert all(torch.equal(value, alone["params"][key]) for key, value in best.items())
 
 
-@pytest.fixture(scope="module")
-def crossed(folder: Path, whole: Results, made: Made) -> Results:
-    def run(_: Path) -> Results:
-        runs = []
-        for saved, name, options in CROSSING:
-            given = WARMUP[name] if options == "warmup" else options
-            runs.append(a_run(folder / "crossed", name, given, folder / saved / f"checkpoint-{SAVED}", 2))
-        return dict(zip(CROSSING, in_turn(2, runs), strict=True))
-
-    return made("crossing-crossed", run)
-
-
 @pytest.mark.invariant(2)
-@pytest.mark.parametrize(("saved", "name", "options"), CROSSING)
+@pytest.mark.parametrize(
+    ("saved", "name", "options"), [pytest.param(*row, marks=FULL if row in LONG else ()) for row in CROSSING]
+)
 def test_a_run_goes_on_with_another_optimizer(
-    saved: str, name: str, options: str, whole: Results, crossed: Results
+    saved: str, name: str, options: str, folder: Path, tmp_path: Path, whole: Runs
 ) -> None:
     """Moments and steps go along: a fresh optimizer would differ at once."""
-    result, expected = crossed[saved, name, options], whole["adamw_torch"]
+    whole(saved)
+    given = WARMUP[name] if options == "warmup" else options
+    result = result_of(2, a_run(tmp_path, name, given, folder / saved / f"checkpoint-{SAVED}", 2))
+    expected = whole("adamw_torch")
     assert len(result["rows"]) == STEPS - SAVED
     assert [row["lr"] for row in result["rows"]] == [row["lr"] for row in expected["rows"]][SAVED:]
     assert all(result["alike"]) or name == "zero_one_adam"
@@ -194,7 +174,8 @@ def test_a_run_goes_on_with_another_optimizer(
         assert stages == [0.0] + [1.0] * (STEPS - SAVED - 1), "warmup ends with the first step"
 
 
-def test_what_adamw_cannot_go_on_from_is_refused_on_all_ranks(folder: Path, whole: Results) -> None:
+def test_what_adamw_cannot_go_on_from_is_refused_on_all_ranks(folder: Path, whole: Runs) -> None:
+    whole("zero2_adamw")
     run = a_run(folder / "refused", "adafactor", "", folder / "zero2_adamw" / f"checkpoint-{SAVED}", 2)
     errors = run_ranks_expecting_error(2, train, run)
     said = "the state is of ZeroOptimizer(AdamW), this optimizer is Adafactor"

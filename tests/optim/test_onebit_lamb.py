@@ -350,7 +350,7 @@ RESUMED = Case("resume", MIXED_GROUPS, MIXED, lrs=COSINE)
 
 
 @pytest.mark.invariant(21)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_resume_is_the_uninterrupted_run(world_size, tmp_path):
     """Saved in the warmup stage, at its end, and in the compressed stage; through files and through state dicts."""
     for rank, differences in enumerate(run_ranks(world_size, resume_on_a_rank, str(tmp_path))):

@@ -425,7 +425,7 @@ def settle_on_a_rank(rank, world_size):
 
 
 @pytest.mark.invariant(21)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_resume_is_the_uninterrupted_run(world_size, tmp_path):
     """In every stage, and inside a local interval, where the model's file holds the mean and not this rank's own."""
     for rank, differences in enumerate(run_ranks(world_size, resume_on_a_rank, str(tmp_path))):

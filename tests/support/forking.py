@@ -1,5 +1,6 @@
 """Processes that have imported torch already: forks of a server that only imports."""
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -37,4 +38,5 @@ def _call(environment: dict[str, str], target: Callable[..., None], args: tuple[
     os.environ.clear()
     os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.freeze()  # the modules: looking through them would take longer than most tests, and copy their memory
     target(*args)

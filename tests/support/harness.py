@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.support.forking import forked
 
@@ -74,21 +74,22 @@ class RankPool:
     def __init__(self) -> None:
         self.processes: list[multiprocessing.process.BaseProcess] = []
         self.connections: list[Connection] = []
+        self.store: TCPStore | None = None  # of all runs: a store of files would make ranks wait in steps of 10 ms
+        self.runs = 0
 
     def run(self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"world_size must be in [1, {MAX_WORLD_SIZE}], got {world_size}")
         try:
             self._start(world_size)
-            with tempfile.TemporaryDirectory() as directory:
-                for rank in range(world_size):
-                    task = (fn, rank, world_size, args, os.path.join(directory, "store"), timeout)
-                    self.connections[rank].send_bytes(pickle.dumps(task))
-                outcomes = self._collect(world_size, timeout)
-                for rank in range(world_size):  # nobody's connections close while another rank may still be reading
-                    self.connections[rank].send_bytes(b"leave")
-                for rank in range(world_size):
-                    self.connections[rank].recv_bytes()
+            self.runs += 1
+            for rank in range(world_size):
+                self.connections[rank].send_bytes(pickle.dumps((fn, rank, world_size, args, self.runs, timeout)))
+            outcomes = self._collect(world_size, timeout)
+            for rank in range(world_size):  # nobody's connections close while another rank may still be reading
+                self.connections[rank].send_bytes(b"leave")
+            for rank in range(world_size):
+                self.connections[rank].recv_bytes()
             return outcomes
         except BaseException:
             self.kill()
@@ -100,12 +101,13 @@ class RankPool:
             process.join()
         for connection in self.connections:
             connection.close()
-        self.processes, self.connections = [], []
+        self.processes, self.connections, self.store = [], [], None
 
     def _start(self, world_size: int) -> None:
+        self.store = self.store or TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(len(self.processes), world_size):
             ours, theirs = multiprocessing.Pipe()
-            process = forked(_serve, theirs)
+            process = forked(_serve, theirs, self.store.port)
             theirs.close()
             self.processes.append(process)
             self.connections.append(ours)
@@ -131,18 +133,18 @@ class RankPool:
         return [outcomes[rank] for rank in range(world_size)]
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # the modules: looking through them would take longer than most tests, and copy their memory
     torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, wait_for_workers=False)
     while True:
         try:
             task = connection.recv_bytes()
         except (EOFError, OSError):  # the session is over
             return
-        outcome = pickle.dumps(_run_task(task))
+        outcome = pickle.dumps(_run_task(task, store))
         gc.collect()  # a failed rank must let go of its group, or the others wait for it
         gc.freeze()  # what is left are modules that the test imported
         connection.send_bytes(outcome)
@@ -153,15 +155,16 @@ def _serve(connection: Connection) -> None:
         connection.send_bytes(b"left")
 
 
-def _run_task(task: bytes) -> Any:
+def _run_task(task: bytes, connected: TCPStore) -> Any:
     import torch
     import torch.distributed as dist
 
     environment = dict(os.environ)
     try:
-        fn, rank, world_size, args, path, timeout = pickle.loads(task)
+        fn, rank, world_size, args, number, timeout = pickle.loads(task)
         torch.manual_seed(0)
-        store = dist.FileStore(path, world_size)
+        store = dist.PrefixStore(f"{number}", connected)
+        store.set_timeout(timedelta(seconds=timeout))
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )

@@ -33,7 +33,7 @@ def resume_all(rank: int, world_size: int, folder: str) -> list[list[str]]:
 
 @pytest.mark.invariant(21)
 @pytest.mark.invariant(24)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(world_size: int, tmp_path: Path) -> None:
     for found in run_ranks(world_size, resume_all, str(tmp_path)):
         assert found == [[]] * 2 * len(CASES)
