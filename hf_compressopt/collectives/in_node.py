@@ -165,7 +165,7 @@ class _Operation:
         nbytes = numel * dtype.itemsize
         block = memory.block(nbytes)
         own = torch.empty(nbytes, dtype=torch.uint8) if block is None else block.memory[:nbytes]
-        self._own, self._memory = own.view(dtype), memory
+        self._own, self._memory, self._ranks = own.view(dtype), memory, ranks
         try:
             write(self._own)
         except BaseException:
@@ -180,7 +180,10 @@ class _Operation:
     def arrived(self) -> bool:
         """Wait for all ranks, and fill ``rows`` with what each has written; False if one had no memory for it."""
         self._handle.wait()
-        blocks = self._memory.rows(self._number, self._tickets.view(-1, TICKET).tolist())
+        tickets = self._tickets.view(-1, TICKET).tolist()
+        blocks = self._memory.rows(self._number, tickets)
+        if self._memory.any_new(tickets):  # without it a rank might end before another one has opened its block
+            self._ranks.gather_tickets(self._tickets, torch.tensor(tickets[self._ranks.rank]), "opened").wait()
         if blocks is None:
             if not self._memory.off and self._memory.rank == 0:
                 logger.info("the ranks of a node go on without shared memory: one of them cannot get more of it")

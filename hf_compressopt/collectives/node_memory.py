@@ -6,7 +6,8 @@ the start: a write never fails for want of it.
 
 Who may write and read when is up to operations, which all ranks number alike. An operation has at most one block of
 each rank. Its ranks tell each other of them by tickets. A ticket also tells how many operations its rank has finished,
-so that the others know when they may write to a block again.
+so that the others know when they may write to a block again; and whether the block is new: a rank may let go of a new
+one, and end, only when the others have opened it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _MIB = 1 << 20
 _NAME = "hf_compressopt"
 #: Bytes at the start of the first block by which others recognize it.
 _SECRET = 16
-#: Numbers in a ticket.
-TICKET = 5
+#: Numbers in a ticket: operation, block, descriptor, bytes, whether the block is new, operations finished.
+TICKET = 6
 
 
 @dataclass
@@ -39,12 +40,14 @@ class Block:
         descriptor: Number of its file in this process.
         memory: Its bytes, uint8.
         free_after: All ranks have read it when they have finished as many operations; None while it is being written.
+        new: Whether the others may not have opened it.
     """
 
     number: int
     descriptor: int
     memory: Tensor
     free_after: int | None = 0
+    new: bool = True
 
     @classmethod
     def make(cls, number: int, nbytes: int) -> Block:
@@ -130,6 +133,7 @@ class NodeMemory:
             if bytes(memory[:_SECRET].tolist()).hex() != claim.secret:
                 raise OSError(f"process {claim.process} is another one for this rank than for rank {rank} of the node")
             self._others[rank][0] = memory
+        self._blocks[0].new = False  # once all ranks have told that they got this far
 
     def block(self, nbytes: int) -> Block | None:
         """Return a block of at least ``nbytes`` bytes that nobody reads any more; None if there is no memory for it."""
@@ -159,9 +163,10 @@ class NodeMemory:
         number = self._begun
         self._begun += 1
         if block is None:
-            return number, [number, -1, 0, 0, self._read[self.rank]]
-        block.free_after = number + 1
-        return number, [number, block.number, block.descriptor, block.memory.numel(), self._read[self.rank]]
+            return number, [number, -1, 0, 0, 0, self._read[self.rank]]
+        block.free_after, new, block.new = number + 1, block.new, False
+        place = [block.number, block.descriptor, block.memory.numel(), int(new)]
+        return number, [number, *place, self._read[self.rank]]
 
     def rows(self, number: int, tickets: Sequence[Sequence[int]]) -> list[Tensor] | None:
         """Return the block of each rank for an operation, uint8; None if a rank has none.
@@ -171,7 +176,7 @@ class NodeMemory:
             OSError: If a block cannot be opened.
         """
         rows: list[Tensor] = []
-        for rank, (theirs, block, descriptor, nbytes, read) in enumerate(tickets):
+        for rank, (theirs, block, descriptor, nbytes, _, read) in enumerate(tickets):
             if theirs != number:
                 raise RuntimeError(f"rank {rank} of the node is at operation {theirs}, this rank at {number}")
             self._read[rank] = max(self._read[rank], read)
@@ -185,6 +190,11 @@ class NodeMemory:
                 opened[block] = _opened(self._processes[rank], descriptor, nbytes)
             rows.append(opened[block])
         return rows if len(rows) == len(tickets) else None
+
+    @staticmethod
+    def any_new(tickets: Sequence[Sequence[int]]) -> bool:
+        """Return whether a block of an operation is new."""
+        return any(new for *_, new, _ in tickets)
 
     def finish(self, number: int) -> None:
         """Tell that this rank has read all that it needs of an operation."""

@@ -26,7 +26,7 @@ from hf_compressopt.collectives.traffic import Traffic
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Of messages between two ranks; other programs hardly take them.
-_TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02, "tickets": 0x636F03}
+_TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02, "tickets": 0x636F03, "opened": 0x636F04}
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -159,16 +159,16 @@ class TorchCommunicator(Communicator):
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
 
-    def gather_tickets(self, output: Tensor, ticket: Tensor) -> Handle:
+    def gather_tickets(self, output: Tensor, ticket: Tensor, kind: str = "tickets") -> Handle:
         """As :meth:`all_gather`, over gloo, for a few bytes of host memory that do not wait for earlier messages."""
         places = torch.split(output, [ticket.numel()] * self.world_size)
-        works = self._start(places, [ticket] * self.world_size, "tickets")
+        works = self._start(places, [ticket] * self.world_size, kind)
 
         def wait() -> None:
             for work in works:
                 work.wait()
 
-        return Handle(wait, "tickets", self.traffic)
+        return Handle(wait, kind, self.traffic)
 
     def _sends_apart(self, tensor: Tensor) -> bool:
         """Return whether :meth:`_exchange` carries tensors like this one."""

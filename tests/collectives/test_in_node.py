@@ -197,6 +197,26 @@ def test_blocks_grow_and_are_used_again_only_when_all_have_read_them() -> None:
     assert {name for name in set(os.listdir("/dev/shm")) - names if "compressopt" in name} == set()
 
 
+def leaves_early(rank: int, world_size: int) -> list[bool]:
+    """Whether a rank that is late reads what the others wrote, though these have let go of all their memory."""
+    right = []
+    for numel in (10, MIB):  # in the first block, and in a new one
+        plain = TorchCommunicator()
+        node = in_shared_memory(node_of(plain, world_size), plain)
+        handle, total = sum_on(node, [numel] * world_size, torch.float32)
+        time.sleep(0.1 * rank)
+        handle.wait()
+        time.sleep(0.1 * rank)
+        right.append(bits(total()) == bits(expected_sum([numel] * world_size, rank, torch.float32, 1.0)))
+        del node, handle, total
+        gc.collect()
+    return right
+
+
+def test_a_rank_may_end_before_the_others_have_read() -> None:
+    assert run_ranks(3, leaves_early) == [[True, True]] * 3
+
+
 # -- without it -------------------------------------------------------------------------------------------------------
 
 
