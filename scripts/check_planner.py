@@ -19,6 +19,7 @@ from typing import Any
 
 from _common import parser_of
 
+from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Model, Training
 from hf_compressopt.planner.units import bandwidth
 from hf_compressopt.planner.wire import Cluster
@@ -35,11 +36,13 @@ LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
 def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     """Seconds of the row's step; None for a method that the planner does not know."""
-    ranks = row["ranks"]
+    ranks, per_node = row["ranks"], row.get("per_node", 1)
     crowd = max(1.0, ranks / CORES)  # ranks that take turns on a core
+    method = row["method"].removesuffix("_levels")
     cluster = Cluster(
-        nodes=ranks,
-        gpus_per_node=1,
+        nodes=ranks // per_node,
+        gpus_per_node=per_node,
+        topology=FLAT if method == row["method"] else TWO_LEVELS,
         bandwidth=math.inf if row["link"] == "unshaped" else bandwidth(row["link"]),
         memory_bandwidth=MEMORY_BANDWIDTH / ranks,
         host_bandwidth=HOST_BANDWIDTH[math.ceil(crowd)],
@@ -57,7 +60,7 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),
         "onebit_lamb": lambda: model.compressed(ONEBIT_LAMB),
     }
-    return predictions[row["method"]]().seconds if row["method"] in predictions else None
+    return predictions[method]().seconds if method in predictions else None
 
 
 def main() -> int:
@@ -91,9 +94,9 @@ def main() -> int:
     return int(abs(largest) > arguments.bound)
 
 
-def place(row: dict[str, Any]) -> tuple[Path, str, int, str]:
+def place(row: dict[str, Any]) -> tuple[Path, str, int, int, str]:
     """Where a row was measured; what computing takes there is in the same file."""
-    return row["file"], row["model"], row["ranks"], row["link"]
+    return row["file"], row["model"], row["ranks"], row.get("per_node", 1), row["link"]
 
 
 if __name__ == "__main__":

@@ -174,8 +174,7 @@ class _Operation:
             raise
         self._number, ticket = memory.begin(block)
         self._tickets = torch.empty(ranks.world_size * TICKET, dtype=torch.int64)
-        self._ticket = torch.tensor(ticket)
-        self._handle = ranks.gather_tickets(self._tickets, self._ticket)
+        self._handle = ranks.gather_tickets(self._tickets, torch.tensor(ticket))
         self.rows: list[Tensor] = []
 
     def arrived(self) -> bool:
@@ -183,8 +182,8 @@ class _Operation:
         self._handle.wait()
         tickets = self._tickets.view(-1, TICKET).tolist()
         blocks = self._memory.rows(self._number, tickets)
-        if self._memory.has_new(tickets):
-            self._ranks.gather_tickets(torch.empty_like(self._tickets), self._ticket, "opened").wait()
+        if self._memory.any_new(tickets):  # without it a rank might end before another one has opened its block
+            self._ranks.gather_tickets(self._tickets, torch.tensor(tickets[self._ranks.rank]), "opened").wait()
         if blocks is None:
             if not self._memory.off and self._memory.rank == 0:
                 logger.info("the ranks of a node go on without shared memory: one of them cannot get more of it")

@@ -6,8 +6,8 @@ the start: a write never fails for want of it.
 
 Who may write and read when is up to operations, which all ranks number alike. An operation has at most one block of
 each rank. Its ranks tell each other of them by tickets. A ticket also tells how many operations its rank has finished,
-so that the others know when they may write to a block again. And it tells whether its block is a new one: then the
-operation ends after all ranks have opened it, since the process that made it may end, or drop it, soon after.
+so that the others know when they may write to a block again; and whether the block is new: a rank may let go of a new
+one, and end, only when the others have opened it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIB = 1 << 20
 _NAME = "hf_compressopt"
 #: Bytes at the start of the first block by which others recognize it.
 _SECRET = 16
-#: Numbers in a ticket.
+#: Numbers in a ticket: operation, block, descriptor, bytes, whether the block is new, operations finished.
 TICKET = 6
 
 
@@ -40,14 +40,14 @@ class Block:
         descriptor: Number of its file in this process.
         memory: Its bytes, uint8.
         free_after: All ranks have read it when they have finished as many operations; None while it is being written.
-        known: Whether the other ranks have been told of it.
+        new: Whether the others may not have opened it.
     """
 
     number: int
     descriptor: int
     memory: Tensor
     free_after: int | None = 0
-    known: bool = False
+    new: bool = True
 
     @classmethod
     def make(cls, number: int, nbytes: int) -> Block:
@@ -114,7 +114,6 @@ class NodeMemory:
             OSError: If there is no such memory.
         """
         block, secret = self._new(_SECRET), secrets.token_bytes(_SECRET)
-        block.known = True
         block.memory[:_SECRET] = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
         return Claim(host, os.getpid(), block.descriptor, block.memory.numel(), secret.hex())
 
@@ -134,6 +133,7 @@ class NodeMemory:
             if bytes(memory[:_SECRET].tolist()).hex() != claim.secret:
                 raise OSError(f"process {claim.process} is another one for this rank than for rank {rank} of the node")
             self._others[rank][0] = memory
+        self._blocks[0].new = False  # once all ranks have told that they got this far
 
     def block(self, nbytes: int) -> Block | None:
         """Return a block of at least ``nbytes`` bytes that nobody reads any more; None if there is no memory for it."""
@@ -163,10 +163,10 @@ class NodeMemory:
         number = self._begun
         self._begun += 1
         if block is None:
-            return number, [number, -1, 0, 0, self._read[self.rank], False]
-        is_new, block.known, block.free_after = not block.known, True, number + 1
-        place = [block.number, block.descriptor, block.memory.numel()]
-        return number, [number, *place, self._read[self.rank], is_new]
+            return number, [number, -1, 0, 0, 0, self._read[self.rank]]
+        block.free_after, new, block.new = number + 1, block.new, False
+        place = [block.number, block.descriptor, block.memory.numel(), int(new)]
+        return number, [number, *place, self._read[self.rank]]
 
     def rows(self, number: int, tickets: Sequence[Sequence[int]]) -> list[Tensor] | None:
         """Return the block of each rank for an operation, uint8; None if a rank has none.
@@ -176,7 +176,7 @@ class NodeMemory:
             OSError: If a block cannot be opened.
         """
         rows: list[Tensor] = []
-        for rank, (theirs, block, descriptor, nbytes, read, _) in enumerate(tickets):
+        for rank, (theirs, block, descriptor, nbytes, _, read) in enumerate(tickets):
             if theirs != number:
                 raise RuntimeError(f"rank {rank} of the node is at operation {theirs}, this rank at {number}")
             self._read[rank] = max(self._read[rank], read)
@@ -192,9 +192,9 @@ class NodeMemory:
         return rows if len(rows) == len(tickets) else None
 
     @staticmethod
-    def has_new(tickets: Sequence[Sequence[int]]) -> bool:
-        """Return whether a ticket is of a block that the others had to open, alike on all ranks of an operation."""
-        return any(is_new for *_, is_new in tickets)
+    def any_new(tickets: Sequence[Sequence[int]]) -> bool:
+        """Return whether a block of an operation is new."""
+        return any(new for *_, new, _ in tickets)
 
     def finish(self, number: int) -> None:
         """Tell that this rank has read all that it needs of an operation."""

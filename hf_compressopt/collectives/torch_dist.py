@@ -160,10 +160,7 @@ class TorchCommunicator(Communicator):
         return self._handle(work, "all_gather")
 
     def gather_tickets(self, output: Tensor, ticket: Tensor, kind: str = "tickets") -> Handle:
-        """As :meth:`all_gather`, over gloo, for a few bytes of host memory that do not wait for earlier messages.
-
-        Those of another ``kind``, "opened", do not meet the others.
-        """
+        """As :meth:`all_gather`, over gloo, for a few bytes of host memory that do not wait for earlier messages."""
         places = torch.split(output, [ticket.numel()] * self.world_size)
         works = self._start(places, [ticket] * self.world_size, kind)
 

@@ -178,7 +178,7 @@ class Model:
         bucket = min(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES * itemsize, total)
         one, number = reduce_scatter(self.cluster, bucket), total / bucket
         scatter, gather = one * number, all_gather(self.cluster, bucket) * number
-        passes = self.cluster.pass_seconds(_ZERO_PACKING * params * itemsize / FLOAT_BYTES)
+        passes = self.cluster.pass_seconds((_ZERO_PACKING + self._node_passes()) * params * itemsize / FLOAT_BYTES)
         seconds = self._overlapped(bucket / total, scatter, one) + passes + self.update / count + gather.seconds
         return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
 

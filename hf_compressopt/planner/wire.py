@@ -39,7 +39,7 @@ class Cluster:
         local_bandwidth: Rate of each rank to the others of its node, each way.
         memory_bandwidth: Rate of a rank's memory; its share, if ranks share a processor.
         host_bandwidth: Rate at which a rank's processor moves messages while it also computes; infinity if network
-            cards move them.
+            cards move them. In two levels it does not count inside a node, where ranks share memory.
         latency: Seconds of one hop between nodes.
         topology: Of compressed messages and of ZeRO: "flat", "two-level" or "auto", as in the optimizers.
     """
@@ -144,9 +144,9 @@ def all_gather(cluster: Cluster, nbytes: float) -> Message:
 
 
 def _levels(cluster: Cluster) -> tuple[Cluster, Cluster]:
-    """One node by itself, and the nodes as ranks."""
+    """One node by itself, whose values no processor moves through a network, and the nodes as ranks."""
     between = replace(cluster, gpus_per_node=1, host_bandwidth=cluster.node_size * cluster.host_bandwidth)
-    return replace(cluster, nodes=1), between
+    return replace(cluster, nodes=1, host_bandwidth=math.inf), between
 
 
 def _shared(message: Message, cluster: Cluster) -> Message:

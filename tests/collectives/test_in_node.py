@@ -153,12 +153,13 @@ def many_in_flight(rank: int, world_size: int) -> dict[str, Any]:
     rounds = [3000, 3000, 40_000, 100_000, *[3000, 100_000] * 3]  # the blocks have to grow
     for number, numel in enumerate(rounds):
         sizes = [numel + place for place in range(world_size)]
-        flight = [(salt, *sum_on(node, sizes, torch.float32, salt=salt)) for salt in range(3)]
-        gathers = [(salt, *gather_on(node, 77, torch.float32, salt)) for salt in range(2)]
+        salts = range(5 * number, 5 * number + 3)  # other values in every round
+        flight = [(salt, *sum_on(node, sizes, torch.float32, salt=salt)) for salt in salts]
+        gathers = [(salt, *gather_on(node, 77, torch.float32, salt)) for salt in salts[:2]]
         for salt, handle, total in reversed(flight) if number % 2 else flight:
             handle.wait()
             if rank == number % world_size:
-                time.sleep(0.01)  # the others go on: a block that they wrote again now would be read
+                time.sleep(0.05)  # the others go on: a block that they wrote again now would be read
             if bits(total()) != bits(expected_sum(sizes, rank, torch.float32, 1.0, salt)):
                 wrong.append(f"sum {salt} of round {number}")
         for salt, handle, output in gathers:
@@ -195,6 +196,30 @@ def test_blocks_grow_and_are_used_again_only_when_all_have_read_them() -> None:
         assert found["blocks"][-1] == found["blocks"][-4] <= 16, found["blocks"]
         assert found["mapped"] >= 3 * found["blocks"][0] and found["left"] == (0, 0)
     assert {name for name in set(os.listdir("/dev/shm")) - names if "compressopt" in name} == set()
+
+
+def leaves_early(rank: int, world_size: int) -> list[bool]:
+    """Whether a rank that is late reads what the others wrote, though these have let go of all their memory."""
+    right = []
+    for numel in (10, MIB):  # in the first block, and in a new one
+        plain = TorchCommunicator()
+        node = in_shared_memory(node_of(plain, world_size), plain)
+        wanted = expected_sum([numel] * world_size, rank, torch.float32, 1.0)
+        handle, total = sum_on(node, [numel] * world_size, torch.float32)
+        if rank:
+            time.sleep(0.5)
+        handle.wait()
+        if rank:
+            time.sleep(0.2)
+        found = total()
+        del node, handle, total
+        gc.collect()
+        right.append(bits(found) == bits(wanted))
+    return right
+
+
+def test_a_rank_may_end_before_the_others_have_read() -> None:
+    assert run_ranks(3, leaves_early) == [[True, True]] * 3
 
 
 # -- without it -------------------------------------------------------------------------------------------------------
