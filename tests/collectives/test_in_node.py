@@ -318,21 +318,3 @@ def test_a_rank_that_dies_inside_the_node_ends_the_others(tmp_path: Path) -> Non
         time.sleep(0.05)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
     _pool.kill()
-
-
-def drops_its_memory(rank: int, world_size: int) -> bool:
-    """One rank drops its memory at once after an operation on a new block, which the other has not looked at yet."""
-    node = in_shared_memory(node_of(TorchCommunicator(), 2), TorchCommunicator())
-    numel = MIB // 2  # of float32 values, so that the first block is too small
-    handle, output = gather_on(node, numel, torch.float32)
-    if rank == 1:
-        time.sleep(0.3)
-    handle.wait()
-    if rank == 0:
-        del node, handle
-        gc.collect()
-    return bits(output) == bits(expected_gather(2, numel, torch.float32))
-
-
-def test_a_new_block_is_there_until_all_have_opened_it() -> None:
-    assert run_ranks(2, drops_its_memory) == [True, True]
