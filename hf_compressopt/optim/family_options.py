@@ -62,7 +62,7 @@ def check_zero_stage(
     if stage and tuple(stages) == (0,):
         raise ValueError(
             f"zero_stage={stage} is not supported with {name}, whose ranks need whole moments: use OnebitAdam with "
-            f"zero_stage={min(stage, 2)}, or ZeroOptimizer with an ordinary optimizer"
+            f"zero_stage={2 if stage == 2 else 1}, or ZeroOptimizer with an ordinary optimizer"
         )
     if stage not in stages:
         raise ValueError(f"zero_stage must be one of {list(stages)}, got {stage}")

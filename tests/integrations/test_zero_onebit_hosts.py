@@ -33,7 +33,7 @@ def test_trainer_trains_through_the_switch_and_resumes_in_both_stages(stage: int
     assert losses[0] == pytest.approx(losses[1], abs=0.05) and losses[0] != losses[1]
     norms = [[row["grad_norm"] for row in result["history"] if "grad_norm" in row] for result in (whole, plain)]
     assert norms[0][:3] == pytest.approx(norms[1][:3], rel=0.1)
-    checkpoints = [str(tmp_path / "whole" / f"checkpoint-{step}") for step in (2, 4)]
+    checkpoints = [str(tmp_path / "whole" / f"checkpoint-{step}") for step in (2, 4, 6)]
     rest = [of(stage, f"resumed-{number}", resume=folder) for number, folder in enumerate(checkpoints)]
     for resumed in run_ranks(2, run_all, rest, timeout=240)[0]:
         assert equal_params(whole["params"], resumed["params"])
