@@ -23,17 +23,21 @@ class GradScaler(torch.amp.GradScaler):
     For any other optimizer it is torch's. Arguments are those of :class:`torch.amp.GradScaler`.
     """
 
-    _partitioned: WeakSet[ZeroOptimizer] | None = None  # that divide the scale out of errors; hosts call no __init__
+    # those that divide the scale out of errors while backward runs; hosts call no __init__
+    _told: WeakSet[ZeroOptimizer | CompressedOptimizer] | None = None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale as torch does, and tell it to the optimizers that keep errors of gradients."""
         super().update(new_scale)
-        for optimizer in self._partitioned or ():
-            optimizer._averages.note_scaler(self.get_scale())
+        for optimizer in self._told or ():
+            if isinstance(optimizer, ZeroOptimizer):
+                optimizer._averages.note_scaler(self.get_scale())
+            else:
+                optimizer.early_messages.expect_loss_scale(self.get_scale())
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of the scaler has: it does not know the optimizers."""
-        return {key: value for key, value in super().__getstate__().items() if key != "_partitioned"}
+        return {key: value for key, value in super().__getstate__().items() if key != "_told"}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -41,9 +45,12 @@ class GradScaler(torch.amp.GradScaler):
         inner = innermost(optimizer)
         if isinstance(inner, ZeroOptimizer):
             if inner.config.grad_compression != "none":
-                self._partitioned = WeakSet([inner, *(self._partitioned or ())])
+                self._told = WeakSet([inner, *(self._told or ())])
             return {found_inf.device: torch.full_like(found_inf, float(inner.unscale_(float(inv_scale))))}
         if isinstance(inner, CompressedOptimizer):
+            if inner.freed is not None:
+                self._told = WeakSet([inner, *(self._told or ())])
+                inner.freed.note_loss_scale(1.0 / float(inv_scale))
             inner.early_messages.note_loss_scale(1.0 / float(inv_scale))
         if isinstance(inner, CompressedOptimizer) and inner.plan.reduce_grads and inner.warmup_bits < 16:
             inner.warmup_gradients.note_loss_scale(1.0 / float(inv_scale))

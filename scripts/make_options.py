@@ -44,7 +44,7 @@ Options that are no numbers, names or booleans, such as process groups, can only
 {names}
 
 `zero_stage=1` or `zero_stage=2` in `--optim_args` partitions any other element-wise optimizer of Trainer; the options
-of [ZeroOptimizer](#zerooptimizer) are legal then. `onebit_adam` has a `zero_stage=1` of its own
+of [ZeroOptimizer](#zerooptimizer) are legal then. `onebit_adam` has a `zero_stage` of its own
 ([zero.md](zero.md#onebitadam-under-zero)). `async_save=true` writes checkpoints in the background
 ([checkpoints.md](checkpoints.md#save-in-the-background)).
 

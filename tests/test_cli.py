@@ -122,6 +122,8 @@ def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) ->
         assert float(rows[f"OnebitAdam, compact, {form}"]) == pytest.approx(7 * (2 + 2 + states), rel=1e-3)
     shared_out = float(rows["OnebitAdam, zero_stage=1, first stage"])
     assert shared_out == pytest.approx(7 * (2 + 2 + 8 / 32 + errors), rel=1e-3)
+    freed = float(rows["OnebitAdam, zero_stage=2, first stage"])
+    assert freed == pytest.approx(7 * (2 + 4 / 32 + 8 / 32 + errors + 65 / 64), rel=3e-3)  # and a bucket
 
 
 @pytest.mark.parametrize("value", ["0", "-3", "1.5", "many"])

@@ -73,6 +73,7 @@ class HasPlan(Protocol):
     traffic: Traffic
     warmup_gradients: HasSlots
     early_messages: HasEarlySlots
+    zero_stage: int
 
     @property
     def last_plan(self) -> StepPlan:
@@ -277,6 +278,12 @@ def check_owners(model: DistributedDataParallel, optimizers: Sequence[HasPlan]) 
     Raises:
         ValueError: If they cannot.
     """
+    if any(optimizer.zero_stage == 2 for optimizer in optimizers):
+        raise ValueError(
+            "zero_stage=2 frees gradients while backward runs, and the buckets of DistributedDataParallel hold them: "
+            "do not wrap the model, or give zero_stage=1; in Accelerate give model and optimizer to one "
+            "prepare(model, optimizer)"
+        )
     own = {id(p) for optimizer in optimizers for p in optimizer.own_parameters()}
     ignored = model.parameters_to_ignore
     averaged = [name for name, p in model.module.named_parameters() if id(p) in own and name not in ignored]

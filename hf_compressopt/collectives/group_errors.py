@@ -46,6 +46,12 @@ def keep_(error: WorkerErrors, values: Tensor) -> None:
         IntegerFormat(ERROR_BITS).compress_(nothing, values, error.messages, error.world_size)
 
 
+def scale_(errors: Iterable[Errors], factor: float) -> None:
+    """Multiply errors by a factor."""
+    for error in errors:
+        keep_(error, values_of(error) * factor)
+
+
 class GroupErrors:
     """The errors of the buckets of a flat layout.
 

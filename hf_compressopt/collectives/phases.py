@@ -45,6 +45,10 @@ class ShardErrors:
         """Return the number of elements."""
         return sum(error.numel() for error in self.chunks)
 
+    def sent(self) -> list[Errors]:
+        """Return the errors of the chunks that have elements, in their order: of those a rank sends something."""
+        return [error for error in self.chunks if error.numel()]
+
 
 #: Worker errors: of a whole bucket, or in two levels of this rank's shard.
 WorkerErrors = Errors | ShardErrors
@@ -135,14 +139,54 @@ def averaged(
         serve: Averages the messages of all peers, uint8, into one.
         communicator: The ranks.
     """
-    topology, levels = communicator.topology, communicator.levels
+    received = yield from received_by_server(numel, form, to_servers, communicator)
+    own = form.chunk_nbytes(numel, communicator.world_size)[communicator.topology.own_chunk]
+    message = torch.zeros(own, dtype=torch.uint8, device=received.device)
+    serve(received, message)
+    del to_servers, received  # a bucket on its way holds one phase's messages
+    return (yield from from_servers(numel, form, message, communicator))
+
+
+def received_by_server(
+    numel: int, form: MessageFormat[AnyAverage], to_servers: Tensor, communicator: Communicator
+) -> Task[Tensor]:
+    """Send each server its message, and return those of all peers for this server's chunk, in rank order.
+
+    Args:
+        numel: Elements of the bucket.
+        form: The form of the messages.
+        to_servers: uint8, this rank's messages, one after another.
+        communicator: The ranks.
+    """
+    topology = communicator.topology
+    peers = communicator if communicator.levels is None else communicator.levels.peers
+    if peers.world_size == 1:
+        return to_servers
     nbytes = form.chunk_nbytes(numel, communicator.world_size)
     sent = [nbytes[chunk] for chunk in topology.sent_chunks]
-    peers = communicator if levels is None else levels.peers
-    messages = yield from _two_phases(to_servers, sent, nbytes[0], serve, peers)
-    if levels is not None:
-        messages = yield from _all_gathered(messages, levels.node)
-    return form.average(numel, messages, communicator.world_size, nbytes[0])
+    received = to_servers.new_empty(peers.world_size * nbytes[topology.own_chunk])
+    splits = [nbytes[topology.own_chunk]] * peers.world_size
+    handle = peers.all_to_all(received, to_servers, output_splits=splits, input_splits=sent)
+    yield
+    handle.wait()
+    return received
+
+
+def from_servers(
+    numel: int, form: MessageFormat[AnyAverage], message: Tensor, communicator: Communicator
+) -> Task[AnyAverage]:
+    """Return what all servers send of a bucket.
+
+    Args:
+        numel: Elements of the bucket.
+        form: The form of the messages.
+        message: uint8, this server's.
+        communicator: The ranks.
+    """
+    stride = form.chunk_nbytes(numel, communicator.world_size)[0]
+    padded = torch.cat([message, message.new_zeros(stride - message.numel())])
+    messages = yield from gathered(padded, communicator)
+    return form.average(numel, messages, communicator.world_size, stride)
 
 
 def gathered(message: Tensor, communicator: Communicator) -> Task[Tensor]:
@@ -167,41 +211,3 @@ def _all_gathered(message: Tensor, ranks: Communicator) -> Task[Tensor]:
         yield
     handle.wait()
     return together
-
-
-def _two_phases(
-    to_servers: Tensor,
-    nbytes: Sequence[int],
-    stride: int,
-    serve: Callable[[Tensor, Tensor], None],
-    communicator: Communicator,
-) -> Task[Tensor]:
-    """Send each server its message, have ``serve(received, out)`` make this server's own, and gather all of these.
-
-    Args:
-        to_servers: [sum(nbytes)] uint8, this rank's messages, one after another.
-        nbytes: Bytes of the message of each chunk.
-        stride: Bytes of the longest one.
-        serve: Averages the messages of all ranks, [world_size * n] uint8, into one, [n].
-        communicator: The ranks that have these chunks, which may be this one alone.
-
-    Returns:
-        [world_size * stride] uint8: the message of server j begins at ``j * stride``.
-    """
-    world_size, own = communicator.world_size, nbytes[communicator.rank]
-    received = to_servers
-    if world_size > 1:
-        received = to_servers.new_empty(world_size * own)
-        handle = communicator.all_to_all(received, to_servers, output_splits=[own] * world_size, input_splits=nbytes)
-        yield
-        handle.wait()
-    from_servers = received.new_empty(world_size * stride)
-    to_all = from_servers[communicator.rank * stride :][:stride]
-    serve(received, to_all[:own])
-    to_all[own:].zero_()
-    if world_size > 1:
-        handle = communicator.all_gather(from_servers, to_all)
-        del to_servers, received  # a bucket on its way holds one phase's messages
-        yield
-        handle.wait()
-    return from_servers

@@ -21,6 +21,7 @@ from hf_compressopt.integrations.capabilities import (
     OwnsGradients,
     SavesShards,
     follows_plan,
+    frees_gradients,
     owns_gradients,
     saves_shards,
     shares,
@@ -76,7 +77,7 @@ class CompressOptAccelerator(SavingAccelerator):
         for optimizer in map(innermost, args):
             if hasattr(optimizer, "param_groups") or type(optimizer).__name__ == "DummyOptim":  # DeepSpeed's own
                 check_distributed_type(self, optimizer, self._compressopt.plugin)
-            if owns_gradients(optimizer):
+            if owns_gradients(optimizer) or frees_gradients(optimizer):
                 self._compressopt.partitioned |= {id(p) for p in optimizer.trainable_parameters}
         prepared = super().prepare(*args, **kwargs)
         self._compressopt.compress_sharded(prepared, self, self._loss_scale)
@@ -119,6 +120,9 @@ class CompressOptAccelerator(SavingAccelerator):
         inner = innermost(optimizer)
         if owns_gradients(inner):
             self._take_over_gradients(inner)
+        elif frees_gradients(inner) and self.num_processes > 1:
+            self._compressopt.models.check_not_averaging(inner)
+            inner.freed.loss_scale = self._loss_scale
         if saves_shards(inner) and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler.__class__ = GradScaler
         self._check_somebody_averages([inner])
@@ -156,7 +160,7 @@ class CompressOptAccelerator(SavingAccelerator):
 
     def _is_partitioned(self, model: nn.Module) -> bool:
         plugin = self._compressopt.plugin
-        if plugin is not None and plugin.partitions:
+        if plugin is not None and (plugin.partitions or plugin.zero_stage == 2):
             return True
         return shares(model.parameters(), self._compressopt.partitioned)
 
@@ -196,13 +200,14 @@ class CompressOptAccelerator(SavingAccelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Skip the averaging as Accelerate does; ZeRO stage 1 keeps gradients whole inside, stage 2 sends them."""
+        """Skip the averaging as Accelerate does; gradients stay whole inside, but ZeRO stage 2 of others sends them."""
         params = {id(p) for p in model.parameters()}
         with ExitStack() as stack:
             stack.enter_context(super().no_sync(model))
-            for optimizer in self.partitioned_optimizers():
-                if optimizer.stage == 1 and shares(optimizer.trainable_parameters, params):
-                    stack.enter_context(optimizer.no_sync())
+            for optimizer in self.our_optimizers():
+                whole = frees_gradients(optimizer) or (owns_gradients(optimizer) and optimizer.stage == 1)
+                if whole and shares(optimizer.trainable_parameters, params):
+                    stack.enter_context(cast("OwnsGradients", optimizer).no_sync())
             yield
 
     def _bind(self) -> None:

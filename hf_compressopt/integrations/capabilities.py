@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.ddp_hook import HasEarlySlots, HasSlots
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.schedules import Schedule, StepPlan
 
 
@@ -46,6 +47,7 @@ class FollowsPlan(SavesShards, Protocol):
     early_messages: HasEarlySlots
     schedule: Schedule
     warmup_bits: int
+    zero_stage: int
 
     @property
     def plan(self) -> StepPlan: ...  # noqa: D102
@@ -94,6 +96,14 @@ class OwnsGradients(SavesShards, Protocol):
     def settle_parameters(self) -> None: ...  # noqa: D102
 
 
+class FreesGradients(FollowsPlan, Protocol):
+    """A compressed optimizer that frees gradients while the backward pass runs."""
+
+    freed: FreedGradients
+
+    def no_sync(self) -> AbstractContextManager[None]: ...  # noqa: D102
+
+
 def saves_shards(optimizer: object) -> TypeGuard[SavesShards]:
     """True if the optimizer has the members of :class:`SavesShards`."""
     return hasattr(type(optimizer), "state_in_shards")
@@ -106,7 +116,12 @@ def follows_plan(optimizer: object) -> TypeGuard[FollowsPlan]:
 
 def owns_gradients(optimizer: object) -> TypeGuard[OwnsGradients]:
     """True if the optimizer has the members of :class:`OwnsGradients`."""
-    return saves_shards(optimizer) and hasattr(type(optimizer), "no_sync")
+    return saves_shards(optimizer) and hasattr(type(optimizer), "masters_in_parameters")
+
+
+def frees_gradients(optimizer: object) -> TypeGuard[FreesGradients]:
+    """True for a compressed optimizer that frees gradients while backward runs: no DDP may hold them."""
+    return follows_plan(optimizer) and optimizer.zero_stage == 2
 
 
 def skips_steps(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,9 +17,11 @@ from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.grad_compression import GradientCompression, compress_hook
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,
+    FreesGradients,
     OwnsGradients,
     all_parameters,
     follows_plan,
+    frees_gradients,
     owns_gradients,
     shares,
 )
@@ -125,7 +127,7 @@ class DDPModels:
             if (sync := find_sync(model)) is not None:
                 sync.bind(())
 
-    def check_not_averaging(self, optimizer: OwnsGradients) -> None:
+    def check_not_averaging(self, optimizer: OwnsGradients | FreesGradients) -> None:
         """Check that no model averages the gradients of an optimizer that averages them itself.
 
         Raises:
@@ -134,8 +136,9 @@ class DDPModels:
         params = {id(p) for p in optimizer.trainable_parameters}
         if any(shares(model.parameters(), params) for model in self):
             raise ValueError(
-                "the model was prepared before its ZeroOptimizer was known, and is a DistributedDataParallel now, "
-                "which would average the gradients a second time: give both to one prepare(model, optimizer)"
+                f"the model was prepared before its {type(optimizer).__name__} was known, and is a "
+                "DistributedDataParallel now, which would average the gradients a second time: give both to one "
+                "prepare(model, optimizer)"
             )
 
 
@@ -181,7 +184,8 @@ def check_somebody_averages(optimizers: Iterable[torch.optim.Optimizer], without
         ValueError: If nobody would average an optimizer's gradients.
     """
     for optimizer in optimizers:
-        if not owns_gradients(optimizer) and shares(all_parameters(optimizer), without_ddp):
+        alone = owns_gradients(optimizer) or frees_gradients(optimizer)
+        if not alone and shares(all_parameters(optimizer), without_ddp):
             raise ValueError(
                 f"the model has parameters in a ZeroOptimizer and in {type(optimizer).__name__}, and nobody would "
                 "average the gradients of the latter: give all to ZeroOptimizer, or a ZeroOptimizer to each"

@@ -87,8 +87,9 @@ class CompressOptPlugin:
         node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
         node_bits: Bits per element of what the ranks of a node average, in two levels: 32, or 16 for bfloat16.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it, and ``optimizer`` is
-            "none" unless it is given. 1 with "onebit_adam": the ranks share out the moments of its first stage. Not
-            supported with the other two optimizers. 0 is off.
+            "none" unless it is given. With "onebit_adam" 1: the ranks share out the moments of its first stage; 2: its
+            gradients leave and are freed while backward runs, too, and models get no DDP. Not supported with the
+            other two optimizers. 0 is off.
         async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
             ``end_training`` and the end of the process wait for it.
 
@@ -134,7 +135,7 @@ class CompressOptPlugin:
         if self.zero_stage and not self.partitions:
             check_takes_stage(self.optimizer, self.zero_stage)
             cls, form = ALGORITHMS[self.optimizer], self.state or "compact"
-            check_zero_stage(self.zero_stage, cls.__name__, cls.zero_stages, self.warmup_bits, form)
+            check_zero_stage(self.zero_stage, cls.__name__, cls.zero_stages, self.warmup_bits, form, self.clip)
 
     @property
     def partitions(self) -> bool:

@@ -22,7 +22,7 @@ def check_takes_stage(name: str, stage: Any) -> None:
         return
     raise ValueError(
         f"zero_stage={stage} is not supported with {name}, whose ranks need whole moments. Use onebit_adam with "
-        f'zero_stage=1, or an ordinary optimizer (--optim zero{stage}_adamw; in a plugin optimizer="none", '
+        f'zero_stage={stage}, or an ordinary optimizer (--optim zero{stage}_adamw; in a plugin optimizer="none", '
         f"zero_stage={stage})"
     )
 

@@ -22,6 +22,7 @@ from hf_compressopt.optim.compact import STATE, follow_moments
 from hf_compressopt.optim.early_messages import EarlyMessages
 from hf_compressopt.optim.family_options import check_family_options, check_zero_stage
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.functional import adam_options, adam_step_
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import GroupState, ParamGroups, by_communicator, mean_variance_norm
@@ -75,7 +76,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
             "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure. "late", of
             OnebitAdam, clips by the "sketch" of the step before, so that messages may leave during backward.
-        zero_stage: 1, of OnebitAdam: the ranks share out the moments of the first stage; 0 is off.
+        zero_stage: 1, of OnebitAdam: the ranks share out the moments of the first stage; 2: gradients leave and are
+            freed while backward runs, too, with clip="late" after the first stage; 0 is off.
         scale_block: Elements that share a scale in a message, a positive multiple of 8; None is one per message.
         variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
             its tensor's mean, >= 0; 0 is off.
@@ -143,7 +145,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             clips=self._clips,
             amsgrad=amsgrad,
         )
-        check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state)
+        check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state, clip)
         self.zero_stage = zero_stage
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
         check_warmup_bits(warmup_bits, communicator)
@@ -181,6 +183,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     #: Whether the servers' last message is the momentum, and takes its place in the compact state.
     momentum_is_message = False
     _fused_warmup = False
+    #: The gradients that leave and are freed while backward runs, with ``zero_stage=2``.
+    freed: FreedGradients | None = None
     #: Legal values of ``clip``.
     _clips: tuple[str, ...] = CLIPS[:2]
     #: Legal values of ``zero_stage``.
@@ -284,7 +288,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
                 grads = average_group(grads, state.layout, [p.shape for p in state.params], state.communicator)
             self._uncompressed_step(state, grads)
         if shared_out:
-            take_sharded_step(shared_out, gradients, bits=self.warmup_bits, fused=self._fused_warmup)
+            take_sharded_step(shared_out, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
         if not plan.agree:
             self._local_steps(plan, compressed, gradients)
         elif plan.synchronize:
@@ -321,7 +325,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         self._apply(plan, state, bucket, state.masked(bucket, average))
 
     def _end_warmup(self, plan: StepPlan) -> None:
-        end_first_stage(self._states, self._bias_counts, self.variance_floor)
+        clipped = 1.0 if self.freed is None else self.freed.clipped
+        end_first_stage(self._states, self._bias_counts, self.variance_floor, clipped)
         follow_moments(self.state.values())
         if self.communicator.rank == 0:
             sent, norm = self._after_the_switch

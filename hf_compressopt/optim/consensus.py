@@ -14,6 +14,7 @@ from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.optim.alignment import Comparison, digest_of
 from hf_compressopt.optim.early_messages import EarlyMessages
+from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.gradient_noise import GradientNoise
 from hf_compressopt.optim.gradients import Grads, StepGradients
@@ -33,6 +34,7 @@ class Consensus:
         communicator: All ranks.
         clip: "sketch" to clip local gradients by the norm of their mean, "local" by the root of their mean square.
         early: The messages that leave during backward; the optimizer sets it.
+        freed: The gradients that leave and are freed during backward, if the optimizer has such.
         comparison: What must be alike on all ranks.
         noise: The noise in the ranks' gradients.
         measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
@@ -40,6 +42,7 @@ class Consensus:
     """
 
     early: EarlyMessages
+    freed: FreedGradients | None = None
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
         """Begin with nothing known. ``tensors``: state that is alike on all ranks, for checkpoints."""
@@ -77,6 +80,8 @@ class Consensus:
         ask = self.asks(plan) and (self.are_local(plan) or given is not None)
         if given is not None:
             self.early.drop()
+            if self.freed is not None:
+                self.freed.drop()
         gradients, measured = self._collect(given, ask=ask), self.measured
         same = gradients.reuse(measured)
         known = measured is not None and measured.ask and self.early.agreed
@@ -96,18 +101,28 @@ class Consensus:
         gradients = self._collect(None, ask=self.asks(plan) and self.are_local(plan))
         gradients.reuse(self.measured)
         chosen = None if parameters is None else list(parameters)
+        ids = {id(param) for param in chosen or ()}
+        whole = chosen is None or all(id(param) in ids for state in self.states for param in state.params)
+        if gradients.freed is not None and not whole:
+            raise ValueError(
+                f"clip all parameters of the optimizer together with zero_stage=2, got {len(ids)} of them: the norm of "
+                "gradients that have left is known for all together only"
+            )
         part = gradients if chosen is None else gradients.of(chosen, self.states)
         self._agree(gradients, plan, part, chosen, sketched=True)
         norm = part.clip_(max_norm, in_place=True)
         gradients.after_clipping(part)
         self.measured = gradients
-        ids = {id(param) for param in chosen or ()}
-        whole = chosen is None or all(id(param) in ids for state in self.states for param in state.params)
         self.early.note_norm(float(norm), max_norm, self._usual, whole=whole)
         return norm
 
     def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
+        freed = self.freed if given is None else None
+        if freed is not None:
+            freed.complete()
         gradients = StepGradients.collect(self.states, given, self.communicator, ask=ask)
+        if freed is not None and freed.have_left:
+            freed.put_into(gradients)
         gradients.left = self.early.left(gradients.groups)
         return gradients
 
@@ -126,6 +141,8 @@ class Consensus:
     def end_step(self) -> None:
         """Keep what the gradients have said about noise, and forget the rest."""
         self.noise.add(self._common)
+        if self.freed is not None:
+            self.freed.end_step()
         self.measured, self.at_sync, self._overflow = None, None, False
         self._common = self._usual = math.nan
 
@@ -144,7 +161,8 @@ class Consensus:
             ValueError: If the ranks differ in their hyperparameters, on all ranks; nothing has changed.
             Exception: As :meth:`StepGradients.agree`.
         """
-        digests = [digest_of([self.comparison.hyperparameters(), self.early.signature])] if gradients.ask else []
+        left = [*self.early.signature, *(() if self.freed is None else self.freed.signature)]
+        digests = [digest_of([self.comparison.hyperparameters(), left])] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
             digests += self.gradient_digest(gradients.groups) or [0]
@@ -159,10 +177,14 @@ class Consensus:
         )
         if mean is not None and gradients.ask:
             self._common, self._usual = mean.common, math.sqrt(mean.mean_square)
+            if self.freed is not None and self.freed.is_exact:
+                self._usual = math.nan  # the ranks' own norms are not measured
         elif mean is not None and self.at_sync is None:
             self.at_sync = mean
         if alike and not alike[0]:
             self.comparison.require_same_hyperparameters()
+            if self.freed is not None:
+                self.freed.require_same()
             self.early.agree()
             for each in (gradients, part or gradients):
                 each.left = self.early.left(gradients.groups)
@@ -179,8 +201,12 @@ class Consensus:
         in_message = gradients.ask and self.are_local(plan)
         if self.clip != "sketch" or self.communicator.world_size == 1 or not (in_message or plan.is_local_sync):
             return None
+        if gradients.freed is not None and not (self.freed and self.freed.knows_norm):
+            return None
         groups = [] if gradients.fault is not None else gradients.groups
         mean = measure(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
+        if gradients.freed is not None and self.freed is not None:
+            self.freed.contribute(mean)
         if gradients.fault is None:
             part.take_squares(mean.squares)
         return mean

@@ -33,6 +33,9 @@ from hf_compressopt.schedules import StepPlan
 LATE_CLIP = "late_clip"
 
 
+_UNCLIPPED = LastNorm(0.0, math.inf, math.inf)  # any gradient is below this
+
+
 class _Made(NamedTuple):
     """A gradient as backward has left it behind; ``grad`` returns None if it is gone."""
 
@@ -61,8 +64,11 @@ class EarlyMessages:
 
     Attributes:
         enabled: Whether messages may leave early at all; in one rank's run none do.
+        always: Whether the messages of every step leave early, so that a step that is not clipped says so too.
         agreed: Whether the ranks have agreed on the messages that count, or there are none.
     """
+
+    always = False
 
     def __init__(
         self,
@@ -122,12 +128,8 @@ class EarlyMessages:
 
         See :meth:`~hf_compressopt.collectives.ddp_hook.HasSlots.slots` for the arguments.
         """
-        self._await()
-        self._follow()
-        self.agreed = False
-        self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
+        backward = self.begin(loss_scale)
         here = None if present is None else set(present)
-        backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
         slots: list[Slot] = []
         for state in self._states:
             if not state.compressed or state.own_rank is not None:
@@ -139,10 +141,18 @@ class EarlyMessages:
             for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
                 place = bucket, state.params, state.communicator, owner
                 prepare, later = self._prepare, self._await_later
-                slots.append(SignSlot(*place, self._plan, state, feedback, prepare, backward, self._keep, later))
+                slots.append(SignSlot(*place, self._plan, state, feedback, prepare, backward, self.keep, later))
         return slots
 
-    def _keep(self, key: Key, early: Early | None) -> None:
+    def begin(self, loss_scale: float | None) -> Backward:
+        """Begin a backward pass. ``loss_scale``: see :meth:`slots`."""
+        self._await()
+        self._follow()
+        self.agreed = False
+        self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
+        return Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
+
+    def keep(self, key: Key, early: Early | None) -> None:
         """Take note of a message that leaves, with None, and of one that has arrived, unless it has been dropped."""
         if early is None or key in self._arrived:
             self._arrived[key] = early
@@ -257,6 +267,12 @@ class EarlyMessages:
             if not self._made_from_these(state, [param.grad for param in state.params]):
                 self._made_from.pop(state.number, None)
 
+    def expect_loss_scale(self, scale: float) -> None:
+        """Take over the factor that the gradients of the coming backward pass carry."""
+        self._loss_scale = self._assumed_scale = scale
+        if LATE_CLIP in self._tensors:
+            self._tensors[LATE_CLIP][3] = scale
+
     def note_unscaled(self) -> None:
         """Take note that a gradient scaler has changed the gradients since :meth:`note_loss_scale`."""
         for number in self._made_from:
@@ -273,8 +289,9 @@ class EarlyMessages:
 
     def end_step(self, *, taken: bool) -> None:
         """Close a step: keep the norm of one that was taken, and drop the rest."""
-        if taken and self.enabled and self._noted is not None:
-            numbers = [*self._noted, self._loss_scale]
+        noted = _UNCLIPPED if self._noted is None and self.always else self._noted
+        if taken and self.enabled and noted is not None:
+            numbers = [*noted, self._loss_scale]
             self._tensors[LATE_CLIP] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         elif taken:
             self._tensors.pop(LATE_CLIP, None)
@@ -289,6 +306,17 @@ class EarlyMessages:
         self._noted, self._unclipped = None, False
         if LATE_CLIP in self._tensors:
             self._loss_scale = float(self._tensors[LATE_CLIP][3])
+
+    @property
+    def knows_norm(self) -> bool:
+        """True if it is known by which norm to clip, or that gradients are not clipped; alike on all ranks."""
+        return self._last_norm() is not None
+
+    @property
+    def measures(self) -> bool:
+        """True if the gradients of the last step were clipped, or measured; alike on all ranks."""
+        last = self._last_norm()
+        return last is not None and last != _UNCLIPPED
 
     def _last_norm(self) -> LastNorm | None:
         """Return what the last clipping has found; None if gradients are not clipped, or by no known norm."""

@@ -40,7 +40,9 @@ def check_family_options(
         raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
 
 
-def check_zero_stage(stage: Any, name: str, stages: Sequence[int], warmup_bits: int, state: str) -> None:
+def check_zero_stage(
+    stage: Any, name: str, stages: Sequence[int], warmup_bits: int, state: str, clip: str = "sketch"
+) -> None:
     """Check ``zero_stage``, and what it needs.
 
     Args:
@@ -49,6 +51,7 @@ def check_zero_stage(stage: Any, name: str, stages: Sequence[int], warmup_bits: 
         stages: Values that are legal for the optimizer.
         warmup_bits: The option.
         state: The option.
+        clip: The option.
 
     Raises:
         TypeError: If it is no int.
@@ -59,17 +62,16 @@ def check_zero_stage(stage: Any, name: str, stages: Sequence[int], warmup_bits: 
     if stage and tuple(stages) == (0,):
         raise ValueError(
             f"zero_stage={stage} is not supported with {name}, whose ranks need whole moments: use OnebitAdam with "
-            "zero_stage=1, or ZeroOptimizer with an ordinary optimizer"
-        )
-    if stage == 2:
-        raise ValueError(
-            f"zero_stage=2 is not supported with {name}, whose gradients stay whole on every rank until step(): use "
-            "zero_stage=1, or ZeroOptimizer with an ordinary optimizer (--optim zero2_adamw)"
+            f"zero_stage={2 if stage == 2 else 1}, or ZeroOptimizer with an ordinary optimizer"
         )
     if stage not in stages:
         raise ValueError(f"zero_stage must be one of {list(stages)}, got {stage}")
     if stage and state != "compact":
         raise ValueError(f"zero_stage={stage} needs state='compact', got {state!r}: moments are gathered in that form")
+    if stage == 2 and clip == "local":
+        raise ValueError(
+            f"zero_stage=2 needs clip='late', its default, got {clip!r}: messages leave before the norm is known"
+        )
     if stage and warmup_bits not in INTEGER_BITS:
         raise ValueError(
             f"zero_stage={stage} needs warmup_bits to be one of {list(INTEGER_BITS)}, got {warmup_bits}: gradients and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ from hf_compressopt.optim.sketched_norm import MeanNorm
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
 
+class Freed(Protocol):
+    """Gradients that have left, and are freed."""
+
+    def squares(self) -> dict[float, Tensor]:
+        """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm."""
+        ...
+
+    def scale_(self, factor: float) -> None:
+        """Clip what can still be clipped."""
+        ...
+
+
 class StepGradients:
     """The gradients of one step, and what is wrong with them.
 
@@ -29,6 +41,7 @@ class StepGradients:
         fault: The error to raise on this rank, or None if the gradients are valid.
         ask: Whether the ranks must agree on the norm, since some gradients are each rank's own.
         left: Ids of gradients that are in messages already: they are not clipped.
+        freed: Gradients that have left and are freed, beside those of ``groups``; None if there are none.
         measured_signature: The :meth:`signature` of the gradients when they were measured.
     """
 
@@ -52,6 +65,7 @@ class StepGradients:
         """
         self.groups, self.fault, self.ask = groups, fault, ask
         self.left: frozenset[int] = frozenset()
+        self.freed: Freed | None = None
         self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
         self._square: Tensor | None = None
@@ -83,7 +97,7 @@ class StepGradients:
                 "has no state for it; add it with add_param_group once it is trainable"
             )
         for state, mine in zip(states, groups, strict=True):
-            fault = fault or _find_fault(state.params, mine, state.names)
+            fault = fault or find_fault(state.params, mine, state.names)
         shares = [1 / state.communicator.world_size for state in states]
         return cls(groups, fault, communicator, shares, ask=ask)
 
@@ -105,7 +119,7 @@ class StepGradients:
         for p in params:
             chosen.setdefault(shares.get(id(p), 1 / self._communicator.world_size), []).append(p.grad)
         part = StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self.ask)
-        part.left = self.left
+        part.left, part.freed = self.left, self.freed
         return part
 
     def local_squares(self) -> dict[float, Tensor]:
@@ -116,6 +130,8 @@ class StepGradients:
                 by_share.setdefault(share, []).extend(grad for grad in grads if grad is not None)
             device = self._communicator.device
             self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
+            for share, square in {} if self.freed is None else self.freed.squares().items():
+                self._local_squares[share] = self._local_squares.get(share, 0) + square
         return self._local_squares
 
     def take_squares(self, squares: dict[float, Tensor]) -> None:
@@ -226,6 +242,8 @@ class StepGradients:
                 _scale_([grad for grad in self.present() if id(grad) not in self.left], factor)
             else:
                 self.groups = [[self._scaled(grad, factor) for grad in grads] for grads in self.groups]
+            if self.freed is not None:
+                self.freed.scale_(factor)
             if self.left:
                 self._local_squares = None
             else:
@@ -274,7 +292,8 @@ def _flatten(grads: Iterable[Any], count: int) -> list[Tensor | None]:
     return given
 
 
-def _find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str]) -> Exception | None:
+def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str]) -> Exception | None:
+    """Return the error in the first gradient that cannot be used, or None."""
     for param, grad, name in zip(params, grads, names, strict=True):
         if grad is None:
             continue

@@ -61,6 +61,7 @@ class GroupState:
         communicator: The ranks that hold these parameters.
         own_rank: This rank's number among all ranks if the param group has a process group of its own, since other
             ranks may hold other parameters. Else None.
+        shared_out: Whether the ranks share out the moments of the first stage.
         own_params: This rank's own parameters, while others stand in their place.
         still: For each parameter, whether it does not move after the warmup stage; see :meth:`find_still`.
     """
@@ -89,7 +90,7 @@ class GroupState:
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
         self._form = SignFormat(scale_block)
-        self._shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
+        self.shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
         self.steps = torch.zeros(len(self.params), dtype=torch.float32, device="cpu")
@@ -143,7 +144,7 @@ class GroupState:
 
     def room_for_shards(self, device: torch.device | None = None) -> MomentShards | None:
         """Return memory for this rank's part of the moments of the first stage; None if every rank has all of them."""
-        return MomentShards(self.layout, self.communicator, device or self.device) if self._shared_out else None
+        return MomentShards(self.layout, self.communicator, device or self.device) if self.shared_out else None
 
     def begin_step(self, plan: StepPlan) -> None:
         """Encode the variance before the first step in which it is frozen, if it is to lie in 8 bits."""

@@ -17,6 +17,7 @@ where bounded(d) cuts every element of d to +-max_update.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +26,9 @@ from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.functional import descent
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
 from hf_compressopt.optim.sketched_norm import CLIPS
 from hf_compressopt.schedules import StepPlan
@@ -54,7 +56,7 @@ class OnebitAdam(CompressedOptimizer):
 
     momentum_is_message = True
     _clips = CLIPS
-    zero_stages = (0, 1)
+    zero_stages = (0, 1, 2)
 
     def __init__(
         self,
@@ -72,7 +74,43 @@ class OnebitAdam(CompressedOptimizer):
         check_max_update(max_update)
         self._fused_warmup, self.max_update = fused_warmup, max_update
         self._alike = (f"max_update={max_update or 0}",)
+        frees = options.get("zero_stage") == 2
+        if frees and options.get("clip", "sketch") == "sketch":
+            options["clip"] = "late"
         super().__init__(params, lr, state=state, **options)
+        if frees:
+            self.early_messages.always = True
+            groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
+            act, bits = (self._begin_step, self._prepare), self.warmup_bits
+            self.freed = FreedGradients(groups, self.early_messages, *act, bits=bits, clips=self.max_grad_norm > 0)
+            self._consensus.freed = self.freed
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See :meth:`~hf_compressopt.optim.scheduled.Scheduled.add_param_group`."""
+        super().add_param_group(param_group)
+        if self.freed is not None:
+            self.freed.attach()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients in ``p.grad`` inside; the next backward pass outside sends them with its own.
+
+        With ``zero_stage=2`` all passes but the last one of a step must run inside. Otherwise it does nothing.
+        """
+        return nullcontext() if self.freed is None else self.freed.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients as torch does, and those that have left since the last step (``zero_stage=2``).
+
+        All ranks call.
+        """
+        super().zero_grad(set_to_none)
+        if self.freed is not None:
+            self.freed.drop()
+
+    def _state_loaded(self) -> None:
+        super()._state_loaded()
+        if self.freed is not None:
+            self.freed.drop()
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]

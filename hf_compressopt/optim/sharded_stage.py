@@ -21,17 +21,26 @@ Sources: ZeRO (arXiv 1910.02054), 1-bit Adam (arXiv 2102.02888), LoCo (arXiv 240
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.exchange import ErrorFeedback, lazy_all_reduce, run_tasks
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import ErrorFeedback, run_tasks, send_, server_numel
 from hf_compressopt.collectives.group_errors import keep_
-from hf_compressopt.collectives.phases import Task, gathered
+from hf_compressopt.collectives.phases import (
+    Part,
+    Task,
+    WorkerErrors,
+    from_servers,
+    gathered,
+    parts_to_send,
+    received_by_server,
+)
 from hf_compressopt.flat import Bucket, chunk_numel
-from hf_compressopt.kernels import Combination, Commit, Errors, IntegerFormat, Segment
-from hf_compressopt.kernels.errors import tensor_of
+from hf_compressopt.kernels import Combination, Errors, IntegerFormat
 from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
 from hf_compressopt.optim.functional import adam_options, adam_step_, correct_bias_, sum_of
 from hf_compressopt.optim.gradients import Grads
@@ -41,38 +50,60 @@ from hf_compressopt.optim.moment_shards import MomentShards, part_of
 _Counts = tuple[Sequence[float], Sequence[float]]
 
 
-@dataclass(frozen=True)
-class UpdateFormat(IntegerFormat):
-    """Messages of integers whose server sends what it makes of an average, in the place of the average.
+def send_gradients(
+    z: Combination,
+    worker_error: WorkerErrors,
+    form: IntegerFormat,
+    communicator: Communicator,
+    new_errors: Sequence[Errors] | None = None,
+) -> Task[Tensor]:
+    """Send the gradients of one bucket to their servers, (1). All ranks call, for the same buckets in one order.
 
-    Attributes:
-        update: Takes the average of this server's chunk, [n] float32, and returns as many values.
+    Nothing of ``z`` is kept after the first wait; in two levels, after the second one.
+
+    Args:
+        z: The gradients.
+        worker_error: The worker error of the bucket.
+        form: The form of the messages.
+        communicator: The ranks.
+        new_errors: See :func:`~hf_compressopt.collectives.exchange.send_`.
+
+    Returns:
+        [n_own] float32, the mean of this rank's chunk. It is not finite if a gradient of any rank is not.
     """
-
-    update: Callable[[Tensor], Tensor]
-
-    def average_compress_(
-        self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
-    ) -> None:
-        """See :meth:`~hf_compressopt.kernels.formats.MessageFormat.average_compress_`."""
-        numel = error.numel()
-        if not numel:
-            return
-        total, row = (torch.zeros(numel, dtype=torch.float32, device=out.device) for _ in range(2))
-        for message in messages.view(world_size, -1):
-            self.decompress_(self.average(numel, message, 1, message.numel()), row)
-            total += row
-        z = Combination.of(self.update(total.mul_(1.0 / world_size)))
-        tensor_of(new_error).copy_(tensor_of(error))
-        self.compress_(z, error, out, 1)
-        sent = self.average(numel, out, 1, out.numel())
-        self.commit_(Commit(z, new_error, out, sent, [Segment(None, 0, numel, 0)]))
+    numel, device = z.numel, z.device
+    parts = yield from parts_to_send(z, worker_error, form, communicator)
+    sent = send_(parts, form, device, new_errors)
+    del z, parts
+    received = yield from received_by_server(numel, form, sent, communicator)
+    mean, row = (torch.zeros(server_numel(numel, communicator), dtype=torch.float32, device=device) for _ in range(2))
+    if mean.numel():
+        peers = communicator.topology.nodes
+        for message in received.view(peers, -1):
+            form.decompress_(form.average(mean.numel(), message, 1, message.numel()), row)
+            mean += row
+        mean.mul_(1.0 / peers)
+    return mean
 
 
 # -- a step -----------------------------------------------------------------------------------------------------------
 
 
-def take_sharded_step(states: Sequence[GroupState], gradients: Grads, *, bits: int, fused: bool) -> None:
+class SentGradients(Protocol):
+    """Gradients that have left before the step."""
+
+    def present(self, state: GroupState) -> Sequence[bool] | None:
+        """Return for each parameter of a group whether this rank had a gradient; None if none of the group's left."""
+        ...
+
+    def take_mean(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Tensor | None:
+        """Return the mean of this rank's chunk, [n_own] float32, clipped, and write the worker error; None if none."""
+        ...
+
+
+def take_sharded_step(
+    states: Sequence[GroupState], gradients: Grads, sent: SentGradients | None = None, *, bits: int, fused: bool
+) -> None:
     """Take a step of the param groups whose moments are shared out. All ranks call.
 
     As in a step of AdamW, a parameter without a gradient on any rank does not move, except for what earlier messages
@@ -81,23 +112,27 @@ def take_sharded_step(states: Sequence[GroupState], gradients: Grads, *, bits: i
     Args:
         states: The param groups, which all ranks hold.
         gradients: This rank's gradients, clipped, by the numbers of the groups; those of all ranks are finite.
+        sent: Gradients that have left during backward, in the place of those of their groups.
         bits: Bits per element of a message, 4 or 8.
         fused: Whether one pass of a native kernel updates the moments.
     """
-    present = _present(states, gradients)
+    present = _present(states, gradients, sent)
     run_tasks(
-        _step_of_bucket(state, number, bucket, feedback, gradients[state.number], here, bits=bits, fused=fused)
+        _step_of_bucket(state, number, feedback, gradients[state.number], here, sent, bits=bits, fused=fused)
         for state, here in zip(states, present, strict=True)
-        for number, (bucket, feedback) in enumerate(zip(state.layout.buckets, state.feedback, strict=True))
+        for number, feedback in enumerate(state.feedback)
     )
     for state, here in zip(states, present, strict=True):
         state.steps += torch.tensor(here, dtype=torch.float32, device="cpu")
 
 
-def _present(states: Sequence[GroupState], gradients: Grads) -> list[list[bool]]:
+def _present(states: Sequence[GroupState], gradients: Grads, sent: SentGradients | None) -> list[list[bool]]:
     """Return for each parameter of each group whether some rank has a gradient of it. All ranks call."""
     communicator = states[0].communicator
-    mine = [float(grad is not None) for state in states for grad in gradients[state.number]]
+    mine: list[float] = []
+    for state in states:
+        left = None if sent is None else sent.present(state)
+        mine += map(float, [grad is not None for grad in gradients[state.number]] if left is None else left)
     flags = torch.tensor(mine, dtype=torch.float32, device=communicator.device)
     communicator.all_reduce(flags, op="max").wait()
     rest = iter(flags.tolist())
@@ -107,23 +142,27 @@ def _present(states: Sequence[GroupState], gradients: Grads) -> list[list[bool]]
 def _step_of_bucket(
     state: GroupState,
     number: int,
-    bucket: Bucket,
     feedback: ErrorFeedback,
     grads: Sequence[Tensor | None],
     present: Sequence[bool],
+    sent: SentGradients | None,
     *,
     bits: int,
     fused: bool,
 ) -> Task[None]:
     """Take the step of one bucket: send the gradients, update this rank's chunk, apply what all ranks have updated."""
-    segments = state.gradient_segments(bucket, grads)
-    z = Combination(bucket.numel, state.device, grads=segments)
-    form = UpdateFormat(bits, lambda mean: _update(state, number, mean, present, fused=fused))
-    errors = feedback.worker_error, feedback.server_error
-    exchanged = yield from lazy_all_reduce(z, *errors, form, state.communicator)
-    exchanged.commit([replace(segment, tensor=None) for segment in segments])
+    bucket, form = state.layout.buckets[number], IntegerFormat(bits)
+    mean = None if sent is None else sent.take_mean(state, bucket, feedback)
+    if mean is None:
+        z = Combination(bucket.numel, state.device, grads=state.gradient_segments(bucket, grads))
+        mean = yield from send_gradients(z, feedback.worker_error, form, state.communicator)
+    message = torch.zeros(form.nbytes(mean.numel()), dtype=torch.uint8, device=state.device)
+    if mean.numel():
+        update = Combination.of(_update(state, number, mean, present, fused=fused))
+        message = send_([Part(update, feedback.server_error, 1, message.numel())], form, state.device)  # (3)
+    changes = yield from from_servers(bucket.numel, form, message, state.communicator)
     values = torch.empty(bucket.numel, dtype=torch.float32, device=state.device)
-    form.decompress_(exchanged.average, values)
+    form.decompress_(changes, values)
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
     with state.parameter_segments(bucket) as params:
         for segment, change in zip(params, torch.split(values, [s.numel for s in params]), strict=True):
@@ -157,7 +196,9 @@ def _shards_of(state: GroupState) -> MomentShards:
 # -- the end of the stage ---------------------------------------------------------------------------------------------
 
 
-def end_first_stage(states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float) -> None:
+def end_first_stage(
+    states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float, clipped: float = 1.0
+) -> None:
     """Fold the bias corrections into the moments, apply the variance floor, and gather what ranks have shared out.
 
     All ranks call. The errors of the gradients' messages become errors of the momentum, b1 m + (1 - b1) g: times
@@ -167,10 +208,13 @@ def end_first_stage(states: Iterable[GroupState], counts: Callable[[GroupState],
         states: The param groups; those that are never compressed stay as they are.
         counts: Returns how often the moments of a group's parameters have been updated.
         floor: See :meth:`GroupState.freeze_variance`.
+        clipped: Factor by which gradients were clipped after they had left: the errors of those that are shared out
+            are in the unit of before.
     """
     for state in states:
         if state.compressed:
-            state.errors.scale_([1 - state.options["betas"][0]] * len(state.params))
+            factor = (1 - state.options["betas"][0]) * (clipped if state.shared_out else 1.0)
+            state.errors.scale_([factor] * len(state.params))
             freeze = GroupState.freeze_variance if state.moments.shards is None else _gather
             freeze(state, *counts(state), floor)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.exchange import ErrorFeedback, Exchanged, lazy_all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback, Exchanged, PendingErrors, lazy_all_reduce
 from hf_compressopt.collectives.gradient_round import Arrived, Slot
-from hf_compressopt.collectives.phases import Task
+from hf_compressopt.collectives.phases import Task, WorkerErrors
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
+from hf_compressopt.kernels import Average, Combination, Errors, Segment, all_finite, sum_of_squares
 from hf_compressopt.optim.group_state import GroupState
 from hf_compressopt.schedules import StepPlan
 
@@ -41,27 +41,77 @@ class LastNorm(NamedTuple):
 
 
 class Backward:
-    """One backward pass on one rank: the coefficient of the gradients that leave in it."""
+    """One backward pass on one rank: the coefficient of the gradients that leave in it.
+
+    Attributes:
+        loss_scale: Factor that the gradients carry.
+    """
 
     def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
         """Begin with no gradient. Without ``last`` gradients are not clipped."""
         self.loss_scale = loss_scale
-        self._last, self._square = last, 0.0
+        self._last, self._squares = last, list[float]()
         # the ranks' own norms are at most so much larger than that of the mean if they are alike
         self._usual = 0.0 if last is None else last.usual
         if last is not None and not math.isfinite(last.usual):
             self._usual = math.sqrt(world_size) * last.norm
+
+    @property
+    def square(self) -> float:
+        """The sum of squares of gradients that have left, without loss scale, if they are clipped; in any order."""
+        return math.fsum(self._squares)
 
     def coefficient(self, segments: Sequence[Segment], device: torch.device) -> float:
         """Return the clip coefficient of gradients that leave now; they carry the loss scale."""
         if self._last is None:
             return 1.0
         parts = [segment.part for segment in segments if segment.tensor is not None]
-        self._square += float(sum_of_squares(parts, device)) / self.loss_scale**2
-        own, norm = math.sqrt(self._square), self._last.norm
+        self._squares.append(float(sum_of_squares(parts, device)) / self.loss_scale**2)
+        own, norm = math.sqrt(sum(self._squares)), self._last.norm
         if own > GROWTH * self._usual:
             norm = norm * own / self._usual if self._usual > 0 else own
         return min(1.0, self._last.max_norm / (norm + 1e-6))
+
+
+class Returned(Protocol):
+    """A bucket that is back, whose errors are not written yet."""
+
+    @property
+    def average(self) -> Average:
+        """The compressed mean."""
+        ...
+
+    def renewed(self, z: Combination, worker_error: WorkerErrors, server_error: Errors) -> Returned:
+        """Return the same for errors that may lie elsewhere now, and for values as they are now."""
+        ...
+
+    def commit(self) -> None:
+        """Write the errors of the step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A bucket that is back, and whose gradients are freed: its errors are known.
+
+    Attributes:
+        average: The compressed mean.
+        errors: The new errors.
+        places: Where they belong.
+    """
+
+    average: Average
+    errors: PendingErrors
+    places: tuple[WorkerErrors, Errors] | None = None
+
+    def renewed(self, z: Combination, worker_error: WorkerErrors, server_error: Errors) -> Settled:
+        """See :class:`Returned`; the values stay those that were sent."""
+        return replace(self, places=(worker_error, server_error))
+
+    def commit(self) -> None:
+        """Write the errors of the step."""
+        if self.places is not None:
+            self.errors.commit(*self.places)
 
 
 @dataclass(frozen=True)
@@ -74,7 +124,7 @@ class Early:
         finite: Whether the average is finite; alike on all ranks.
     """
 
-    exchanged: Exchanged[Average]
+    exchanged: Returned
     coefficient: float
     finite: bool
 

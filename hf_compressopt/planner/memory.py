@@ -15,6 +15,8 @@ from hf_compressopt.optim.compressed import CompressedOptimizer
 FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, first stage", "compact, then"
 #: The first stage of "compact" with ``zero_stage=1``.
 ZERO_FIRST = "zero_stage=1, first stage"
+#: Both stages of "compact" with ``zero_stage=2``, from the backward pass to the step.
+ZERO_FREED_FIRST, ZERO_FREED_THEN = "zero_stage=2, first stage", "zero_stage=2, then"
 _MOMENTS = 2
 _SCALE_BLOCK = signature(CompressedOptimizer).parameters["scale_block"].default
 
@@ -53,11 +55,18 @@ def compressed_states(
         momentum = _messages(params, world_size, bucket_numel)
     moments = FLOAT_BYTES * params * _MOMENTS
     part = FLOAT_BYTES * _MOMENTS * _own_elements(params, world_size, bucket_numel)
+    worker = _worker_error_bytes(params, world_size, bucket_numel, node_size)
+    then = own + momentum + params + errors  # a byte for the variance
+    zero = {
+        ZERO_FIRST: own + part + errors,
+        ZERO_FREED_FIRST: own + part + errors + worker,  # new errors wait for the step
+        ZERO_FREED_THEN: then + errors + momentum,  # and so do the new messages
+    }
     return {
         FLOAT32: own + moments + error_bytes(params, world_size, node_size),
         COMPACT_FIRST: own + moments + errors,
-        COMPACT_THEN: own + momentum + params + errors,  # a byte for the variance
-        **({ZERO_FIRST: own + part + errors} if 1 in optimizer_class.zero_stages and world_size > 1 else {}),
+        COMPACT_THEN: then,
+        **(zero if 1 in optimizer_class.zero_stages and world_size > 1 else {}),
     }
 
 
@@ -71,15 +80,35 @@ def compact_error_bytes(params: int, world_size: int, bucket_numel: int, node_si
         node_size: See :func:`error_bytes`.
     """
 
+    def of_server(numel: int) -> int:
+        return integer_message_nbytes(min(chunk_numel(numel, world_size), numel), ERROR_BITS)
+
+    worker = _worker_error_bytes(params, world_size, bucket_numel, node_size)
+    return worker + _of_buckets(of_server, params, bucket_numel) if world_size > 1 else 0
+
+
+def _worker_error_bytes(params: int, world_size: int, bucket_numel: int, node_size: int) -> int:
     def of_bucket(numel: int) -> int:
         chunk = min(chunk_numel(numel, world_size), numel)
         if not chunk:
             return 0
         whole, rest = divmod(min(world_size // node_size * chunk, numel), chunk)  # those of the first shard
-        one = integer_message_nbytes(chunk, ERROR_BITS)
-        return (whole + 1) * one + integer_message_nbytes(rest, ERROR_BITS)
+        return whole * integer_message_nbytes(chunk, ERROR_BITS) + integer_message_nbytes(rest, ERROR_BITS)
 
     return _of_buckets(of_bucket, params, bucket_numel) if world_size > 1 else 0
+
+
+def freed_gradient_bytes(form: str, params: int, world_size: int, bucket_numel: int) -> int | None:
+    """Bytes of the gradients of a rank that frees them; None for a form that holds them whole.
+
+    Args:
+        form: The form of the state.
+        params: Trainable parameters.
+        world_size: Number of ranks.
+        bucket_numel: Elements that are sent together.
+    """
+    means = FLOAT_BYTES * _own_elements(params, world_size, bucket_numel)
+    return {ZERO_FREED_FIRST: means, ZERO_FREED_THEN: 0}.get(form)
 
 
 def _own_elements(params: int, world_size: int, bucket_numel: int) -> int:

@@ -21,7 +21,7 @@ from hf_compressopt.planner.cost import (
     Step,
     average,
 )
-from hf_compressopt.planner.memory import compact_error_bytes, compressed_states
+from hf_compressopt.planner.memory import compact_error_bytes, compressed_states, freed_gradient_bytes
 from hf_compressopt.schedules import OnebitSchedule, Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
@@ -50,7 +50,8 @@ def memory_rows(
     """Bytes on each rank, by optimizer and by content.
 
     A compressed optimizer has a row for each form of its state: see :func:`compressed_states`. Its messages in flight
-    are left out: they have 1/32 of the buckets' bytes. ``node_size``: see
+    are left out: they have 1/32 of the buckets' bytes. With ``zero_stage=2`` gradients are the means of this rank's
+    chunks, and a bucket of gradients waits to leave; so does the rest of a parameter that is larger. ``node_size``: see
     :func:`compact_error_bytes`.
     """
     estimate = partial(
@@ -71,9 +72,11 @@ def memory_rows(
         estimates["grad_compression"] = replace(full, states=full.states + errors)
     for cls in ALGORITHMS.values():
         for form, states in compressed_states(cls, params, world_size, bucket_numel, node_size).items():
-            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(
-                params * dtype.itemsize, params * dtype.itemsize, states, 0
+            freed = freed_gradient_bytes(form, params, world_size, bucket_numel)
+            gradients, buckets = (
+                (params * dtype.itemsize, 0) if freed is None else (freed, bucket_numel * dtype.itemsize)
             )
+            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(params * dtype.itemsize, gradients, states, buckets)
     return {name: {part: getattr(memory, part) for part in _MEMORY} for name, memory in estimates.items()}
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
+
+from hf_compressopt.collectives.backward_pass import FreeingHook, hooks_of
 
 if TYPE_CHECKING:
     from hf_compressopt.zero.reducer import GradientReducer
 
-_NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd function of the user's calls backward
 
-
-class GradientHook:
+class GradientHook(FreeingHook):
     """A hook on a parameter that tells a reducer of its gradient, without keeping the reducer alive."""
 
     def __init__(self, reducer: GradientReducer, number: int) -> None:
@@ -30,6 +28,11 @@ class GradientHook:
             reducer.gradient_arrived(self._number)
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the reducer is alive."""
+        return self.reducer is not None
+
+    @property
     def reducer(self) -> GradientReducer | None:
         """The reducer, or None if it is gone."""
         return self._reducer()
@@ -39,17 +42,7 @@ def reducers_of(params: Iterable[Tensor]) -> list[GradientReducer]:
     """List the living reducers that take the gradients of any of these parameters."""
     found: dict[int, GradientReducer] = {}
     for param in params:
-        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in hooks_of(param):
             if isinstance(hook, GradientHook) and (reducer := hook.reducer) is not None:
                 found[id(reducer)] = reducer
     return list(found.values())
-
-
-def inside_another_backward() -> bool:
-    """Tell whether an autograd function inside another backward called this one, as reentrant checkpointing does."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _NESTED:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.shard_stub import load_with_hooks, switched
@@ -33,7 +34,6 @@ from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import hyperparameters
 from hf_compressopt.zero.ranks import Ranks
 from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
-from hf_compressopt.zero.torch_clipping import guard_torch_clipping
 from hf_compressopt.zero.update import update_parameters
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Variable
 
+from hf_compressopt.collectives.backward_pass import inside_another_backward
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.optim.shard_stub import switched
-from hf_compressopt.zero.hooks import GradientHook, inside_another_backward
+from hf_compressopt.zero.hooks import GradientHook
 from hf_compressopt.zero.loss_scale import LossScale
 from hf_compressopt.zero.messages import send_gradients
 from hf_compressopt.zero.slices import SliceGradients

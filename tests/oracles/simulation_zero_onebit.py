@@ -49,8 +49,11 @@ class ZeroOnebitAdam(CompactOnebitAdam):
         return sent
 
     def _zero_step(self, group: SimulatedGroup, local: list[list[Any]]) -> None:
+        self._update(group, local, self._sent(group, local))
+
+    def _sent(self, group: SimulatedGroup, local: list[list[Any]]) -> np.ndarray:
+        """Send the gradients, and return what the servers make of them."""
         flat = [group.flatten(grads) for grads in local]
-        present = [any(rank[i] is not None for rank in local) for i in range(len(group.params))]
         mean = np.zeros(group.numel)
         for k, (begin, end) in enumerate(self._buckets(group)):
             for low, high in chunk_bounds(end - begin, self.world_size):
@@ -59,6 +62,10 @@ class ZeroOnebitAdam(CompactOnebitAdam):
                     sent = self._message(u)
                     errors[low:high] = self._stored(u - sent)
                     mean[begin + low : begin + high] += sent / self.world_size
+        return mean
+
+    def _update(self, group: SimulatedGroup, local: list[list[Any]], mean: np.ndarray) -> None:
+        present = [any(rank[i] is not None for rank in local) for i in range(len(group.params))]
         b1, b2 = group.betas
         changes = []
         for i, g in enumerate(group.unflatten(mean)):
@@ -92,3 +99,56 @@ class ZeroOnebitAdam(CompactOnebitAdam):
                 momentum[begin + low : begin + high] = signs
                 group.server_errors[k][rank] = self._stored(group.betas[0] * (m - signs))
         group.exp_avg = group.unflatten(momentum)
+
+
+class FreedZeroOnebitAdam(ZeroOnebitAdam):
+    """zero_stage=2: the servers clip what they have received, by its norm; then messages are clipped one step late."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last = self.clipped = 1.0
+
+    def step(self, grads: Grads) -> bool:
+        if self.world_size == 1:
+            return super().step(grads)
+        if not all(np.isfinite(g).all() for rank in grads for group in rank for g in group if g is not None):
+            return False
+        if self.step_count == self.freeze_step:
+            for group in self.groups:
+                if not group.non_freeze:
+                    group.exp_avg_sq = [self._store_variance(v) for v in group.exp_avg_sq]
+        self.step_count += 1
+        shared = [bool(group.params) and not group.non_freeze for group in self.groups]
+        local = [
+            [[None if g is None else np.asarray(g, np.float64) for g in rank[i]] for rank in grads]
+            for i in range(len(self.groups))
+        ]
+        first = self.step_count <= self.freeze_step
+        means = [
+            self._sent(group, rows) if own and first else np.mean([group.flatten(row) for row in rows], axis=0)
+            for group, rows, own in zip(self.groups, local, shared, strict=True)
+        ]
+        norm = np.linalg.norm(np.concatenate(means))
+        now = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
+        self.clipped = now
+        for group, rows, mean, own in zip(self.groups, local, means, shared, strict=True):
+            factor = self.last if own and not first else now
+            scaled = [[None if g is None else factor * g for g in row] for row in rows]
+            if not own:
+                self._warmup_step(group, scaled)
+            elif not first:
+                self._compressed_step(group, scaled)
+                self.store_errors(group)
+            else:
+                self._update(group, rows, now * mean)
+                if self.step_count == self.freeze_step:
+                    self._freeze(group)
+                    self._gather(group)
+        self.last = now
+        return True
+
+    def _freeze(self, group: SimulatedGroup) -> None:
+        for workers in group.worker_errors:
+            for worker in workers:
+                worker *= self.clipped  # in place: their gradients had left before they were clipped
+        super()._freeze(group)

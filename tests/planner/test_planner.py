@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli
+from hf_compressopt.kernels.errors import tensor_of
 from hf_compressopt.planner import report, units, wire
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Model, Training
 from hf_compressopt.planner.memory import COMPACT_THEN, compact_error_bytes, compressed_states
@@ -297,6 +298,29 @@ def state_bytes(rank: int, world_size: int, params: int, bucket_cap_mb: float) -
     return found
 
 
+def bytes_of_freed(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> list[list[int]]:
+    """Bytes of the state, and of the means of gradients, between the backward pass and the step of both stages."""
+    param = torch.nn.Parameter(torch.zeros(params))
+    optimizer = OnebitAdam([param], zero_stage=2, bucket_cap_mb=bucket_cap_mb, freeze_step=1)
+    (state,), found = optimizer._states, []
+    for step in range(3):
+        param.sum().backward()
+        left, early, moments = optimizer.freed._left, optimizer.early_messages._arrived, state.moments
+        means = sum(mean.values.nbytes for mean in left.means.values())
+        pending = [mean.errors for mean in left.means.values()] + [
+            message.exchanged.errors for message in early.values()
+        ]
+        held = [tensor_of(error) for row in pending for error in (*row.worker, row.server) if error is not None]
+        held += [message.exchanged.average.messages for message in early.values()]
+        held += [last.messages for last in moments.last.values()]
+        shards = moments.shards.exp_avg + moments.shards.exp_avg_sq if moments.shards else []
+        held += [*shards, moments.codes, moments.exp_avg, moments.exp_avg_sq, state.worker_error, state.server_error]
+        if step != 1:  # its errors were gathered from the first stage
+            found.append([sum(tensor.untyped_storage().nbytes() for tensor in held), means])
+        optimizer.step()
+    return found
+
+
 def bytes_under_zero(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> int:
     param = torch.nn.Parameter(torch.zeros(params))
     (state,) = OnebitAdam([param], zero_stage=1, bucket_cap_mb=bucket_cap_mb)._states
@@ -323,6 +347,12 @@ def test_memory_is_what_the_optimizers_hold(world_size: int, bucket_cap_mb: floa
         assert max(held) == pytest.approx(own, abs=2 * 16 * 4) and own < 1.1 * 40_002 * (1 + 1 / world_size)
         under_zero = run_ranks(world_size, bytes_under_zero, 40_002, bucket_cap_mb)
         assert max(under_zero) == rows["OnebitAdam, zero_stage=1, first stage"]["states"]
+        freed = run_ranks(world_size, bytes_of_freed, 40_002, bucket_cap_mb)
+        for number, form in enumerate(("first stage", "then")):
+            row = rows[f"OnebitAdam, zero_stage=2, {form}"]
+            assert max(found[number][0] for found in freed) == pytest.approx(row["states"], abs=world_size * 40)
+            assert max(found[number][1] for found in freed) == row["gradients"]
+            assert row["buckets"] > 0 and row["total"] == sum(row[part] for part in report._MEMORY[:-1])
     ranks = [sum(found, []) for found in run_ranks(world_size, state_bytes, 40_002, bucket_cap_mb)]
     most = [max(counts) for counts in zip(*ranks, strict=True)]
     assert most == pytest.approx(expected, abs=4 * 8 * 4)  # chunks have multiples of 8 elements, in each bucket

@@ -1,4 +1,4 @@
-"""A guard for torch's own clipping, which sees no gradients under ZeRO and would silently clip nothing."""
+"""A guard for torch's own clipping, which sees no gradients that were freed, and would silently clip nothing."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.zero.hooks import reducers_of
+from hf_compressopt.collectives.backward_pass import frees_gradients
 
 _GUARDED = "_compressopt_guards"
 _INSTEAD = {
     "clip_grad_value_": "clip by norm with optimizer.clip_grad_norm_(max_norm), or use an optimizer without ZeRO",
     "_clip_grads_with_norm_": "call optimizer.clip_grad_norm_(max_norm) in its place, or make the optimizer with "
-    "clip_grad=max_norm",
+    "clip_grad=max_norm (OnebitAdam: max_grad_norm=max_norm)",
 }
 
 
 def guard_torch_clipping() -> None:
-    """Make torch's functions that clip gradients raise an error for parameters of a living ZeroOptimizer.
+    """Make torch's functions that clip gradients raise an error if a living optimizer has freed these gradients.
 
     ``clip_grad_norm_`` clips by ``_clip_grads_with_norm_``, which it looks up at each call: the guard reaches scripts
     that imported ``clip_grad_norm_`` before. Other parameters are clipped as ever.
@@ -40,9 +40,9 @@ def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         known = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if reducers_of(known):
+        if frees_gradients(known):
             raise RuntimeError(
-                "torch.nn.utils cannot clip the gradients of a ZeroOptimizer, which are shared out among the ranks: "
+                "torch.nn.utils cannot clip the gradients under ZeRO, which are shared out among the ranks: "
                 f"{_INSTEAD[name]}"
             )
         return original(known, *args, **kwargs)
