@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.backward_pass import BackwardPass
-from hf_compressopt.collectives.exchange import ErrorFeedback, PendingErrors, settled_all_reduce
+from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.group_errors import scale_
 from hf_compressopt.collectives.phases import Task
+from hf_compressopt.collectives.settled_exchange import PendingErrors, settled_all_reduce
 from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, IntegerFormat, all_finite, sum_of_squares

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_compressopt.collectives.exchange import ErrorFeedback, PendingErrors, Pipeline
+from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline
+from hf_compressopt.collectives.settled_exchange import PendingErrors
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average
 from hf_compressopt.optim.group_state import GroupState

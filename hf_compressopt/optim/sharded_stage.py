@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, run_tasks, send_, server_numel
+from hf_compressopt.collectives.exchange import ErrorFeedback, run_tasks, server_numel
 from hf_compressopt.collectives.group_errors import keep_
 from hf_compressopt.collectives.phases import (
     Part,
@@ -39,6 +39,7 @@ from hf_compressopt.collectives.phases import (
     parts_to_send,
     received_by_server,
 )
+from hf_compressopt.collectives.settled_exchange import send_
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import Combination, Errors, IntegerFormat
 from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
@@ -66,7 +67,7 @@ def send_gradients(
         worker_error: The worker error of the bucket.
         form: The form of the messages.
         communicator: The ranks.
-        new_errors: See :func:`~hf_compressopt.collectives.exchange.send_`.
+        new_errors: See :func:`~hf_compressopt.collectives.settled_exchange.send_`.
 
     Returns:
         [n_own] float32, the mean of this rank's chunk. It is not finite if a gradient of any rank is not.

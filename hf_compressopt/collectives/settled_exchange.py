@@ -1,0 +1,122 @@
+"""The compressed all-reduce for gradients that are freed as soon as their message is made.
+
+Nothing is made of the gradients again. So the new errors are made with the message, and wait until all ranks know
+whether the step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import ErrorFeedback
+from hf_compressopt.collectives.phases import (
+    Part,
+    ShardErrors,
+    Task,
+    WorkerErrors,
+    averaged,
+    messages_of,
+    parts_to_send,
+    with_messages,
+)
+from hf_compressopt.kernels import AnyAverage, Average, Combination, Commit, Errors, MessageFormat, Segment, SignFormat
+from hf_compressopt.kernels.errors import like_errors, tensor_of
+
+
+def send_(
+    parts: Sequence[Part],
+    form: MessageFormat[AnyAverage],
+    device: torch.device,
+    new_errors: Sequence[Errors] | None = None,
+) -> Tensor:
+    """Compress parts, write what their messages miss, and return the messages, one after another, uint8.
+
+    Args:
+        parts: What this rank sends.
+        form: The form of the messages.
+        device: Device of the messages.
+        new_errors: Where the new worker error of each part is written, in the form of the old one; None to overwrite
+            the old ones.
+    """
+    sent = messages_of(parts, form.compress_, device)
+    for number, (part, own) in enumerate(with_messages(parts, sent)):
+        error = part.error if new_errors is None else new_errors[number]
+        if error is not part.error:
+            tensor_of(error).copy_(tensor_of(part.error))
+        outputs: Sequence[Segment] = ()
+        if not isinstance(form, SignFormat):  # signs have none
+            outputs = [replace(segment, tensor=None) for segment in part.z.grads or [_nothing(part.z.numel)]]
+        form.commit_(Commit(part.z, error, own, _as_average(part, own, form), outputs))
+    return sent
+
+
+def _as_average(part: Part, own: Tensor, form: MessageFormat[AnyAverage]) -> AnyAverage:
+    """Return this rank's messages in the form of an average, in which the last message is as long as the first."""
+    stride = max(form.chunk_nbytes(part.z.numel, part.chunks), default=0)
+    padded = torch.cat([own, own.new_zeros(part.chunks * stride - own.numel())])
+    return form.average(part.z.numel, padded, part.chunks, stride)
+
+
+def _nothing(numel: int) -> Segment:
+    return Segment(None, 0, numel, 0)
+
+
+@dataclass(frozen=True)
+class PendingErrors:
+    """The errors of a bucket whose message has left, until all ranks know whether the step is taken.
+
+    Attributes:
+        worker: The new worker error of each part that was sent.
+        server: The new server error; None if the server has sent nothing yet.
+    """
+
+    worker: tuple[Errors, ...]
+    server: Errors | None = None
+
+    @classmethod
+    def like(cls, worker_error: WorkerErrors, server_error: Errors | None = None) -> PendingErrors:
+        """Return memory for errors of the same form."""
+        found = worker_error.sent() if isinstance(worker_error, ShardErrors) else [worker_error]
+        return cls(tuple(map(like_errors, found)), None if server_error is None else like_errors(server_error))
+
+    def commit(self, worker_error: WorkerErrors, server_error: Errors) -> None:
+        """Write the errors to where they belong."""
+        places = worker_error.sent() if isinstance(worker_error, ShardErrors) else [worker_error]
+        rows = zip(places, self.worker, strict=True)
+        for place, new in [*rows, *([] if self.server is None else [(server_error, self.server)])]:
+            tensor_of(place).copy_(tensor_of(new))
+
+
+def settled_all_reduce(
+    z: Combination, feedback: ErrorFeedback, communicator: Communicator
+) -> Task[tuple[Average, PendingErrors]]:
+    """Average one bucket as :func:`lazy_all_reduce` does, and keep nothing of ``z``: its gradients may be freed.
+
+    They are used up where the task first waits; in two levels where it waits for the second time. All ranks call, for
+    the same buckets in one order.
+
+    Args:
+        z: What this rank wants to send.
+        feedback: The errors of this bucket, which are read only.
+        communicator: The ranks, at least two.
+
+    Returns:
+        The average, and the new errors.
+    """
+    numel, form = z.numel, feedback.format
+    pending = PendingErrors.like(feedback.worker_error, feedback.server_error)
+    new_error = pending.server
+    assert new_error is not None
+    parts = yield from parts_to_send(z, feedback.worker_error, form, communicator)
+    sent = send_(parts, form, z.device, pending.worker)
+    del z, parts
+
+    def serve(received: Tensor, out: Tensor) -> None:
+        form.average_compress_(received, feedback.server_error, new_error, out, communicator.topology.nodes)
+
+    return (yield from averaged(numel, form, sent, serve, communicator)), pending
