@@ -179,7 +179,7 @@ def simulate(problem: Problem):
 
 def first_safe(case: Case, world_size: int, kind: type[Problem], solve: Callable[[Any], tuple[Any, ...]]):
     """The first problem whose messages keep away from a change of sign, with its solution: a simulation, and more."""
-    for seed in range(200):
+    for seed in range(400):
         problem = kind(case, world_size, seed)
         solution = solve(problem)
         if solution[0].min_distance >= SAFE_DISTANCE:
