@@ -104,28 +104,21 @@ class Communicator(Agreement):
         """
 
     def sum_parts(
-        self,
-        sizes: Sequence[int],
-        write: Callable[[Tensor], object],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        factor: float = 1.0,
+        self, sizes: Sequence[int], write: Callable[[Tensor], object], like: Tensor, factor: float = 1.0
     ) -> tuple[Handle, Callable[[], Tensor]]:
         """Start summing every rank's j-th part on rank j, in rank order.
 
         Args:
             sizes: Elements of each part, alike on all ranks.
             write: Writes this rank's parts, one after another, into a tensor [sum(sizes)] which it is given, at once.
-            dtype: Dtype of the parts.
-            device: Their device.
+            like: A tensor of the parts' dtype and device.
             factor: Of the sum.
 
         Returns:
             The handle, and a function that returns the sum [sizes[rank]], float32 or float64, after the handle was
             waited for. It is to be called once.
         """
-        values = torch.empty(sum(sizes), dtype=dtype, device=device)
+        values = like.new_empty(sum(sizes))
         write(values)
         own = sizes[self.rank]
         received = values.new_empty(self.world_size * own)

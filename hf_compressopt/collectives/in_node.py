@@ -66,26 +66,20 @@ class NodeCommunicator(Communicator):
         self._gloo, self._memory = ranks, memory
 
     def sum_parts(
-        self,
-        sizes: Sequence[int],
-        write: Callable[[Tensor], object],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        factor: float = 1.0,
+        self, sizes: Sequence[int], write: Callable[[Tensor], object], like: Tensor, factor: float = 1.0
     ) -> tuple[Handle, Callable[[], Tensor]]:
         """See the base class. Bytes: those of an all-to-all."""
-        if self._memory.off or device.type != "cpu":
-            return self._counted().sum_parts(sizes, write, dtype=dtype, device=device, factor=factor)
-        self.traffic.sent("all_to_all", (sum(sizes) - sizes[self.rank]) * dtype.itemsize)
-        operation = self._operation(sum(sizes), dtype, write)
+        if self._memory.off or like.device.type != "cpu":
+            return self._counted().sum_parts(sizes, write, like, factor)
+        self.traffic.sent("all_to_all", (sum(sizes) - sizes[self.rank]) * like.element_size())
+        operation = self._operation(sum(sizes), like.dtype, write)
         start, own = sum(sizes[: self.rank]), sizes[self.rank]
         instead: list[Callable[[], Tensor]] = []
 
         def wait() -> None:
             if not operation.arrived():
                 gloo = self._uncounted()
-                handle, total = gloo.sum_parts(sizes, operation.copy_to, dtype=dtype, device=device, factor=factor)
+                handle, total = gloo.sum_parts(sizes, operation.copy_to, like, factor)
                 handle.wait()
                 instead.append(total)
 

@@ -110,13 +110,8 @@ def _mean_in_node(z: Combination, topology: Topology, levels: Levels) -> Task[Te
         if full is not values:
             values.copy_(full)
 
-    handle, mean = levels.node.sum_parts(
-        [stop - start for start, stop in shards],
-        write,
-        dtype=levels.dtype,
-        device=z.device,
-        factor=1.0 / topology.node_size,
-    )
+    sizes, like = [stop - start for start, stop in shards], torch.empty(0, dtype=levels.dtype, device=z.device)
+    handle, mean = levels.node.sum_parts(sizes, write, like, 1.0 / topology.node_size)
     if not levels.node.shares_memory:
         yield
     handle.wait()
@@ -152,11 +147,7 @@ def received_by_server(
 ) -> Task[Tensor]:
     """Send each server its message, and return those of all peers for this server's chunk, in rank order.
 
-    Args:
-        numel: Elements of the bucket.
-        form: The form of the messages.
-        to_servers: uint8, this rank's messages, one after another.
-        communicator: The ranks.
+    Arguments are those of :func:`averaged`.
     """
     topology = communicator.topology
     peers = communicator if communicator.levels is None else communicator.levels.peers

@@ -93,7 +93,7 @@ def sum_in_node(
         values.view(by_place.shape).copy_(by_place)
 
     sizes = [buffer.numel() // node.world_size] * node.world_size
-    return node.sum_parts(sizes, write, dtype=buffer.dtype, device=buffer.device, factor=factor)
+    return node.sum_parts(sizes, write, buffer, factor)
 
 
 def all_gather(gathered: Tensor, part: Tensor, communicator: Communicator) -> Handle:

@@ -12,18 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hf_compressopt.collectives import phases
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.collectives.phases import (
-    Part,
-    ShardErrors,
-    Task,
-    WorkerErrors,
-    averaged,
-    messages_of,
-    parts_to_send,
-    with_messages,
-)
+from hf_compressopt.collectives.phases import Part, ShardErrors, Task, WorkerErrors
 from hf_compressopt.kernels import AnyAverage, Average, Combination, Commit, Errors, MessageFormat, Segment, SignFormat
 from hf_compressopt.kernels.errors import like_errors, tensor_of
 
@@ -43,8 +35,8 @@ def send_(
         new_errors: Where the new worker error of each part is written, in the form of the old one; None to overwrite
             the old ones.
     """
-    sent = messages_of(parts, form.compress_, device)
-    for number, (part, own) in enumerate(with_messages(parts, sent)):
+    sent = phases.messages_of(parts, form.compress_, device)
+    for number, (part, own) in enumerate(phases.with_messages(parts, sent)):
         error = part.error if new_errors is None else new_errors[number]
         if error is not part.error:
             tensor_of(error).copy_(tensor_of(part.error))
@@ -112,11 +104,11 @@ def settled_all_reduce(
     pending = PendingErrors.like(feedback.worker_error, feedback.server_error)
     new_error = pending.server
     assert new_error is not None
-    parts = yield from parts_to_send(z, feedback.worker_error, form, communicator)
+    parts = yield from phases.parts_to_send(z, feedback.worker_error, form, communicator)
     sent = send_(parts, form, z.device, pending.worker)
     del z, parts
 
     def serve(received: Tensor, out: Tensor) -> None:
         form.average_compress_(received, feedback.server_error, new_error, out, communicator.topology.nodes)
 
-    return (yield from averaged(numel, form, sent, serve, communicator)), pending
+    return (yield from phases.averaged(numel, form, sent, serve, communicator)), pending

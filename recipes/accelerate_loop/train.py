@@ -52,7 +52,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weight_decay", type=float, default=0.01)
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
     parser.add_argument("--optimizer", default="onebit_adam", help="a name of CompressOptPlugin; none keeps AdamW")
-    parser.add_argument("--freeze_step", type=int, help="last step with averaged gradients (20 %% of the steps)")
+    parser.add_argument(
+        "--freeze_step", type=int, help="last step with averaged gradients (20 %% of the steps, at least 100)"
+    )
     parser.add_argument("--mixed_precision", choices=("no", "bf16"), default="no")
     parser.add_argument("--logging_steps", type=int, default=20)
     parser.add_argument("--save_steps", type=int, default=0, help="steps between checkpoints; 0: never save")
@@ -119,7 +121,7 @@ def evaluate(accelerator: CompressOptAccelerator, model: torch.nn.Module, loader
 def main() -> None:
     """Read the arguments, train, save and evaluate."""
     args = parse_arguments()
-    freeze_step = args.freeze_step or max(1, args.max_steps // 5)
+    freeze_step = args.freeze_step or max(100, args.max_steps // 5)
     accelerator = CompressOptAccelerator(
         cpu=args.use_cpu,
         mixed_precision=args.mixed_precision,

@@ -51,7 +51,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, default=300)
     parser.add_argument("--learning_rate", type=float, default=1e-3, help="peak, after 10 %% of the steps; then cosine")
     parser.add_argument("--max_grad_norm", type=float, default=1.0)
-    parser.add_argument("--freeze_step", type=int, help="last step with averaged gradients (20 %% of the steps)")
+    parser.add_argument(
+        "--freeze_step", type=int, help="last step with averaged gradients (20 %% of the steps, at least 100)"
+    )
     parser.add_argument("--communicator", default="auto", help="mpi, or a backend of torch.distributed")
     parser.add_argument("--logging_steps", type=int, default=20)
     parser.add_argument("--save_steps", type=int, default=0, help="steps between checkpoints; 0: never save")
@@ -159,7 +161,7 @@ def main() -> None:
         model.parameters(),
         lr=args.learning_rate,
         weight_decay=0.01,
-        freeze_step=args.freeze_step or max(1, args.max_steps // 5),
+        freeze_step=args.freeze_step or max(100, args.max_steps // 5),
         communicator=args.communicator,
     )
     asked = args.resume_from_checkpoint

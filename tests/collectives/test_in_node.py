@@ -54,7 +54,7 @@ def expected_sum(sizes: list[int], place: int, dtype: torch.dtype, factor: float
 
 def sum_on(node: Communicator, sizes: list[int], dtype: torch.dtype, factor: float = 1.0, salt: int = 0) -> Any:
     mine = values_of(node.rank, sum(sizes), dtype, salt)
-    return node.sum_parts(sizes, lambda out: out.copy_(mine), dtype=dtype, device=mine.device, factor=factor)
+    return node.sum_parts(sizes, lambda out: out.copy_(mine), mine, factor)
 
 
 def gather_on(node: Communicator, numel: int, dtype: torch.dtype, salt: int = 0) -> Any:
@@ -178,7 +178,7 @@ def many_in_flight(rank: int, world_size: int) -> dict[str, Any]:
 
     for _ in range(20):
         with pytest.raises(ValueError, match="not these values"):
-            node.sum_parts([5] * world_size, fails, dtype=torch.float32, device=torch.device("cpu"))
+            node.sum_parts([5] * world_size, fails, torch.empty(0))
     blocks.append(len(node._memory._blocks))
     mapped = Path("/proc/self/maps").read_text().count("memfd:hf_compressopt")
     del node, copied, other, handle, total, flight, gathers, output

@@ -106,7 +106,7 @@ def test_zero_stage_in_optim_args_wraps_element_wise_optimizers_and_lamb(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"optim": "onebit_adam", "optim_args": "zero_stage=2"}, "--optim zero2_adamw"),
+        ({"optim": "onebit_lamb", "optim_args": "zero_stage=2"}, "--optim zero2_adamw"),
         ({"optim": "adafactor", "optim_args": "zero_stage=1"}, "whole rows and columns"),
         ({"optim": "adamw_torch", "optim_args": "zero_stage=3"}, "stage must be 1 or 2, got 3"),
         ({"optim": "zero2_adamw", "optim_args": "zero_stage=1"}, "part of the optimizer's name"),

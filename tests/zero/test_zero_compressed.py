@@ -88,7 +88,7 @@ def test_real_ranks_leave_the_bits_of_the_simulation(world_size: int, share: Sha
 @pytest.mark.parametrize(
     ("nodes", "size", "share"),
     [
-        (2, 2, Share(0, 2)),
+        (2, 2, Share(1, 3)),
         (2, 3, Share(3, 6)),
         (3, 2, Share(5, 6)),
         (1, 4, Share(3, 6)),
