@@ -1,6 +1,7 @@
 """Compare what the planner predicts with what was measured, row by row.
 
-    python scripts/check_planner.py docs/network.json docs/network_low_bits.json docs/network_small_messages.json
+    python scripts/check_planner.py              # all rows of docs/
+    python scripts/check_planner.py ROWS.json
 
 The rows are those of benchmark_network.py; the compute-only row of each link, model and number of ranks is the
 --compute-seconds of the others. What else the model asks of a machine stands below: it was measured by other
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _common import parser_of
+from _common import REPOSITORY, parser_of
 
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Model, Training
@@ -31,6 +32,10 @@ UPDATE_SECONDS = 3.36e-9  # per parameter: torch's AdamW as a loop over tensors,
 # Bytes per second that a rank sends in an all-reduce, by ranks on a core: check_link.py of recipes/multi_node.
 HOST_BANDWIDTH = {1: 1.61e9, 2: 1.19e9}
 LATENCY = 160e-6  # an all_reduce of two values by gloo
+FILES = [
+    REPOSITORY / "docs" / f"{name}.json"
+    for name in ("network", "network_low_bits", "network_small_messages", "network_large", "network_nodes")
+]
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
 
@@ -65,7 +70,7 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("rows", type=Path, nargs="+", help="JSON of benchmark_network.py")
+    parser.add_argument("rows", type=Path, nargs="*", help="JSON of benchmark_network.py", default=FILES)
     parser.add_argument("--bound", type=float, default=0.2, help="largest relative error (%(default)s)")
     arguments = parser.parse_args()
     rows = [{**row, "file": file} for file in arguments.rows for row in json.loads(file.read_text())]
@@ -82,8 +87,8 @@ def main() -> int:
         measured = statistics.median(row["seconds"])
         errors.append(predicted / measured - 1)
         print(
-            f"| {row['model']} | {row['ranks']} | {row['link']} | {row['method']} | {measured * 1e3:.0f} "
-            f"| {predicted * 1e3:.0f} | {errors[-1] * 100:+.1f} |"
+            f"| {row['model']} | {row['ranks']}{_on_nodes(row)} | {row['link']} | {row['method']} "
+            f"| {measured * 1e3:.0f} | {predicted * 1e3:.0f} | {errors[-1] * 100:+.1f} |"
         )
     if not errors:
         print("no row of a predicted method with its compute-only row", file=sys.stderr)
@@ -92,6 +97,11 @@ def main() -> int:
     mean = statistics.fmean(map(abs, errors))
     print(f"\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
     return int(abs(largest) > arguments.bound)
+
+
+def _on_nodes(row: dict[str, Any]) -> str:
+    per_node = row.get("per_node", 1)
+    return "" if per_node == 1 else f" on {row['ranks'] // per_node} nodes"
 
 
 def place(row: dict[str, Any]) -> tuple[Path, str, int, int, str]:

@@ -189,10 +189,11 @@ class Model:
         nbytes = sum(IntegerFormat(bits).chunk_nbytes(bucket, count))
         one, number = one_phase(self.cluster, grad * bucket, nbytes), params / bucket
         scatter, gather = one * number, all_gather(self.cluster, nbytes) * number
-        # gradient, 8-bit error -> message, error; the messages of a part -> their sum
-        make = self.cluster.pass_seconds((grad + 2 + 2 * message + FLOAT_BYTES / count + self._node_passes()) * params)
-        # of a part: master, parameter -> message; all messages, parameters, 8-bit lag -> parameters, lag
-        apply = self.cluster.pass_seconds((2 * FLOAT_BYTES / count + message + 2 * grad + 2) * params)
+        # gradient -> slice; slice, 8-bit error -> message; these and the message -> error; messages -> values -> sum
+        make = 4 * grad + 3 + 3 * message + 2 * FLOAT_BYTES + FLOAT_BYTES / count + self._node_passes()
+        # of a part: master, parameter -> message; all messages -> values; values, parameters -> parameters
+        apply = 2 * FLOAT_BYTES / count + message + 4 * FLOAT_BYTES + 2 * grad
+        make, apply = (self.cluster.pass_seconds(nbytes * params) for nbytes in (make, apply))
         seconds = self._overlapped(bucket / params, scatter, one, make) + self.update / count + gather.seconds + apply
         return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
 

@@ -40,9 +40,12 @@ def test_the_tables_of_the_comparison() -> None:
     assert make_comparison.rendered(page, rows_of("convergence")) == page
 
 
-@pytest.mark.parametrize("name", ["network", "network_low_bits", "network_small_messages"])
+@pytest.mark.parametrize(
+    "name", ["network", "network_low_bits", "network_small_messages", "network_large", "network_nodes"]
+)
 def test_the_tables_of_the_network(name: str) -> None:
-    page, rows = (DOCS / f"{name}.md").read_text(), [Row(**row) for row in rows_of(name)]
+    page = (DOCS / f"{name}.md".replace("network_nodes", "nodes")).read_text()
+    rows = [Row(**row) for row in rows_of(name)]
     for place in {(row.model, row.ranks, row.per_node) for row in rows}:
         lines = _network_report.table([row for row in rows if (row.model, row.ranks, row.per_node) == place])
         assert "\n".join(lines) in page, place
