@@ -56,7 +56,7 @@ def load(rank: int, world_size: int, folder: str) -> dict[str, tuple[list[Tensor
     return found
 
 
-@pytest.mark.parametrize("saved_by", [2, 3])
+@pytest.mark.parametrize("saved_by", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_any_number_of_ranks_loads(saved_by: int, tmp_path: Path) -> None:
     saved = run_ranks(saved_by, save, str(tmp_path))
     for loaded_by in (1, 2, 3, 4):

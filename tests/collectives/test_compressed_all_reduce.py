@@ -148,7 +148,7 @@ def assert_adds_up(u, quantized, error, roundings=1):
 
 
 @pytest.mark.invariant(28)
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_nothing_is_lost_and_the_residual_stays_bounded(world_size):
     """Over 200 calls: sum of results = sum of mean inputs - mean residual, and the residual stops growing."""
     repeats, numel = 200, 300

@@ -95,7 +95,7 @@ def best_on_a_slow_disk(rank: int, world_size: int, arguments: dict[str, Any]) -
     return trainer.state.best_model_checkpoint
 
 
-@pytest.mark.parametrize("async_save", ["false", "true"])
+@pytest.mark.parametrize("async_save", [pytest.param("false", marks=pytest.mark.full), "true"])
 def test_all_ranks_know_the_best_checkpoint(async_save: str, tmp_path: Path) -> None:
     """Each rank finds the best checkpoint by its folder, before all ranks load it behind a barrier."""
     arguments = {

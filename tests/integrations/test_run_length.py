@@ -135,7 +135,7 @@ def trainer_run(
     }
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam"])
+@pytest.mark.parametrize("name", ["onebit_adam", pytest.param("zero_one_adam", marks=pytest.mark.full)])
 def test_auto_find_batch_size_fits_the_schedule_to_the_run_that_is_taken(name: str, tmp_path: Path) -> None:
     arguments = {
         "auto_find_batch_size": True,

@@ -113,7 +113,7 @@ def check_draw(seed: int, directory: Path, steps: int) -> None:
         assert all(torch.isfinite(value).all() for value in result["params"].values()), what
 
 
-@pytest.mark.parametrize("seed", [100, 102, 103])
+@pytest.mark.parametrize("seed", [100, pytest.param(102, marks=pytest.mark.full), 103])
 def test_random_combinations_of_options(seed: int, tmp_path: Path) -> None:
     check_draw(seed, tmp_path, 40)
 

@@ -45,6 +45,7 @@ CROSSING = [
 #: Each has one of its kind beside it that `make test` runs.
 LONG = [
     "zero1_adamw",
+    "zero_one_adam",
     *(("adamw_torch", name, "warmup_bits=32") for name in ("zero_one_adam", "onebit_lamb")),
     *((name, "adamw_torch", "") for name in ("zero_one_adam", "onebit_lamb")),
     ("adamw_torch", "zero1_adamw", ""),

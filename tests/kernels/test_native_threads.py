@@ -171,7 +171,13 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
-@pytest.mark.parametrize("source", [FORK, FORKED_BEFORE_IMPORT], ids=["after a kernel", "before the import"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(FORK, id="after a kernel"),
+        pytest.param(FORKED_BEFORE_IMPORT, id="before the import", marks=pytest.mark.full),
+    ],
+)
 def test_a_forked_child_has_threads_of_its_own(source: str) -> None:
     result = run_python(source)
     assert result.returncode == 0, result.stderr

@@ -364,7 +364,7 @@ def train_beside_unused_parameter(rank, world_size, eps, first_seen):
 MIXED_CASE = case("mixed", MIXED_GROUPS, MIXED, lrs=COSINE)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.full), 3])
 def test_averaged_parameters(world_size):
     """The mean on all ranks, for as long as the context is open, and a run that does not notice it."""
     by_rank = run_ranks(world_size, average_on_a_rank)

@@ -217,7 +217,7 @@ def copy_and_load(rank: int, world_size: int, stops: list[int], folder: str, sta
 
 @pytest.mark.invariant(20)
 @pytest.mark.invariant(21)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_copies_state_dicts_and_checkpoints_go_on(world_size: int, tmp_path: Path) -> None:
     run_ranks(world_size, copy_and_load, [0, 2, 3, 5], str(tmp_path))
 

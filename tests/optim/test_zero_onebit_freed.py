@@ -155,7 +155,14 @@ def check_bits(ranks: list[dict[str, dict[str, Any]]]) -> None:
 
 
 @pytest.mark.invariant(1)
-@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3)))
+@pytest.mark.parametrize(
+    ("world_size", "share"),
+    [
+        pytest.param(2, Share(0, 3), id="2-share"),
+        pytest.param(3, Share(1, 3), id="3-share"),
+        *(pytest.param(ranks, Share(0, 1), id=f"{ranks}", marks=pytest.mark.full) for ranks in (2, 3)),
+    ],
+)
 def test_without_clipping_the_bits_are_those_of_stage_1(world_size: int, share: Share) -> None:
     check_bits(run_ranks(world_size, train_all, share.of(VARIANTS), {}, timeout=300))
 

@@ -74,7 +74,7 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[list[str]
 @pytest.mark.invariant(21)
 @pytest.mark.invariant(24)
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("in_shards", [False, True])
+@pytest.mark.parametrize("in_shards", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(world_size: int, in_shards: bool, tmp_path: Path) -> None:
     for found in run_ranks(world_size, resume_all, str(tmp_path) if in_shards else None):
         assert found == [[]] * len(CASES)
