@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 from _slow_network import RATES
 
-#: Layers, width, vocabulary.
-MODELS = {"10M": (6, 320, 8000), "30M": (8, 512, 8000), "100M": (12, 768, 20000), "tiny": (1, 32, 256)}
-TOKENS = 128
+#: Layers, width, vocabulary, and the tokens of an example: few of them compute as little as a faster device would.
+MODELS = {
+    "10M": (6, 320, 8000, 128),
+    "30M": (8, 512, 8000, 128),
+    "100M": (12, 768, 20000, 128),
+    "100M, 16 tokens": (12, 768, 20000, 16),
+    "tiny": (1, 32, 256, 128),
+}
 SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
 LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
 
@@ -24,6 +29,8 @@ class Method:
         optim_args: Trainer's ``--optim_args``; ``{per_node}`` stands for the ranks of a node.
         hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
         partitioned: Whether the optimizer is torch's ZeroRedundancyOptimizer of AdamW.
+        between: What FSDP2 sends between the nodes, in the nodes of which it shards the model: "bfloat16" or "int4";
+            "" without FSDP2.
         bytes_per_parameter: What a rank sends in a step, by the formula; of W ranks.
     """
 
@@ -32,7 +39,13 @@ class Method:
     optim_args: str = ""
     hook: str = ""
     partitioned: bool = False
+    between: str = ""
     bytes_per_parameter: Callable[[int], float] | None = None
+
+    @property
+    def needs_nodes(self) -> bool:
+        """Whether it needs several ranks on a node."""
+        return bool(self.between) or "{per_node}" in self.optim_args
 
 
 def ring(itemsize: float) -> Callable[[int], float]:
@@ -80,6 +93,8 @@ METHODS = {
         f"freeze_step={SWITCH},clip=late",
         bytes_per_parameter=ring(SIGN_BYTES),
     ),
+    "hsdp_16": Method("HSDP of FSDP2, 16-bit gradients", "adamw_torch", between="bfloat16"),
+    "hsdp_int4": Method("HSDP of FSDP2, int4 gradients between nodes", "adamw_torch", between="int4"),
     "first_stage": Method(
         "OnebitAdam, first stage",
         "onebit_adam",

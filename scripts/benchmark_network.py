@@ -5,7 +5,7 @@
     python scripts/benchmark_network.py --loopback                         # without the right to make networks
 
 Every rank, or every node, has a network namespace and a shaped link of its own (_slow_network.py). Each rank trains the
-same GPT-2-like model with transformers' Trainer, one method after the other, and that several times over, so that a
+same GPT-2-like model (_network_training.py), one method after the other, and that several times over, so that a
 slow spell of the machine meets all methods. Times are those of whole steps in the stage that a method spends most of a
 run in; bytes are the interface's own. A report that is there already keeps its rows of other models, numbers of ranks,
 links and methods.
@@ -18,15 +18,13 @@ import json
 import signal
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from _common import check_least, in_turn, parser_of
-from _network_methods import LONGEST_INTERVAL, METHODS, MODELS, SWITCH, TOKENS, Row
+from _network_methods import LONGEST_INTERVAL, METHODS, MODELS, Row
 from _network_report import merged, report, write_report
+from _network_training import train
 from _slow_network import (
     RATES,
     Network,
@@ -34,102 +32,9 @@ from _slow_network import (
     add_link_arguments,
     check_report,
     check_rights,
-    nothing_hook,
     ranks_on_links,
-    sent_bytes,
     serve,
 )
-
-# --------------------------------------------------------------------------------------------------- one rank
-
-
-def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
-    """Train with one method. Returns seconds of each step, and bytes that left, of the last steps."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-
-    import hf_compressopt.auto  # noqa: F401
-
-    method, steps = METHODS[order["method"]], int(order["steps"])
-    layers, width, vocabulary = MODELS[order["model"]]
-    torch.manual_seed(0)
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // 64), "vocab_size": vocabulary}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(n_positions=TOKENS, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes, **dropout)
-    model = GPT2LMHeadModel(config)
-    examples = [{"input_ids": row, "labels": row} for row in torch.randint(0, vocabulary, (64, TOKENS))]
-    warmup = SWITCH + 5  # 0/1 Adam's intervals are at their longest then: a step at a multiple of it is a sync
-
-    class Watch(TrainerCallback):  # type: ignore[misc]
-        """Times of steps, between barriers; the interface's counter around the last ones."""
-
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-            self.sent: list[int] = []
-
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            wrapped = trainer.model_wrapped
-            if method.hook and isinstance(wrapped, DistributedDataParallel):
-                register(wrapped)
-
-        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step in (warmup, warmup + steps):
-                dist.barrier()
-                self.sent.append(sent_bytes(interface))
-            if state.global_step >= warmup:
-                self.ends.append(time.perf_counter())
-
-    def register(wrapped: DistributedDataParallel) -> None:
-        if method.hook == "none":
-            wrapped.register_comm_hook(None, nothing_hook)
-        elif method.hook == "fp16":
-            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        else:
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    class Partitioned(ZeroRedundancyOptimizer):
-        """Torch's, for Accelerate, which reads and loads a state dict when it wraps an optimizer."""
-
-        def state_dict(self) -> dict[str, Any]:
-            return torch.optim.Optimizer.state_dict(self)
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """There is no state yet."""
-
-    watch = Watch()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            ddp_backend="gloo",
-            ddp_bucket_cap_mb=1000 if method.hook == "powersgd" else 25,  # it needs one bucket on gloo
-            ddp_find_unused_parameters=False,
-            optim=method.optim,
-            optim_args=method.optim_args.format(per_node=order["per_node"]) or None,
-            per_device_train_batch_size=1,
-            max_steps=warmup + steps,
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            max_grad_norm=0.0,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        optimizers: Any = (None, None)
-        if method.partitioned:
-            optimizers = (Partitioned(model.parameters(), torch.optim.AdamW, lr=arguments.learning_rate), None)
-        trainer = Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[watch], optimizers=optimizers)
-        trainer.train()
-    seconds = [after - before for before, after in zip(watch.ends, watch.ends[1:], strict=False)]
-    numel = sum(p.numel() for p in model.parameters())
-    return {"seconds": seconds, "sent": watch.sent[1] - watch.sent[0], "numel": numel}
-
 
 # ----------------------------------------------------------------------------------------------------- measuring
 
@@ -189,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--ranks-per-node needs --nodes of 2 or more, and links of their own: no --loopback")
     if arguments.nodes is not None:
         arguments.ranks = [arguments.nodes * arguments.ranks_per_node]
-    levels = [name for name in METHODS if "{per_node}" in METHODS[name].optim_args]
+    levels = [name for name, method in METHODS.items() if method.needs_nodes]
     if arguments.methods is None:
         arguments.methods = [name for name in METHODS if shared or name not in levels]
     if not shared and set(levels) & set(arguments.methods):
