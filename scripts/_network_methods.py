@@ -28,6 +28,7 @@ class Method:
         optim: Trainer's ``--optim``.
         optim_args: Trainer's ``--optim_args``; ``{per_node}`` stands for the ranks of a node.
         hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
+        ddp_bucket_cap_mb: MiB of a bucket of DDP.
         partitioned: Whether the optimizer is torch's ZeroRedundancyOptimizer of AdamW.
         between: What FSDP2 sends between the nodes, in the nodes of which it shards the model: "bfloat16" or "int4";
             "" without FSDP2.
@@ -38,6 +39,7 @@ class Method:
     optim: str
     optim_args: str = ""
     hook: str = ""
+    ddp_bucket_cap_mb: int = 25
     partitioned: bool = False
     between: str = ""
     bytes_per_parameter: Callable[[int], float] | None = None
@@ -59,7 +61,9 @@ METHODS = {
     "compute": Method("compute only", "adamw_torch", hook="none"),
     "ddp": Method("DDP fp32", "adamw_torch", bytes_per_parameter=ring(4)),
     "fp16": Method("DDP, 16-bit gradients", "adamw_torch", hook="fp16", bytes_per_parameter=ring(2)),
-    "powersgd": Method("DDP, PowerSGD rank 1", "adamw_torch", hook="powersgd"),
+    "powersgd": Method(  # it needs one bucket on gloo
+        "DDP, PowerSGD rank 1", "adamw_torch", hook="powersgd", ddp_bucket_cap_mb=1000
+    ),
     "int4": Method(
         "AdamW, int4 gradients", "adamw_torch", "grad_compression=int4", bytes_per_parameter=ring(INT4_BYTES)
     ),
@@ -91,6 +95,13 @@ METHODS = {
         "OnebitAdam, clip=late",
         "onebit_adam",
         f"freeze_step={SWITCH},clip=late",
+        bytes_per_parameter=ring(SIGN_BYTES),
+    ),
+    "onebit_adam_late_16": Method(
+        "OnebitAdam, clip=late, buckets of 16 MiB",
+        "onebit_adam",
+        f"freeze_step={SWITCH},clip=late,bucket_cap_mb=16",
+        ddp_bucket_cap_mb=16,
         bytes_per_parameter=ring(SIGN_BYTES),
     ),
     "hsdp_16": Method("HSDP of FSDP2, 16-bit gradients", "adamw_torch", between="bfloat16"),

@@ -105,7 +105,7 @@ def train_by_trainer(
             output_dir=folder,
             use_cpu=True,
             ddp_backend="gloo",
-            ddp_bucket_cap_mb=1000 if method.hook == "powersgd" else 25,  # it needs one bucket on gloo
+            ddp_bucket_cap_mb=method.ddp_bucket_cap_mb,
             ddp_find_unused_parameters=False,
             optim=method.optim,
             optim_args=method.optim_args.format(per_node=per_node) or None,
