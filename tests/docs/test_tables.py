@@ -41,10 +41,10 @@ def test_the_tables_of_the_comparison() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["network", "network_low_bits", "network_small_messages", "network_large", "network_nodes"]
+    "name", ["network", "network_low_bits", "network_small_messages", "network_large", "network_nodes", "network_hsdp"]
 )
 def test_the_tables_of_the_network(name: str) -> None:
-    page = (DOCS / f"{name}.md".replace("network_nodes", "nodes")).read_text()
+    page = (DOCS / ("nodes.md" if name in ("network_nodes", "network_hsdp") else f"{name}.md")).read_text()
     rows = [Row(**row) for row in rows_of(name)]
     for place in {(row.model, row.ranks, row.per_node) for row in rows}:
         lines = _network_report.table([row for row in rows if (row.model, row.ranks, row.per_node) == place])

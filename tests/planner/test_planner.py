@@ -21,7 +21,7 @@ from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, run_python
 
-NAMES = ("network", "network_low_bits", "network_small_messages", "network_large", "network_nodes")
+NAMES = ("network", "network_low_bits", "network_small_messages", "network_large", "network_nodes", "network_hsdp")
 ROWS = [row for name in NAMES for row in json.loads((REPO_ROOT / "docs" / f"{name}.json").read_text())]
 #: Their rounds are up to 38 % apart.
 NOISY = [("10M", 4, "1 Gbit/s", method) for method in ("zero2_int4", "zero2_int4_levels")]
