@@ -13,8 +13,8 @@ WHEEL_TESTS := test_cli.py collectives/test_compressed_all_reduce.py optim/test_
 HOST_TESTS := $(patsubst tests/%,%,$(wildcard tests/integrations/test_*.py)) checkpoint/test_async_save.py
 COMPAT     := oldest newest
 
-# Two tests at a time: many have one process, and ranks wait for each other. With bytecode, which the ranks share.
-PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WORKERS),2) --dist worksteal
+# Three tests at a time: many have one process, and ranks wait for each other. With bytecode, which the ranks share.
+PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WORKERS),3) --dist worksteal
 
 .PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean
 

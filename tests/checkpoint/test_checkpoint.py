@@ -95,7 +95,11 @@ def resume(rank: int, world_size: int, directory: str, at: int, state: str) -> l
 @pytest.mark.invariant(31)
 @pytest.mark.parametrize(
     ("state", "world_size"),
-    [("float32", 1), ("float32", 2), ("float32", 3), ("float32", 4), ("compact", 1), ("compact", 2), ("compact", 3)],
+    [
+        *((state, ranks) for state in ("float32", "compact") for ranks in (1, 2)),
+        ("compact", 3),
+        *(pytest.param("float32", ranks, marks=pytest.mark.full) for ranks in (3, 4)),
+    ],
 )
 def test_resume_is_the_uninterrupted_run(state: str, world_size: int, tmp_path: Path) -> None:
     whole = run_ranks(world_size, save_and_go_on, str(tmp_path), state)

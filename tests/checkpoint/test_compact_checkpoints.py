@@ -114,7 +114,7 @@ def bytes_of_a_save(rank: int, world_size: int, folder: str) -> dict[str, list[T
     return shown
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_files_hold_what_memory_holds(world_size: int, tmp_path: Path) -> None:
     ranks = run_ranks(world_size, bytes_of_a_save, str(tmp_path))
     for name in NAMES:

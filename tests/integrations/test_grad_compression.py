@@ -21,6 +21,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "partly_frozen": ({}, {"frozen": True}),
     "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),
 }
+#: The others are for the long tests.
+SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "scaler")
 OPTIMIZERS = ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "fused_adam", "lamb"]
 
 
@@ -32,7 +34,9 @@ def losses(result: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in result["history"] if "loss" in row]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in VARIANTS]
+)
 def test_trainer_trains_as_without_compression(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
     arguments = {"optim": "adamw_torch", "adam_epsilon": 1e-5, **arguments}

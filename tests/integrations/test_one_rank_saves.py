@@ -47,7 +47,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in load_file(folder / "model.safetensors").items() if name != "lm_head.weight"}
 
 
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("best", [pytest.param(False, marks=pytest.mark.full), True])
 def test_rank_0_alone_saves_in_callbacks_and_after_the_training(best: bool, tmp_path: Path) -> None:
     watched = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
     arguments = {"max_steps": 10, **({**watched, "load_best_model_at_end": True} if best else {})}

@@ -32,8 +32,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "partly_frozen": ({}, {"frozen": True}),
     "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),  # Accelerate itself clips before it unscales here
 }
-#: With those that compile, which take half a minute each, for the long tests.
-EACH = [pytest.param(name, marks=pytest.mark.full if "torch_compile" in VARIANTS[name][0] else ()) for name in VARIANTS]
+#: The others are for the long tests: those that compile take half a minute each.
+SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "uneven_last_window", "scaler")
+EACH = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in VARIANTS]
 
 
 def run_variant(name: str, arguments: dict[str, Any], world_size: int = 2, **more: Any) -> list[dict[str, Any]]:

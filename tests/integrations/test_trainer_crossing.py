@@ -46,6 +46,7 @@ CROSSING = [
 LONG = [
     "zero1_adamw",
     "zero_one_adam",
+    "onebit_lamb",
     *(("adamw_torch", name, "warmup_bits=32") for name in ("zero_one_adam", "onebit_lamb")),
     *((name, "adamw_torch", "") for name in ("zero_one_adam", "onebit_lamb")),
     ("adamw_torch", "zero1_adamw", ""),

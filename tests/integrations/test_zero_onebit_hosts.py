@@ -17,7 +17,7 @@ def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]
 
 
 @loads_optimizer_pt
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_trainer_trains_through_the_switch_and_resumes_in_both_stages(stage: int, tmp_path: Path) -> None:
     """The first stage has 4 of 8 steps; step 6 has an overflow on one rank."""
 

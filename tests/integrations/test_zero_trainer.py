@@ -28,6 +28,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "evaluate_first": ({}, {"evaluate_first": True}),
     "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),
 }
+#: The others are for the long tests.
+SHORT = ("plain", "accumulation", "checkpointing", "unused", "scaler")
 
 
 def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
@@ -39,7 +41,7 @@ def losses(result: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name == "torch_compile" else ()) for name in VARIANTS]
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in VARIANTS]
 )
 def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]

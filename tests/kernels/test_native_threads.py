@@ -75,7 +75,7 @@ def test_copies_of_every_kind_are_copies(instruction_set: str) -> None:
     assert out._version > version
 
 
-@pytest.fixture(params=["the host's", "our own"])
+@pytest.fixture(params=["the host's", pytest.param("our own", marks=pytest.mark.full)])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose threads the kernels work on."""
     if request.param == "our own":

@@ -44,7 +44,7 @@ def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str]]) -> li
     return [solve(rank, *row) for row in rows]
 
 
-@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3, 4)))
+@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3, 4, 1)))
 def test_equals_the_simulation_in_both_stages(world_size: int, share: Share) -> None:
     rows, expected = [], []
     for case, name in share.of((case, name) for name in SIMULATIONS for case in CASES):

@@ -117,7 +117,7 @@ def train_all(rank: int, world_size: int, names: list[str]) -> dict[str, dict[st
     return {name: train(rank, name) for name in names}
 
 
-@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3)))
+@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3, 1)))
 def test_without_clipping_the_bits_are_those_of_messages_in_the_step(world_size: int, share: Share) -> None:
     ranks = run_ranks(world_size, train_all, share.of(VARIANTS), timeout=300)
     for results in ranks:

@@ -64,7 +64,7 @@ def simulate(problem: Problem, bits: int) -> tuple[Any, list[Any]]:
 
 @pytest.mark.invariant(8)
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3, 4)))
+@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3, 4, 1)))
 def test_equals_the_simulation_in_both_stages(world_size: int, share: Share) -> None:
     rows, expected = [], []
     for number, case in share.of(enumerate(CASES)):
@@ -251,8 +251,10 @@ def load_all(rank: int, world_size: int, folder: str, stop: int, saved_by: int) 
 
 
 @pytest.mark.invariant(22)
-@pytest.mark.parametrize("saved_by", [1, 2, 3])
-@pytest.mark.parametrize("stop", [2, 5])
+@pytest.mark.parametrize(
+    ("stop", "saved_by"),
+    [(2, 3), (5, 2), (5, 3), *(pytest.param(*row, marks=pytest.mark.full) for row in [(2, 1), (2, 2), (5, 1)])],
+)
 def test_any_number_of_ranks_loads_with_and_without_zero(saved_by: int, stop: int, tmp_path: Path) -> None:
     saved = run_ranks(saved_by, save_both, str(tmp_path), stop)
     if stop < 3:

@@ -79,7 +79,7 @@ def against_the_simulation(rank: int, world_size: int, share: Share, node_size: 
 
 @pytest.mark.invariant(8)
 @pytest.mark.invariant(29)
-@pytest.mark.parametrize(("world_size", "share"), spread(1, shared=(2, 3, 4)))
+@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3, 4, 1)))
 def test_real_ranks_leave_the_bits_of_the_simulation(world_size: int, share: Share) -> None:
     for found in run_ranks(world_size, against_the_simulation, share):
         assert found == [[]] * len(share.of(SIMULATED))
