@@ -50,6 +50,7 @@ def load(connection: Any, rank: int, store: str, directory: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from Linux's /proc")
 def test_a_load_grows_by_the_ranks_own_share_and_64_mb_at_most(tmp_path: Path) -> None:
     written = run_ranks(4, save, str(tmp_path / "checkpoint"), timeout=240)[0]

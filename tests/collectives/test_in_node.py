@@ -133,7 +133,7 @@ def exchanges(rank: int, world_size: int, size: int) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize(("world_size", "size"), [(2, 2), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("world_size", "size"), [(2, 2), (4, 2), pytest.param(6, 3, marks=pytest.mark.full)])
 def test_shared_memory_has_the_bits_of_gloo(world_size: int, size: int) -> None:
     assert run_ranks(world_size, both_ways, size) == [[]] * world_size
     if world_size > size:

@@ -57,7 +57,9 @@ def watch(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         return {"params": params, "seen": seen, "whole": [is_whole(path) for path in folder.glob("checkpoint-*")]}
 
 
-@pytest.mark.parametrize(("name", "best"), [("onebit_adam", True), ("zero2_adamw", False)])
+@pytest.mark.parametrize(
+    ("name", "best"), [("onebit_adam", True), pytest.param("zero2_adamw", False, marks=pytest.mark.full)]
+)
 def test_what_is_replaced_goes_when_the_new_one_is_whole(name: str, best: bool, tmp_path: Path) -> None:
     arguments = {**SAVING, "optim": name, "save_total_limit": 1, "load_best_model_at_end": best, "learning_rate": 1e-3}
 

@@ -170,6 +170,7 @@ def test_seq2seq_generates_and_resumes_with_tied_weights(tmp_path: Path) -> None
     assert "shared.weight" in names and "lm_head.weight" not in names
 
 
+@pytest.mark.full
 def test_accelerate_loop_accumulates_and_resumes(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {n} of a text" for n in range(60)))

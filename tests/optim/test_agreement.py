@@ -220,7 +220,7 @@ def peaks_of_first_steps(rank: int, world_size: int, name: str) -> list[float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from Linux's /proc")
-@pytest.mark.parametrize("name", ["OnebitAdam", "ZeroOneAdam"])
+@pytest.mark.parametrize("name", ["OnebitAdam", pytest.param("ZeroOneAdam", marks=pytest.mark.full)])
 def test_the_first_steps_and_the_switch_take_no_copy_of_a_large_tensor(name: str) -> None:
     for peaks in run_ranks(2, peaks_of_first_steps, name, timeout=120):
         assert max(peaks) <= MOST, peaks

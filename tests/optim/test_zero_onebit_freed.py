@@ -270,7 +270,8 @@ def bytes_of_a_run(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[fl
     return alive.peak / numel, most, int(bucket_cap_mb * 2**20 / 4 / WIDTH**2)
 
 
-@pytest.mark.parametrize("matrices", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("matrices", [1, 2])
 def test_bytes_of_a_whole_run(matrices: int) -> None:
     """AdamW under DDP has 16 bytes per parameter: parameters, buckets that are gradients, and two moments."""
     for peak, most, in_bucket in run_ranks(4, bytes_of_a_run, (matrices + 0.01) * 4 * WIDTH**2 / 2**20):

@@ -89,7 +89,6 @@ def test_real_ranks_leave_the_bits_of_the_simulation(world_size: int, share: Sha
     ("nodes", "size", "share"),
     [
         (2, 2, Share(1, 3)),
-        (2, 3, Share(3, 6)),
         (3, 2, Share(5, 6)),
         (1, 4, Share(3, 6)),
         *(pytest.param(*nodes, Share(0, 1), marks=pytest.mark.full) for nodes in ((2, 2), (2, 3), (3, 2))),

@@ -19,7 +19,7 @@ from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 SHAPES = [(20, 17), (64,), (0, 3), (130,), (1,), (31, 9)]
 STEPS = 3
-NODES = [(2, 2), (2, 3), pytest.param(3, 2, marks=pytest.mark.full)]  # nodes, and ranks on each
+NODES = [(2, 2), *(pytest.param(*row, marks=pytest.mark.full) for row in [(2, 3), (3, 2)])]  # nodes, and ranks on each
 # what may change no bit
 FORMS: list[dict[str, Any]] = [
     {"stage": 2},
