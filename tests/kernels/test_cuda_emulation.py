@@ -88,6 +88,7 @@ class TestIntegers(IntegerSuite):
     """The suite, on the emulated GPU."""
 
 
+@pytest.mark.full
 class TestCompact(CompactSuite):
     """The suite, on the emulated GPU."""
 
