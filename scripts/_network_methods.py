@@ -46,7 +46,7 @@ class Method:
 
     @property
     def needs_nodes(self) -> bool:
-        """Whether it needs several ranks on a node."""
+        """True if the method needs several ranks on a node."""
         return bool(self.between) or "{per_node}" in self.optim_args
 
 

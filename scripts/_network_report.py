@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from _common import markdown, pyplot, write_rows
-from _network_methods import METHODS, SIGN_BYTES, Row, ring
+from _network_methods import METHODS, MODELS, SIGN_BYTES, Row, ring
 from _slow_network import RATES
 
 
@@ -46,14 +46,16 @@ def crossover(rows: Sequence[Row], mine: str, other: str) -> str:
 
 def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """Tables in Markdown."""
+    tokens = " or ".join(str(number) for number in sorted({MODELS[row.model][3] for row in rows}))
+    plain_loop = "; FSDP2 in a plain loop" if any(METHODS[row.method].between for row in rows) else ""
     lines = [
         "# Training over links of known speed",
         "",
         f"`scripts/benchmark_network.py` made this report with transformers' Trainer: ranks of {arguments.threads} "
-        f"thread(s) on {os.cpu_count()} CPU cores, 1 example of 128 tokens per rank and step, "
-        "if a table names no other number. FSDP2 is trained in a plain loop. Cells show milliseconds per step: the "
-        "median over rounds of the mean over a window of steps, the smallest and the largest in brackets, and the "
-        "multiple of the step that exchanges nothing. Bytes are those that left a rank's network interface.",
+        f"thread(s) on {os.cpu_count()} CPU cores, 1 example of {tokens} tokens per rank and step{plain_loop}. "
+        "Cells show milliseconds per step: the median over rounds of the mean over a window of steps, the smallest and "
+        "the largest in brackets, and the multiple of the step that exchanges nothing. Bytes are those that left a "
+        "rank's network interface.",
         "",
     ]
     if not arguments.loopback and arguments.report is not None and _has_picture(rows):

@@ -32,8 +32,7 @@ UPDATE_SECONDS = 3.36e-9  # per parameter: torch's AdamW as a loop over tensors,
 # Bytes per second that a rank sends in an all-reduce, by ranks on a core: check_link.py of recipes/multi_node.
 HOST_BANDWIDTH = {1: 1.61e9, 2: 1.19e9}
 LATENCY = 160e-6  # an all_reduce of two values by gloo
-NAMES = ("network", "network_low_bits", "network_small_messages", "network_large", "network_nodes", "network_hsdp")
-FILES = [REPOSITORY / "docs" / f"{name}.json" for name in NAMES]
+FILES = sorted((REPOSITORY / "docs").glob("network*.json"))
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.spreading import short
 from tests.support.trainer_runs import Run, equal_params, loads_optimizer_pt, same_on_all_ranks, train, use_accelerate
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -34,9 +35,7 @@ def losses(result: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in result["history"] if "loss" in row]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", short(VARIANTS, SHORT))
 def test_trainer_trains_as_without_compression(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
     arguments = {"optim": "adamw_torch", "adam_epsilon": 1e-5, **arguments}

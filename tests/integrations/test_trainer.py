@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.spreading import short
 from tests.support.trainer_runs import Run, equal_params, make_trainer, train
 
 FREEZE = 3
@@ -34,7 +35,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 #: The others are for the long tests: those that compile take half a minute each.
 SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "uneven_last_window", "scaler")
-EACH = [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in VARIANTS]
+EACH = short(VARIANTS, SHORT)
 
 
 def run_variant(name: str, arguments: dict[str, Any], world_size: int = 2, **more: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.spreading import short
 from tests.support.trainer_runs import Run, equal_params, train
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -40,9 +41,7 @@ def losses(result: dict[str, Any]) -> list[float]:
     return [row["loss"] for row in result["history"] if "loss" in row]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.full) for name in VARIANTS]
-)
+@pytest.mark.parametrize("name", short(VARIANTS, SHORT))
 def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
     arguments = {"output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 1e-3, **arguments}

@@ -21,8 +21,8 @@ from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from tests.support.harness import run_ranks
 from tests.support.launching import REPO_ROOT, run_python
 
-NAMES = ("network", "network_low_bits", "network_small_messages", "network_large", "network_nodes", "network_hsdp")
-ROWS = [row for name in NAMES for row in json.loads((REPO_ROOT / "docs" / f"{name}.json").read_text())]
+FILES = sorted((REPO_ROOT / "docs").glob("network*.json"))
+ROWS = [row for file in FILES for row in json.loads(file.read_text())]
 #: Their rounds are up to 38 % apart.
 NOISY = [("10M", 4, "1 Gbit/s", method) for method in ("zero2_int4", "zero2_int4_levels")]
 METHODS = {"ddp", "fp16", "int4", "int8", "zero2", "zero2_int4", "onebit_adam", "zero_one_adam", "onebit_lamb"}

@@ -1,6 +1,6 @@
-"""Cases over numbers of ranks: in `make test` each case on some numbers, in `make test-full` on every number."""
+"""Cases that `make test` takes, and those that only `make test-full` takes."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,3 +32,8 @@ def spread(*whole: int, shared: tuple[int, ...]) -> list[Any]:
         rest = Share(place, len(shared), rest=True)
         rows.append(pytest.param(ranks, rest, id=f"{ranks}-rest", marks=pytest.mark.full))
     return rows
+
+
+def short(names: Iterable[str], kept: Sequence[str]) -> list[Any]:
+    """Parameters: the names of ``kept`` in `make test`, the others in `make test-full`."""
+    return [pytest.param(name, marks=() if name in kept else pytest.mark.full) for name in names]
