@@ -304,11 +304,12 @@ RUNS: dict[str, dict[str, Run]] = {
         ),
         *(
             replace(
-                rival("DiLoCo, 32 steps", "DiLoCo", interval=32, outer_lr=outer),
-                name=f"DiLoCo, 32 steps, outer lr {outer:g}, 300 steps",
-                steps=300,
+                rival(f"DiLoCo, {interval} steps", "DiLoCo", interval=interval, outer_lr=outer),
+                name=f"DiLoCo, {interval} steps, outer lr {outer:g}, {steps} steps",
+                steps=steps,
             )
-            for outer in (0.2, 0.4, 0.7, 1.0)
+            for interval, steps in ((8, 300), (32, 300), (128, 600))
+            for outer in (0.1, 0.2, 0.4, 0.7, 1.0)
         ),
     ),
     "learning rates": rates((1e-3, 2e-3, 4e-3, 8e-3), (5e-3, 1e-2, 2e-2)),
