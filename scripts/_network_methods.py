@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from _slow_network import RATES
 
@@ -32,6 +33,9 @@ class Method:
         partitioned: Whether the optimizer is torch's ZeroRedundancyOptimizer of AdamW.
         between: What FSDP2 sends between the nodes, in the nodes of which it shards the model: "bfloat16" or "int4";
             "" without FSDP2.
+        rival: A method of scripts/rivals, in place of Trainer's; or "".
+        rival_options: Its options.
+        period: Of so many steps one exchanges what the others do not.
         bytes_per_parameter: What a rank sends in a step, by the formula; of W ranks.
     """
 
@@ -42,6 +46,9 @@ class Method:
     ddp_bucket_cap_mb: int = 25
     partitioned: bool = False
     between: str = ""
+    rival: str = ""
+    rival_options: Mapping[str, Any] = field(default_factory=dict)
+    period: int = 1
     bytes_per_parameter: Callable[[int], float] | None = None
 
     @property
@@ -49,10 +56,22 @@ class Method:
         """True if the method needs several ranks on a node."""
         return bool(self.between) or "{per_node}" in self.optim_args
 
+    @property
+    def in_plain_loop(self) -> bool:
+        """True if Trainer does not train it."""
+        return bool(self.between or self.rival)
+
 
 def ring(itemsize: float) -> Callable[[int], float]:
     """Bytes that a rank sends per parameter in an all-reduce of values of this size."""
     return lambda world_size: 2 * (world_size - 1) / world_size * itemsize
+
+
+def local_steps(title: str, rival: str, interval: int, **options: Any) -> Method:
+    """A method whose ranks step alone, and average parameters every ``interval`` steps."""
+    options = {"interval": interval, **options}
+    sent = ring(4 / interval)
+    return Method(title, "", rival=rival, rival_options=options, period=interval, bytes_per_parameter=sent)
 
 
 SIGN_BYTES = 1 / 8 + 4 / 4096  # a bit, and its share of a block's scale
@@ -116,9 +135,19 @@ METHODS = {
         "ZeroOneAdam",
         "zero_one_adam",
         f"var_freeze_step={SWITCH},local_step_scaler=1,local_step_clipper={LONGEST_INTERVAL}",
+        period=LONGEST_INTERVAL,
         bytes_per_parameter=lambda world_size: ring(SIGN_BYTES)(world_size) / LONGEST_INTERVAL,
     ),
     "onebit_lamb": Method("OnebitLamb", "onebit_lamb", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
+    "powersgd_1": Method("PowerSGD rank 1", "", rival="PowerSGD", rival_options={"rank": 1, "start": 2}),
+    "powersgd_4": Method("PowerSGD rank 4", "", rival="PowerSGD", rival_options={"rank": 4, "start": 2}),
+    "local_sgd_8": local_steps("LocalSGD, 8 steps", "LocalSGD", 8),
+    "diloco_8": local_steps("DiLoCo, 8 steps", "DiLoCo", 8),
+    "diloco_32": local_steps("DiLoCo, 32 steps", "DiLoCo", 32),
+    "diloco_128": local_steps("DiLoCo, 128 steps", "DiLoCo", 128),
+    "demo_8": Method("DeMo, k=8", "", rival="DeMo", rival_options={"k": 8}),
+    "demo_32": Method("DeMo, k=32", "", rival="DeMo", rival_options={"k": 32}),
+    "sign_sgd": Method("signSGD, majority vote", "", rival="SignSGD", bytes_per_parameter=ring(1 / 8)),
 }
 
 

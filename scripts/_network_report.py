@@ -47,7 +47,8 @@ def crossover(rows: Sequence[Row], mine: str, other: str) -> str:
 def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """Tables in Markdown."""
     tokens = " or ".join(str(number) for number in sorted({MODELS[row.model][3] for row in rows}))
-    plain_loop = "; FSDP2 in a plain loop" if any(METHODS[row.method].between for row in rows) else ""
+    others = {METHODS[row.method].title for row in rows if METHODS[row.method].in_plain_loop}
+    plain_loop = f" ({', '.join(sorted(others))}: in a plain loop)" if others else ""
     lines = [
         "# Training over links of known speed",
         "",

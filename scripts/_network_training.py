@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from _network_methods import METHODS, MODELS, SWITCH, Method
@@ -52,7 +52,9 @@ def train(order: dict[str, Any], interface: str) -> dict[str, Any]:
     model = GPT2LMHeadModel(config)
     numel, rows = sum(p.numel() for p in model.parameters()), torch.randint(0, vocabulary, (64, tokens))
     watch = Watch(steps, interface)
-    if method.between:
+    if method.rival:
+        train_rival(model, rows, method, WARMUP + steps, watch.end_step)
+    elif method.between:
         train_sharded(model, rows, method, order["per_node"], WARMUP + steps, watch.end_step)
     else:
         train_by_trainer(model, rows, method, order["per_node"], WARMUP + steps, watch.end_step)
@@ -151,9 +153,43 @@ def train_sharded(
     if method.between != "bfloat16":
         compress_fsdp(model, mesh, method.between)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    for step in range(steps):
-        row = rows[(step * world_size + rank) % len(rows)].unsqueeze(0)
-        model(input_ids=row, labels=row).loss.backward()
+    for number, loss in enumerate(losses(model, rows, rank, world_size, steps), start=1):
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        end_step(step + 1)
+        end_step(number)
+
+
+def train_rival(model: Any, rows: Any, method: Method, steps: int, end_step: Callable[[int], None]) -> None:
+    """Train in a plain loop with a method of scripts/rivals, around AdamW or as the optimizer."""
+    import torch
+    from rivals import OPTIMIZERS, RIVALS
+
+    from hf_compressopt.collectives.torch_dist import TorchCommunicator
+    from hf_compressopt.collectives.traffic import Traffic
+
+    communicator = TorchCommunicator(None, device=torch.device("cpu"), traffic=Traffic())
+    options = dict(method.rival_options)
+    if method.rival in OPTIMIZERS:
+        rival = None
+        optimizer = OPTIMIZERS[method.rival](model.parameters(), lr=LR, communicator=communicator, **options)
+    else:
+        rival = RIVALS[method.rival](model.parameters(), communicator, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    ranks = communicator.rank, communicator.world_size
+    for number, loss in enumerate(losses(model, rows, *ranks, steps), start=1):
+        loss.backward()
+        if rival is not None:
+            rival.gradients()
+        optimizer.step()
+        if rival is not None:
+            rival.parameters(last=False)
+        optimizer.zero_grad()
+        end_step(number)
+
+
+def losses(model: Any, rows: Any, rank: int, world_size: int, steps: int) -> Iterator[Any]:
+    """The loss of every step's example of a rank."""
+    for step in range(steps):
+        row = rows[(step * world_size + rank) % len(rows)].unsqueeze(0)
+        yield model(input_ids=row, labels=row).loss

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import statistics
 import sys
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from _common import check_least, in_turn, parser_of
-from _network_methods import LONGEST_INTERVAL, METHODS, MODELS, Row
+from _network_methods import LONGEST_INTERVAL, METHODS, MODELS, Method, Row
 from _network_report import merged, report, write_report
 from _network_training import train
 from _slow_network import (
@@ -39,10 +40,11 @@ from _slow_network import (
 # ----------------------------------------------------------------------------------------------------- measuring
 
 
-def steps_for(link: str, arguments: argparse.Namespace) -> int:
-    """Steps of a window: 0/1 Adam's longest interval, or fewer on links where a step takes many seconds."""
+def steps_for(method: Method, link: str, arguments: argparse.Namespace) -> int:
+    """Steps of a window: fewer on links where a step takes many seconds, but whole periods of the method."""
     rate = RATES[link]
-    return int(arguments.slow_steps if rate is not None and rate < 2e8 else arguments.steps)
+    steps: int = arguments.slow_steps if rate is not None and rate < 2e8 else arguments.steps
+    return math.ceil(steps / method.period) * method.period
 
 
 def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> Iterator[list[Row]]:
@@ -56,7 +58,7 @@ def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks
             names = list(arguments.methods)
             for number in range(arguments.rounds):
                 for name in in_turn(names, number):
-                    steps = LONGEST_INTERVAL if name == "zero_one_adam" else steps_for(link, arguments)
+                    steps = steps_for(METHODS[name], link, arguments)
                     answers = ranks.order(method=name, model=model, steps=steps, per_node=per_node)
                     mean = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
                     sent = statistics.fmean(answer["sent"] for answer in answers) / steps
@@ -82,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of each rank (%(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["10M", "30M"])
     add_link_arguments(parser, list(RATES))
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="all that the nodes can have")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="all but rivals, as the nodes can")
     parser.add_argument("--rounds", type=int, default=3, help="how often the methods take turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=LONGEST_INTERVAL, help="measured in each turn (%(default)s)")
     parser.add_argument("--slow-steps", type=int, default=4, help="the same at 100 Mbit/s (%(default)s)")
@@ -96,7 +98,8 @@ def parse_arguments() -> argparse.Namespace:
         arguments.ranks = [arguments.nodes * arguments.ranks_per_node]
     levels = [name for name, method in METHODS.items() if method.needs_nodes]
     if arguments.methods is None:
-        arguments.methods = [name for name in METHODS if shared or name not in levels]
+        mine = [name for name, method in METHODS.items() if not method.rival]
+        arguments.methods = [name for name in mine if shared or name not in levels]
     if not shared and set(levels) & set(arguments.methods):
         parser.error(f"--methods: {', '.join(levels)} need --ranks-per-node of 2 or more")
     check_report(parser, arguments.report)

@@ -52,6 +52,19 @@ def test_loopback(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_methods_of_others(tmp_path: Path) -> None:
+    report = tmp_path / "rivals.md"
+    names = ["powersgd_4", "local_sgd_8", "demo_32", "sign_sgd"]
+    few = ["--models", "tiny", "--methods", *names, "--rounds", "1", "--steps", "3", "--report", str(report)]
+    text = run([*SCRIPT, "--loopback", *few]).stdout
+    assert "(DeMo, k=32, LocalSGD, 8 steps, PowerSGD rank 4, signSGD, majority vote: in a plain loop)" in text
+    rows = json.loads(report.with_suffix(".json").read_text())
+    assert [row["method"] for row in rows] == names
+    values = {row["method"]: row["sent"] / row["numel"] for row in rows}  # in bytes; of LocalSGD once in 8 steps
+    assert 0.5 <= values["local_sgd_8"] < 0.8 and all(value < 0.8 for value in values.values()), values
+
+
+@pytest.mark.full
 @needs_namespaces
 def test_every_rank_has_a_link_of_its_own_speed(tmp_path: Path) -> None:
     report = tmp_path / "network.md"
