@@ -190,7 +190,8 @@ ZERO_INT4 = Run(
     long=True,
 )
 #: Peak learning rates and outer learning rates of rivals, by the group "rivals, rates".
-DEMO_RATE, SIGN_RATE, OUTER_RATE = 3e-3, 2e-3, 0.2
+DEMO_RATE, SIGN_RATE = 3e-3, 2e-3
+OUTER_RATES = {8: 0.1, 32: 0.2, 128: 0.7}  # by the number of local steps
 ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
 SHORT = (20, 60, 100, 200, 300, 400)
 FINE_TUNING = (100, 200, 300)
@@ -214,7 +215,10 @@ RUNS: dict[str, dict[str, Run]] = {
         rival("AdamW, PowerSGD rank 1", "PowerSGD", rank=1),
         rival("AdamW, PowerSGD rank 4", "PowerSGD", rank=4),
         rival("AdamW, LocalSGD, 8 steps", "LocalSGD", interval=8),
-        *(rival(f"DiLoCo, {steps} steps", "DiLoCo", interval=steps, outer_lr=OUTER_RATE) for steps in (8, 32, 128)),
+        *(
+            rival(f"DiLoCo, {steps} steps", "DiLoCo", interval=steps, outer_lr=outer)
+            for steps, outer in OUTER_RATES.items()
+        ),
         *(rival(f"DeMo, k={k}", "DeMo", DEMO_RATE, k=k) for k in (8, 32)),
         rival("signSGD, majority vote", "SignSGD", SIGN_RATE),
         Run("AdamW, int4 gradients", "AdamW", gradients="int4", long=True),
