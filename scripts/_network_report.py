@@ -48,7 +48,7 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     """Tables in Markdown."""
     tokens = " or ".join(str(number) for number in sorted({MODELS[row.model][3] for row in rows}))
     others = {METHODS[row.method].title for row in rows if METHODS[row.method].in_plain_loop}
-    plain_loop = f" ({', '.join(sorted(others))}: in a plain loop)" if others else ""
+    plain_loop = f" (in a plain loop: {'; '.join(sorted(others))})" if others else ""
     lines = [
         "# Training over links of known speed",
         "",

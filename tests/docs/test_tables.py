@@ -40,7 +40,7 @@ def test_the_tables_of_the_comparison() -> None:
     assert make_comparison.rendered(page, rows_of("convergence")) == page
 
 
-@pytest.mark.parametrize("name", sorted(file.stem for file in DOCS.glob("network*.json")))
+@pytest.mark.parametrize("name", [*sorted(file.stem for file in DOCS.glob("network*.json")), "rivals"])
 def test_the_tables_of_the_network(name: str) -> None:
     page = (DOCS / ("nodes.md" if name in ("network_nodes", "network_hsdp") else f"{name}.md")).read_text()
     rows = [Row(**row) for row in rows_of(name)]

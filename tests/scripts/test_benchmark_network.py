@@ -57,7 +57,7 @@ def test_methods_of_others(tmp_path: Path) -> None:
     names = ["powersgd_4", "local_sgd_8", "demo_32", "sign_sgd"]
     few = ["--models", "tiny", "--methods", *names, "--rounds", "1", "--steps", "3", "--report", str(report)]
     text = run([*SCRIPT, "--loopback", *few]).stdout
-    assert "(DeMo, k=32, LocalSGD, 8 steps, PowerSGD rank 4, signSGD, majority vote: in a plain loop)" in text
+    assert "(in a plain loop: DeMo, k=32; LocalSGD, 8 steps; PowerSGD rank 4; signSGD, majority vote)" in text
     rows = json.loads(report.with_suffix(".json").read_text())
     assert [row["method"] for row in rows] == names
     values = {row["method"]: row["sent"] / row["numel"] for row in rows}  # in bytes; of LocalSGD once in 8 steps
