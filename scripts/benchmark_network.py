@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1, help="of each rank (%(default)s)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["10M", "30M"])
     add_link_arguments(parser, list(RATES))
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="all but rivals, as the nodes can")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), help="all of the package and of torch")
     parser.add_argument("--rounds", type=int, default=3, help="how often the methods take turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=LONGEST_INTERVAL, help="measured in each turn (%(default)s)")
     parser.add_argument("--slow-steps", type=int, default=4, help="the same at 100 Mbit/s (%(default)s)")

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, write_measurements
+from _slow_network import sent_bytes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,14 +171,6 @@ def finish(training: Training) -> None:
     training.optimizer.zero_grad()
 
 
-def loopback_bytes() -> int:
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])
-    raise RuntimeError("/proc/net/dev knows no loopback interface")
-
-
 def measure_memory(make: Callable[[dict[str, Any]], Training], options: dict[str, Any]) -> dict[str, Any]:
     """Live bytes in the third step. In stage 1 (and DDP) two micro-batches accumulate, as in accumulation."""
     release_memory()
@@ -214,7 +207,7 @@ def measure_time(make: Callable[[dict[str, Any]], Training], options: dict[str, 
         backward(training, options)
         finish(training)
     dist.barrier()
-    before = loopback_bytes()
+    before = sent_bytes("lo")
     seconds = []
     for _ in range(options["steps"]):
         dist.barrier()
@@ -223,7 +216,7 @@ def measure_time(make: Callable[[dict[str, Any]], Training], options: dict[str, 
         finish(training)
         dist.barrier()
         seconds.append(time.perf_counter() - start)
-    sent = (loopback_bytes() - before) / options["steps"] / dist.get_world_size()
+    sent = (sent_bytes("lo") - before) / options["steps"] / dist.get_world_size()
     dist.barrier()
     return seconds, sent
 

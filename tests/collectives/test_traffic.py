@@ -1,23 +1,12 @@
 """Bytes on the wire, counted at a network interface that nobody else uses."""
 
 import json
-import shutil
-import subprocess
 
 import pytest
 
-from tests.support.launching import REPO_ROOT, run, torchrun
+from tests.support.launching import REPO_ROOT, own_network, run, torchrun
 
 NUMEL, SCALE_BLOCK = 8_000_000, 4096
-
-
-def own_network() -> list[str]:
-    """The start of a command that runs in a network namespace of its own; [] where this user may make none."""
-    if shutil.which("unshare"):
-        for flags in ("-n", "-rn"):
-            if subprocess.run(["unshare", flags, "true"], capture_output=True).returncode == 0:
-                return ["unshare", flags, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-    return []
 
 
 @pytest.mark.full

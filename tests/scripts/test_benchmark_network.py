@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launching import REPO_ROOT, environment, run, run_python
+from tests.support.launching import REPO_ROOT, environment, own_network, run, run_python
 
 SCRIPT = [sys.executable, str(REPO_ROOT / "scripts" / "benchmark_network.py")]
 SMALL = ["--models", "tiny", "--methods", "ddp", "onebit_adam", "--rounds", "1", "--steps", "3", "--slow-steps", "3"]
@@ -54,14 +54,17 @@ def test_loopback(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_methods_of_others(tmp_path: Path) -> None:
     report = tmp_path / "rivals.md"
-    names = ["powersgd_4", "local_sgd_8", "demo_32", "sign_sgd"]
+    names = ["powersgd_1", "local_sgd_8", "demo_32", "sign_sgd"]
     few = ["--models", "tiny", "--methods", *names, "--rounds", "1", "--steps", "3", "--report", str(report)]
-    text = run([*SCRIPT, "--loopback", *few]).stdout
-    assert "(in a plain loop: DeMo, k=32; LocalSGD, 8 steps; PowerSGD rank 4; signSGD, majority vote)" in text
+    alone = own_network()
+    text = run([*alone, *SCRIPT, "--loopback", *few]).stdout
+    assert "(in a plain loop: DeMo, k=32; LocalSGD, 8 steps; PowerSGD rank 1; signSGD, majority vote)" in text
     rows = json.loads(report.with_suffix(".json").read_text())
     assert [row["method"] for row in rows] == names
     values = {row["method"]: row["sent"] / row["numel"] for row in rows}  # in bytes; of LocalSGD once in 8 steps
-    assert 0.5 <= values["local_sgd_8"] < 0.8 and all(value < 0.8 for value in values.values()), values
+    assert values["local_sgd_8"] >= 0.5 and all(value > 0 for value in values.values()), values
+    # where a namespace of its own is not allowed, other traffic on the loopback device can only add to the count
+    assert not alone or all(value < 0.8 for value in values.values()), values
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 import os
 import random
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
@@ -38,6 +39,15 @@ def environment(**more: str) -> dict[str, str]:
 def torchrun(world_size: int) -> list[str]:
     module = [sys.executable, "-m", "torch.distributed.run"]
     return [*module, "--nproc_per_node", str(world_size), "--master_port", str(free_port())]
+
+
+def own_network() -> list[str]:
+    """The start of a command that runs in a network namespace of its own; [] where this user may make none."""
+    if shutil.which("unshare"):
+        for flags in ("-n", "-rn"):
+            if subprocess.run(["unshare", flags, "true"], capture_output=True).returncode == 0:
+                return ["unshare", flags, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    return []
 
 
 def run(command: list[str], timeout: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
