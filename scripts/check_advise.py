@@ -61,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--links", nargs="+", choices=SHAPED, default=["1 Gbit/s", "100 Mbit/s"])
     parser.add_argument("--params", default="29e6", help="of the model (%(default)s)")
     parser.add_argument("--compute-seconds", default="0.25s", help="of a step, so that none is timed (%(default)s)")
+    parser.add_argument("--memory-bandwidth", default="10GB/s", help="of a rank, so that none is timed (%(default)s)")
     arguments = parser.parse_args()
     check_least(parser, arguments, {"ranks": 2})
     return arguments
@@ -70,6 +71,7 @@ def main() -> int:
     arguments = parse_arguments()
     check_rights()
     words = ["--params", arguments.params, "--compute-seconds", arguments.compute_seconds, "--use_cpu"]
+    words += ["--memory-bandwidth", arguments.memory_bandwidth]
     network, worst = Network(arguments.ranks), 0.0
     cells = [["link", "all_reduce", "all_to_all", "all_gather", "taken", "error, %", "latency, us", "advised"]]
     try:

@@ -128,11 +128,14 @@ def measure(channel: Communicator, everyone: Communicator) -> dict[str, list[Tim
 
 
 def measure_memory(everyone: Communicator) -> float:
-    """Measure the bytes per second that a rank's copies read and write, while all ranks copy. All ranks call."""
+    """Measure the bytes per second that a rank's copies read and write, while all ranks copy. All ranks call.
+
+    The fastest of several copies counts, as in STREAM: others on the machine can only make a copy slower.
+    """
     source = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=everyone.device)
     target = torch.empty_like(source)
     seconds = [_together(lambda: target.copy_(source), everyone)[0] for _ in range(_MEMORY_REPEATS + 1)]
-    return 2 * _MEMORY_BYTES / statistics.median(seconds[1:])
+    return 2 * _MEMORY_BYTES / min(seconds[1:])
 
 
 def slowest(seconds: Sequence[float], everyone: Communicator) -> list[float]:
