@@ -224,7 +224,8 @@ def _measure_step(arguments: argparse.Namespace, place: _Place, measured: dict[s
             step_time.check_memory(size, place.local)
         measured["step"] = {"params": size, "model": config.model_type, "batch_size": arguments.batch_size}
         measured["step"]["tokens"] = tokens
-        found = step_time.time_step(config, place.device, dtype, arguments.batch_size, tokens)
+        found = step_time.time_step(config, place.device, dtype, arguments.batch_size, tokens, place.local)
+        measured["step"]["at_once"] = found.at_once
         return found.seconds, found.update
 
     seconds, update = link.slowest(everyone.run_together(step, others=ValueError), everyone)
@@ -281,9 +282,12 @@ def _facts(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any
         lines.append(f"measured memory of a rank: {measured['memory_bandwidth'] / 1e9:.3g} GB/s")
     if "seconds" in measured.get("step", {}):
         step = measured["step"]
+        whole = step["at_once"] == step["batch_size"]
+        part = "" if whole else f" ({step['at_once']} x {step['tokens']} at a time, for which there is memory)"
         lines.append(
             f"measured a step of {step['params']:,} parameters ({step['model']}), {step['batch_size']} x "
-            f"{step['tokens']} tokens: {step['seconds']:.4g} s, of which AdamW's update {step['update_seconds']:.3g} s"
+            f"{step['tokens']} tokens{part}: {step['seconds']:.4g} s, of which AdamW's update "
+            f"{step['update_seconds']:.3g} s"
         )
     return [*lines, f"to predict the same: {_estimate(arguments, place)}"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +29,8 @@ _MOST_LAYERS = 256
 _NEAR = 0.05  # a stand-in has the given size within this share
 _FEWEST, _MOST, _BUDGET_SECONDS, _LIMIT_SECONDS = 3, 20, 3.0, 60.0
 _STEP_BYTES = 16  # a float32 parameter, its gradient, and two moments
+_BACKWARD_BYTES = 2  # what a step takes at its peak, of the bytes that its forward pass keeps
+_MOST_OF_MEMORY = 0.8  # of what is free
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,13 @@ class StepTime:
     Attributes:
         seconds: Forward, backward and the update by torch's fused AdamW: medians.
         update: The update's share.
+        at_once: Examples that were timed at once. Where memory has no room for all of a step, the time of some stands
+            for the others.
     """
 
     seconds: float
     update: float
+    at_once: int
 
 
 def named_config(name: str) -> PretrainedConfig:
@@ -129,12 +134,7 @@ def check_memory(params: int, ranks: int) -> None:
     Raises:
         ValueError: If it does not: the system would kill the ranks.
     """
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return
-    needed = _STEP_BYTES * params * ranks
+    free, needed = _free_memory(), _STEP_BYTES * params * ranks
     if needed > free:
         raise ValueError(
             f"a step of {params:,} parameters takes {needed / 1e9:,.1f} GB on the {ranks} rank(s) of this machine, "
@@ -142,7 +142,9 @@ def check_memory(params: int, ranks: int) -> None:
         )
 
 
-def time_step(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, batch: int, tokens: int) -> StepTime:
+def time_step(
+    config: PretrainedConfig, device: torch.device, dtype: torch.dtype, batch: int, tokens: int, ranks: int
+) -> StepTime:
     """Time forward, backward and update on random tokens, after one step that is not counted.
 
     Args:
@@ -151,17 +153,23 @@ def time_step(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
         dtype: Of the parameters.
         batch: Examples.
         tokens: Of each example.
+        ranks: Ranks of this host, which do the same now. On a CPU they share its memory, and as many examples are timed
+            at once as fit into it.
 
     Raises:
         ValueError: If the model, or its step, does not fit into the device's memory.
     """
     logging.set_verbosity_error()  # models made from configurations warn of what only training needs
+    free = _free_memory() / ranks
     try:
         with torch.device(device):
             model = _make(config).to(dtype).train()
             ids = torch.randint(0, config.get_text_config().vocab_size, (batch, tokens))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        return _time(lambda: model(input_ids=ids, labels=ids).loss.backward(), optimizer, device)
+        at_once = _examples_at_once(model, ids, free) if device.type == "cpu" else batch
+        some = ids[:at_once]
+        seconds, update = _time(lambda: model(input_ids=some, labels=some).loss.backward(), optimizer, device)
+        return StepTime((seconds - update) * batch / at_once + update, update, at_once)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"a step of {batch} x {tokens} tokens does not fit into the memory of {device} ({_first_line(error)}): "
@@ -169,7 +177,51 @@ def time_step(config: PretrainedConfig, device: torch.device, dtype: torch.dtype
         ) from None
 
 
-def _time(backward: Callable[[], object], optimizer: torch.optim.Optimizer, device: torch.device) -> StepTime:
+def _free_memory() -> float:
+    """Return this host's free bytes; infinity if the system does not tell."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return math.inf
+
+
+def _examples_at_once(model: nn.Module, ids: Tensor, free: float) -> int:
+    """Return how many of the examples a step in so many free bytes can take, from what one of them keeps.
+
+    Raises:
+        ValueError: If it cannot take one.
+    """
+    held, kept = _STEP_BYTES * sum(param.numel() for param in model.parameters()), _kept_bytes(model, ids[:1])
+    if held + kept > free:
+        raise ValueError(
+            f"a step of one example of {ids.shape[1]} tokens takes more than the {free / 1e9:,.1f} GB that this "
+            "machine has for each rank: give fewer --tokens, or --compute-seconds"
+        )
+    return int(min(len(ids), max(1.0, (_MOST_OF_MEMORY * free - held) / (_BACKWARD_BYTES * kept))))
+
+
+def _kept_bytes(model: nn.Module, ids: Tensor) -> int:
+    """Count the bytes that a forward pass keeps for the backward pass, beside parameters."""
+    own = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()  # with its graph it would be in a circle of references
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = model(input_ids=ids, labels=ids)
+    del output
+    return sum(kept.values())
+
+
+def _time(
+    backward: Callable[[], object], optimizer: torch.optim.Optimizer, device: torch.device
+) -> tuple[float, float]:
+    """Return the median seconds of a step, and of its update."""
     rows: list[tuple[float, float]] = []
     began = time.perf_counter()
     while True:
@@ -182,7 +234,8 @@ def _time(backward: Callable[[], object], optimizer: torch.optim.Optimizer, devi
         rows.append((end - start, end - middle))
         done, spent = len(rows) - 1, end - began
         if done >= 1 and (spent > _LIMIT_SECONDS or done >= _MOST or (done >= _FEWEST and spent > _BUDGET_SECONDS)):
-            return StepTime(*(statistics.median(column) for column in zip(*rows[1:], strict=True)))
+            seconds, update = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+            return seconds, update
 
 
 def _now(device: torch.device) -> float:

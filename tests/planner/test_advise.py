@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_compressopt.planner import advice, link, report
 from hf_compressopt.planner.cost import Cluster, Model, Training
@@ -119,6 +120,38 @@ def test_what_cannot_be_timed_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             call()
+
+
+def test_as_many_examples_are_timed_at_once_as_fit_into_memory() -> None:
+    from hf_compressopt.integrations import step_time
+
+    config, cpu = step_time.stand_in(100_000, 64), torch.device("cpu")
+    model = step_time._make(config)
+    held, kept = (
+        16 * sum(param.numel() for param in model.parameters()),
+        step_time._kept_bytes(model, torch.ones(1, 64).long()),
+    )
+    for examples, at_once in ((100, 8), (2.5, 2), (0.5, 1)):
+        ranks = int(0.8 * step_time._free_memory() / (held + 2 * examples * kept))
+        found = step_time.time_step(config, cpu, torch.float32, 8, 64, ranks)
+        assert found.at_once == at_once and found.seconds > found.update > 0
+    with pytest.raises(ValueError, match="one example of 64 tokens takes more than the 0.0 GB"):
+        step_time.time_step(config, cpu, torch.float32, 8, 64, 10**9)
+
+
+class Labelled(torch.nn.Sequential):
+    """A model that is called as those of transformers are."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
+def test_what_a_forward_pass_keeps_is_counted_once() -> None:
+    from hf_compressopt.integrations import step_time
+
+    model = Labelled(torch.nn.Linear(64, 64), torch.nn.Sigmoid(), torch.nn.Linear(64, 1))
+    for count in (1, 3):  # the input, and what Sigmoid returns, for itself and for the last layer
+        assert step_time._kept_bytes(model, torch.zeros(count, 64)) == 4 * count * (64 + 64)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
