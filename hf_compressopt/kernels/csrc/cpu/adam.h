@@ -211,7 +211,7 @@ int32_t square_sums(const co_segment *segments, int64_t count, double *sums, con
             NormSum sum;
             const auto *x = static_cast<const typename decltype(type)::type *>(segment.data) + begin;
             sum.add(n, [&](int64_t at, auto lanes) {
-                prefetch(x + at + kNormAhead);
+                prefetch_far(x + at + kNormAhead);
                 return lanes.get(x + at);
             });
             parts[piece] = sum.total();
