@@ -127,6 +127,7 @@ COLUMNS: dict[str, dict[str, Cell]] = {
     "max_update": {**DIFFERENCE, **STEP},
     "short runs": {**DIFFERENCE, **MEGABYTES, **SWITCH},
     "variance stage": {**DIFFERENCE, **MEGABYTES},
+    "OnebitLamb's warmup": {**DIFFERENCE, **MEGABYTES},
     "blocks": {**DIFFERENCE, **MEGABYTES, "kB per compressed step": late_step_cell},
     "floors": {**DIFFERENCE, **STEP},
     "controls": {**DIFFERENCE, **MEGABYTES},

@@ -18,6 +18,7 @@ UNCOMPRESSED = ("AdamW", "Lamb", "DeMo", "SignSGD")
 WORLD_SIZES = {
     **dict.fromkeys(("learning rates", "learning rates, GPT-2", "fine-tuning rates"), (2,)),
     "clip": (8,),
+    "OnebitLamb's warmup": (8,),
     "rivals, rates": (4,),
     **dict.fromkeys(("texts", "fine-tuning", "warmup bits", "max_update", "short runs", "variance stage"), (4,)),
     **dict.fromkeys(("blocks", "floors", "controls"), (2, 4)),
@@ -33,6 +34,7 @@ TUNING = (
     "max_update",
     "short runs",
     "variance stage",
+    "OnebitLamb's warmup",
 )
 ONE_SEED = ("many ranks", "rivals, rates", "learning rates", "learning rates, GPT-2", "fine-tuning rates")
 MB = 1e6
@@ -277,6 +279,19 @@ RUNS: dict[str, dict[str, Run]] = {
                 steps=1000,
             )
             for share in (0.1, 0.2, 0.3, 0.5)
+        ),
+    ),
+    "OnebitLamb's warmup": named(
+        Run("Lamb, 1000 steps", "Lamb", steps=1000),
+        *(
+            Run(
+                f"OnebitLamb, {bits} bits, frozen at {share:.0%}",
+                "OnebitLamb",
+                {"warmup_bits": bits},
+                freeze=share,
+                steps=1000,
+            )
+            for bits, share in ((4, 0.2), (8, 0.2), (32, 0.2), (4, 0.3), (8, 0.3), (4, 0.4))
         ),
     ),
     "blocks": named(

@@ -53,7 +53,7 @@ Trainer knows the length of the run, and has other defaults for it:
 | option | Trainer's default |
 |---|---|
 | `freeze_step` (0/1 Adam: `var_freeze_step`) | `auto`: the first step at which the variance is stable enough |
-| `max_freeze_step` | 20 % of the run (0/1 Adam with `warmup_bits=32`: 10 %) |
+| `max_freeze_step` | 20 % of the run (1-bit LAMB with `warmup_bits` below 32: 30 %; 0/1 Adam with 32: 10 %) |
 | `min_freeze_step` | as below; 1 in a run of fewer than 300 steps with `warmup_bits=32` |
 | `var_update_scaler` | the length of the run, at least 16: all steps of the variance stage are variance steps |
 | `local_step_scaler` | 10 % of the run |

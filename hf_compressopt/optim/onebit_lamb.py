@@ -14,8 +14,9 @@ Compressed stage, t > freeze_step:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,14 @@ from hf_compressopt.optim.functional import adam_options
 from hf_compressopt.optim.group_state import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.lamb import check_coefficients, lamb_step_
 from hf_compressopt.optim.options import check_at_least
-from hf_compressopt.schedules import StepPlan
+from hf_compressopt.schedules import OnebitSchedule, StepPlan
+
+
+@dataclass(frozen=True)
+class OnebitLambSchedule(OnebitSchedule):
+    """The schedule of 1-bit Adam, with a longer warmup if that sends low-bit gradients: it learns trust ratios too."""
+
+    low_bit_freeze_share: ClassVar[float] = 0.3
 
 
 class OnebitLamb(CompressedOptimizer):
@@ -54,6 +62,7 @@ class OnebitLamb(CompressedOptimizer):
         TypeError: For parameters that no option can make work.
     """
 
+    schedule_class = OnebitLambSchedule
     extra_state = (
         ExtraState("exp_avg_sq_fresh", "element"),
         ExtraState("scaling_coeff", "parameter", 1.0),

@@ -17,12 +17,11 @@ from hf_compressopt.planner.cost import (
     ONEBIT_LAMB,
     ZERO_ONE_GRADIENT,
     Model,
-    Passes,
     Step,
     average,
 )
 from hf_compressopt.planner.memory import compact_error_bytes, compressed_states, freed_gradient_bytes
-from hf_compressopt.schedules import OnebitSchedule, Stage, ZeroOneSchedule
+from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
 _MEMORY = ("parameters", "gradients", "states", "buckets", "total")
@@ -33,6 +32,7 @@ _WHOLE_RUN = "whole run"
 _EVERY_STEP = "every step"
 _FULL_PRECISION = ("DDP", "ZeRO")
 _LOW_BITS = (4, 8)
+_PASSES = {"onebit_adam": ONEBIT_ADAM, "onebit_lamb": ONEBIT_LAMB}
 #: ZeRO-2 with gradients and parameters in 4 bits.
 ZERO_INT4 = "zero2_adamw, int4"
 #: OnebitAdam with ``zero_stage=1``.
@@ -117,10 +117,10 @@ def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
         "ZeRO-2": {"": zero},
         ZERO_INT4: {"": model.zero_low_bit(4)},
         **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in _LOW_BITS},
-        "OnebitAdam": _onebit(model, ONEBIT_ADAM, steps),
-        **({ONEBIT_ZERO: _onebit(model, ONEBIT_ADAM, steps, shared_out=True)} if _is_integer(model) else {}),
+        "OnebitAdam": _onebit(model, "onebit_adam", steps),
+        **({ONEBIT_ZERO: _onebit(model, "onebit_adam", steps, shared_out=True)} if _is_integer(model) else {}),
         "ZeroOneAdam": _zero_one(model, steps),
-        "OnebitLamb": _onebit(model, ONEBIT_LAMB, steps),
+        "OnebitLamb": _onebit(model, "onebit_lamb", steps),
     }
 
 
@@ -132,10 +132,10 @@ def _is_integer(model: Model) -> bool:
     return model.training.warmup_bits in _LOW_BITS
 
 
-def _onebit(model: Model, passes: Passes, steps: int, *, shared_out: bool = False) -> dict[str, Step]:
-    schedule = OnebitSchedule().fitted(steps, (), low_bit=_is_low_bit(model))
+def _onebit(model: Model, name: str, steps: int, *, shared_out: bool = False) -> dict[str, Step]:
+    schedule = ALGORITHMS[name].schedule_class().fitted(steps, (), low_bit=_is_low_bit(model))
     first = min(schedule.last_warmup_step, steps)
-    averaged, compressed = model.shared_out() if shared_out else model.averaged(), model.compressed(passes)
+    averaged, compressed = model.shared_out() if shared_out else model.averaged(), model.compressed(_PASSES[name])
     whole = average([(first, averaged), (steps - first, compressed)])
     return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
 

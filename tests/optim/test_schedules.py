@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam
+from hf_compressopt.optim.onebit_lamb import OnebitLambSchedule
 from hf_compressopt.schedules import AUTO, OnebitSchedule, Schedule, Stage, Warmup, ZeroOneSchedule
 from tests.support.logs import log_lines
 
 LENGTHS = (1, 2, 5, 20, 60, 99, 100, 101, 299, 300, 301, 400, 499, 500, 501, 1000, 12_345)
-SCHEDULES = (OnebitSchedule, ZeroOneSchedule)
+SCHEDULES = (OnebitSchedule, OnebitLambSchedule, ZeroOneSchedule)
 
 
 def linear(warmup: int, steps: int) -> list[float]:
@@ -88,14 +89,14 @@ def test_a_short_run_of_low_bits_stays_in_its_first_stage(schedule: type[Schedul
     stays = all(plan.stage.number == 0.0 and not plan.ends_stage for plan in plans)
     assert stays == (steps < 300) == ("takes all" in fitted.describe(steps, ()))
     if not stays:
-        assert fitted.last_warmup_step == max(100, steps // 5)
-        assert f"at most {max(100, steps // 5)} of {steps} steps" in fitted.describe(steps, ())
+        last = max(100, int(steps * (0.3 if schedule is OnebitLambSchedule else 0.2)))
+        assert fitted.last_warmup_step == last and f"at most {last} of {steps} steps" in fitted.describe(steps, ())
     assert all(plan.update_variance for plan in plans if plan.stage in (Stage.WARMUP, Stage.VARIANCE))
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
 def test_a_run_in_full_precision_gives_its_first_stage_a_share(steps: int) -> None:
-    for schedule, share in ((OnebitSchedule, 5), (ZeroOneSchedule, 10)):
+    for schedule, share in ((OnebitSchedule, 5), (OnebitLambSchedule, 5), (ZeroOneSchedule, 10)):
         fitted = schedule().fitted(steps, ())
         assert fitted.last_warmup_step == max(1 if steps < 300 else 100, steps // share)
         first = [fitted.expected().plan(step) for step in range(1, min(steps, fitted.last_warmup_step) + 1)]
