@@ -112,25 +112,34 @@ def limits(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:
-    """Milliseconds per step over bandwidth, both logarithmic; the limit is dashed."""
+    """Milliseconds per step over bandwidth, both logarithmic; the limit is dashed, rivals are dotted."""
     models, counts = (list(dict.fromkeys(column)) for column in zip(*((r.model, r.ranks) for r in rows), strict=True))
     size = (6.5 * len(counts), 5 * len(models))
-    figure, grid = pyplot().subplots(len(models), len(counts), figsize=size, layout="constrained", squeeze=False)
+    plt = pyplot()
+    figure, grid = plt.subplots(len(models), len(counts), figsize=size, layout="constrained", squeeze=False)
+    drawn = [name for name in METHODS if any(row.method == name for row in rows)]
+    colours = dict(
+        zip(drawn, itertools.cycle(plt.get_cmap("tab20" if len(drawn) > 10 else "tab10").colors), strict=False)
+    )
     for (row, model), (column, ranks) in itertools.product(enumerate(models), enumerate(counts)):
         panel = grid[row][column]
         mine = [row for row in rows if (row.model, row.ranks, row.per_node) == (model, ranks, 1)]
         mine = [row for row in mine if RATES[row.link] is not None]
         panel.set_visible(bool(mine))
-        for name in METHODS:
+        for name in drawn:
             points = sorted((gigabits(row.link), median(row) * 1e3) for row in mine if row.method == name)
             if points:
-                panel.plot(*zip(*points, strict=True), marker="o", label=METHODS[name].title)
+                look = {"marker": "s", "linestyle": ":"} if METHODS[name].in_plain_loop else {"marker": "o"}
+                panel.plot(*zip(*points, strict=True), label=METHODS[name].title, color=colours[name], **look)
         if limit := sorted((gigabits(link), seconds * 1e3) for link, seconds in limits(mine).items()):
             panel.plot(*zip(*limit, strict=True), "k--", label="limit of OnebitAdam")
         panel.set(xscale="log", yscale="log", xlabel="link of each rank, Gbit/s", ylabel="ms per step")
         panel.set_title(f"{model} parameters, {ranks} ranks")
         panel.grid(True, which="both", alpha=0.2)
-        panel.legend()
+    found = {
+        label: line for panel in figure.axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(found.values(), found.keys(), loc="outside right upper")
     figure.savefig(path, dpi=110)
 
 

@@ -1,8 +1,9 @@
 """Write docs/comparison.md: this package's methods beside others, by loss, bytes, memory, and the time of a run.
 
 Losses and bytes are those of docs/convergence.json, which scripts/compare_convergence.py wrote (`--only rivals`). The
-time of a run is calculated from them, for a larger model: see the page. Only the text between `<!-- table NAME -->`
-and `<!-- end of table -->` changes, and the picture.
+time of a run is calculated from them, for a larger model: see the page. Measured steps are those of docs/rivals.json,
+by scripts/benchmark_network.py. Only the text between `<!-- table NAME -->` and `<!-- end of table -->` changes, and
+the two pictures.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from _common import REPOSITORY, parser_of, pyplot
 from _convergence_runs import MB, PARTNER, RUNS, Run
+from _network_methods import METHODS
 
 from hf_compressopt.flat import bucket_numel_of
 from hf_compressopt.planner.memory import COMPACT_FIRST, FLOAT32, compressed_states
@@ -25,6 +27,7 @@ from hf_compressopt.planner.memory import COMPACT_FIRST, FLOAT32, compressed_sta
 #: The model and the machines of the times: a step that exchanges nothing, and what of a link payload reaches.
 NUMEL, COMPUTE_SECONDS, EFFICIENCY = 29_381_632, 0.685, 0.9
 LINKS = {"1 Gbit/s": 1e9 / 8, "100 Mbit/s": 1e8 / 8}
+RANKS = (2, 4, 8)
 #: The loss that all are timed to: AdamW's last one with the same seed, times this.
 NEAR = 1.01
 #: Bytes of state per parameter of what is not this package's, on each rank.
@@ -149,6 +152,20 @@ def times(lines: Sequence[Line]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in body)
 
 
+def measured(rows: Sequence[dict[str, Any]]) -> str:
+    """Measured steps as multiples of one that exchanges nothing, as Markdown."""
+    seconds = {(row["method"], row["link"], row["ranks"]): statistics.median(row["seconds"]) for row in rows}
+    places = [(link, ranks) for link in LINKS for ranks in RANKS]
+    body = [["method", *(f"{link}, {ranks} ranks" for link, ranks in places)], ["---"] + ["---:"] * len(places)]
+    alone = [seconds["compute", link, ranks] for link, ranks in places]
+    body.append(["seconds of a step that exchanges nothing", *(f"{value:.3f}" for value in alone)])
+    for name, method in METHODS.items():
+        if name != "compute" and all((name, *place) in seconds for place in places):
+            mine = [seconds[name, link, ranks] for link, ranks in places]
+            body.append([method.title, *(f"{value / base:.2f}x" for value, base in zip(mine, alone, strict=True))])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in body)
+
+
 def rates(rows: Sequence[dict[str, Any]]) -> str:
     """The runs by which rates were chosen, as Markdown."""
     losses = {row["name"]: row["eval_loss"] for row in rows}
@@ -183,10 +200,28 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
     plt.close(figure)
 
 
+def plot_times(path: Path, lines: Sequence[Line]) -> None:
+    """Time to nearly AdamW's loss, a bar for each method: short is best."""
+    plt = pyplot()
+    figure, panels = plt.subplots(1, len(LINKS), figsize=(11, 3.8), layout="constrained")
+    for panel, (link, rate) in zip(panels, LINKS.items(), strict=True):
+        found = [(line.reached * line.seconds(rate), line.run) for line in lines if line.reached is not None]
+        found.sort(key=lambda pair: -pair[0])
+        colours = ["#1f6fb4" if ours(run) else "#8a8a8a" for _, run in found]
+        bars = panel.barh([run.name for _, run in found], [seconds for seconds, _ in found], color=colours)
+        panel.bar_label(bars, [f"{seconds:,.0f} s" for seconds, _ in found], padding=3, fontsize=9)
+        panel.set(title=f"{link}, {lines[0].ranks} ranks", xlabel="seconds to AdamW's loss + 1 %")
+        panel.margins(x=0.18)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__)
     docs = REPOSITORY / "docs"
     parser.add_argument("--rows", type=Path, default=docs / "convergence.json", help="the runs (%(default)s)")
+    parser.add_argument("--steps", type=Path, default=docs / "rivals.json", help="measured steps (%(default)s)")
     parser.add_argument("--report", type=Path, default=docs / "comparison.md", help="the page (%(default)s)")
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks of the picture (%(default)s)")
     return parser.parse_args()
@@ -194,16 +229,19 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    rows = json.loads(arguments.rows.read_text())
-    arguments.report.write_text(rendered(arguments.report.read_text(), rows))
-    plot(arguments.report.with_suffix(".png"), lines_of(rows, arguments.ranks))
-    print(f"wrote {arguments.report}, and its picture beside it")
+    rows, steps = (json.loads(path.read_text()) for path in (arguments.rows, arguments.steps))
+    arguments.report.write_text(rendered(arguments.report.read_text(), rows, steps))
+    lines = lines_of(rows, arguments.ranks)
+    plot(arguments.report.with_suffix(".png"), lines)
+    plot_times(arguments.report.with_name(f"{arguments.report.stem}_time.png"), lines)
+    print(f"wrote {arguments.report}, and its pictures beside it")
 
 
-def rendered(text: str, rows: Sequence[dict[str, Any]]) -> str:
+def rendered(text: str, rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]]) -> str:
     """The page with its tables anew."""
-    tables = {"rates": rates(rows), **{f"{ranks} ranks": table(lines_of(rows, ranks)) for ranks in (2, 4, 8)}}
-    tables |= {f"time, {ranks} ranks": times(lines_of(rows, ranks)) for ranks in (2, 4, 8)}
+    tables = {"rates": rates(rows), "steps": measured(steps)}
+    tables |= {f"{ranks} ranks": table(lines_of(rows, ranks)) for ranks in RANKS}
+    tables |= {f"time, {ranks} ranks": times(lines_of(rows, ranks)) for ranks in RANKS}
     for name, lines in tables.items():
         place = re.compile(f"(?<=<!-- table {name} -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
         text = place.sub(lambda _, lines=lines: f"{lines}\n", text, count=1)  # type: ignore[misc]

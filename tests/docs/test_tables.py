@@ -37,10 +37,10 @@ def test_the_tables_of_convergence() -> None:
 
 def test_the_tables_of_the_comparison() -> None:
     page = (DOCS / "comparison.md").read_text()
-    assert make_comparison.rendered(page, rows_of("convergence")) == page
+    assert make_comparison.rendered(page, rows_of("convergence"), rows_of("rivals")) == page
 
 
-@pytest.mark.parametrize("name", [*sorted(file.stem for file in DOCS.glob("network*.json")), "rivals"])
+@pytest.mark.parametrize("name", [*sorted(file.stem for file in DOCS.glob("network*.json")), "rivals", "avx512"])
 def test_the_tables_of_the_network(name: str) -> None:
     page = (DOCS / ("nodes.md" if name in ("network_nodes", "network_hsdp") else f"{name}.md")).read_text()
     rows = [Row(**row) for row in rows_of(name)]
