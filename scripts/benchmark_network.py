@@ -8,18 +8,20 @@ Every rank, or every node, has a network namespace and a shaped link of its own 
 same GPT-2-like model (_network_training.py), one method after the other, and that several times over, so that a
 slow spell of the machine meets all methods. Times are those of whole steps in the stage that a method spends most of a
 run in; bytes are the interface's own. A report that is there already keeps its rows of other models, numbers of ranks,
-links and methods.
+links and methods; with --missing only what it does not have is measured, so that the same command goes on after an end.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import signal
 import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from _common import check_least, in_turn, parser_of
@@ -47,30 +49,57 @@ def steps_for(method: Method, link: str, arguments: argparse.Namespace) -> int:
     return math.ceil(steps / method.period) * method.period
 
 
-def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> Iterator[list[Row]]:
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        methods: The methods that take turns, by number of ranks, model and link.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
+        """Leave out what ``rows`` has, with --missing."""
+        known = {row.place for row in rows} if arguments.missing else set()
+        links = ["unshaped"] if arguments.loopback else arguments.links
+        self.methods: dict[tuple[int, str, str], list[str]] = {}
+        for place in itertools.product(arguments.ranks, arguments.models, links):
+            count, model, link = place
+            todo = [Row(model, count, link, name, 0, [], 0.0, arguments.ranks_per_node) for name in arguments.methods]
+            if names := [row.method for row in todo if row.place not in known]:
+                self.methods[place] = names
+        self._windows = arguments.rounds * sum(map(len, self.methods.values()))
+        self._done, self._began = 0, time.monotonic()
+
+    def progress(self) -> str:
+        """Count a window, and say how many are done and how long the others take if they are like these."""
+        self._done += 1
+        left = (time.monotonic() - self._began) * (self._windows / self._done - 1)
+        return f"{self._done} of {self._windows}, about {left / 60:.0f} min left"
+
+
+def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks, plan: Plan) -> Iterator[list[Row]]:
     """The rows of every model on every link; on each the methods take turns."""
-    count, per_node = len(ranks.processes), arguments.ranks_per_node
-    for model in arguments.models:
-        for link in ["unshaped"] if network is None else arguments.links:
-            if network is not None:
-                network.shape(RATES[link])
-            rows = {name: Row(model, count, link, name, 0, [], 0.0, per_node) for name in arguments.methods}
-            names = list(arguments.methods)
-            for number in range(arguments.rounds):
-                for name in in_turn(names, number):
-                    steps = steps_for(METHODS[name], link, arguments)
-                    answers = ranks.order(method=name, model=model, steps=steps, per_node=per_node)
-                    mean = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
-                    sent = statistics.fmean(answer["sent"] for answer in answers) / steps
-                    row = rows[name]
-                    row.numel, row.sent = answers[0]["numel"], row.sent + sent / arguments.rounds
-                    row.seconds.append(mean)
-                    where = f"{model}, {count} ranks, {link}, round {number + 1}"
-                    print(f"{where}: {METHODS[name].title}: {mean * 1e3:.0f} ms", flush=True)
-            if network is None:
-                for row in rows.values():
-                    row.sent /= count  # one interface for all ranks
-            yield list(rows.values())
+    per_node = arguments.ranks_per_node
+    for (count, model, link), names in plan.methods.items():
+        if count != len(ranks.processes):
+            continue
+        if network is not None:
+            network.shape(RATES[link])
+        rows = {name: Row(model, count, link, name, 0, [], 0.0, per_node) for name in names}
+        for number in range(arguments.rounds):
+            for name in in_turn(names, number):
+                steps = steps_for(METHODS[name], link, arguments)
+                answers = ranks.order(method=name, model=model, steps=steps, per_node=per_node)
+                mean = statistics.fmean(statistics.fmean(answer["seconds"]) for answer in answers)
+                sent = statistics.fmean(answer["sent"] for answer in answers) / steps
+                row = rows[name]
+                row.numel, row.sent = answers[0]["numel"], row.sent + sent / arguments.rounds
+                row.seconds.append(mean)
+                where = f"{model}, {count} ranks, {link}, round {number + 1}"
+                print(f"{where}: {METHODS[name].title}: {mean * 1e3:.0f} ms ({plan.progress()})", flush=True)
+        if network is None:
+            for row in rows.values():
+                row.sent /= count  # one interface for all ranks
+        yield list(rows.values())
 
 
 # ----------------------------------------------------------------------------------------------------------- main
@@ -88,6 +117,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often the methods take turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=LONGEST_INTERVAL, help="measured in each turn (%(default)s)")
     parser.add_argument("--slow-steps", type=int, default=4, help="the same at 100 Mbit/s (%(default)s)")
+    parser.add_argument("--missing", action="store_true", help="only what the report does not have yet")
     arguments = parser.parse_args()
     least = {"ranks": 2, "ranks_per_node": 1, "threads": 1, "rounds": 1, "steps": 2, "slow_steps": 2}
     check_least(parser, arguments, least)
@@ -116,12 +146,13 @@ def main() -> None:
     rows: list[Row] = []
     if arguments.report is not None and (data := arguments.report.with_suffix(".json")).exists():
         rows = [Row(**row) for row in json.loads(data.read_text())]
+    plan = Plan(arguments, rows)
     try:
-        for count in arguments.ranks:
+        for count in dict.fromkeys(count for count, _, _ in plan.methods):
             per_node, loopback = arguments.ranks_per_node, arguments.loopback
             links = ranks_on_links(count, arguments.threads, __file__, loopback=loopback, per_node=per_node)
             with links as (network, ranks):
-                for fresh in measure(arguments, network, ranks):
+                for fresh in measure(arguments, network, ranks, plan):
                     rows = merged(rows, fresh)
                     if arguments.report is not None:
                         write_report(rows, arguments)

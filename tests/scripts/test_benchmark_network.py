@@ -49,6 +49,11 @@ def test_loopback(tmp_path: Path) -> None:
     assert rows["ddp"]["ranks"] == 2
     assert rows["ddp"]["sent"] > 4 * rows["ddp"]["numel"]  # 2 (W-1)/W values of 4 bytes; others may use loopback too
     assert "| OnebitAdam | " in text
+    few = [*SMALL[:3], "fp16", *SMALL[3:]]  # of these methods the report has two
+    text = run([*SCRIPT, "--loopback", *few, "--missing", "--report", str(report)]).stdout
+    assert "(1 of 1, about 0 min left)" in text
+    after = {row["method"]: row for row in json.loads(report.with_suffix(".json").read_text())}
+    assert set(after) == {"ddp", "fp16", "onebit_adam"} and all(after[name] == row for name, row in rows.items())
 
 
 @pytest.mark.full
