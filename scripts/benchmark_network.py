@@ -7,8 +7,10 @@
 Every rank, or every node, has a network namespace and a shaped link of its own (_slow_network.py). Each rank trains the
 same GPT-2-like model (_network_training.py), one method after the other, and that several times over, so that a
 slow spell of the machine meets all methods. Times are those of whole steps in the stage that a method spends most of a
-run in; bytes are the interface's own. A report that is there already keeps its rows of other models, numbers of ranks,
-links and methods; with --missing only what it does not have is measured, so that the same command goes on after an end.
+run in; bytes are the interface's own.
+
+An existing report keeps its rows of other models, numbers of ranks, links and methods. To resume an interrupted run,
+repeat its command with --missing: it measures only the rows that the report does not have.
 """
 
 from __future__ import annotations
@@ -50,14 +52,14 @@ def steps_for(method: Method, link: str, arguments: argparse.Namespace) -> int:
 
 
 class Plan:
-    """What is to be measured.
+    """The turns of the methods at each number of ranks, model and link.
 
     Attributes:
         methods: The methods that take turns, by number of ranks, model and link.
     """
 
     def __init__(self, arguments: argparse.Namespace, rows: Sequence[Row]) -> None:
-        """Leave out what ``rows`` has, with --missing."""
+        """Take all methods, with --missing only those without a row in ``rows``."""
         known = {row.place for row in rows} if arguments.missing else set()
         links = ["unshaped"] if arguments.loopback else arguments.links
         self.methods: dict[tuple[int, str, str], list[str]] = {}
@@ -132,6 +134,8 @@ def parse_arguments() -> argparse.Namespace:
         arguments.methods = [name for name in mine if shared or name not in levels]
     if not shared and set(levels) & set(arguments.methods):
         parser.error(f"--methods: {', '.join(levels)} need --ranks-per-node of 2 or more")
+    if arguments.missing and arguments.report is None:
+        parser.error("--missing needs --report: the file whose rows are not measured again")
     check_report(parser, arguments.report)
     return arguments
 

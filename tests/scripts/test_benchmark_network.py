@@ -177,6 +177,7 @@ def test_time_to_loss(tmp_path: Path) -> None:
         (["--report", "nowhere/x.md"], "there is no folder nowhere"),
         (["--ranks-per-node", "2"], "--ranks-per-node needs --nodes of 2 or more"),
         (["--methods", "int4_levels"], "need --ranks-per-node of 2 or more"),
+        (["--missing"], "--missing needs --report"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
