@@ -42,6 +42,19 @@ class MessageFormat(Protocol[AnyAverage]):
             world_size: Number of chunks.
         """
 
+    def compress_settled_(
+        self, z: Combination, error: Errors, new_error: Errors, messages: Tensor, world_size: int
+    ) -> None:
+        """Compress a bucket whose values are not kept: as :meth:`compress_`, and new_error <- u - Q(u).
+
+        Args:
+            z: See :meth:`compress_`.
+            error: Likewise.
+            new_error: n elements, in the form of ``error``, written. It may be ``error`` itself.
+            messages: See :meth:`compress_`.
+            world_size: Likewise.
+        """
+
     def average_compress_(
         self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
     ) -> None:
@@ -114,6 +127,14 @@ class SignFormat(InChunks):
     def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
         """See :meth:`MessageFormat.compress_`."""
         on(tensor_of(error)).compress_only_(z, error, messages, world_size, self.scale_block)
+
+    def compress_settled_(
+        self, z: Combination, error: Errors, new_error: Errors, messages: Tensor, world_size: int
+    ) -> None:
+        """See :meth:`MessageFormat.compress_settled_`."""
+        if tensor_of(new_error) is not tensor_of(error):
+            tensor_of(new_error).copy_(tensor_of(error))
+        self.compress_with_feedback_(z, new_error, messages, world_size)
 
     def average_compress_(
         self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int

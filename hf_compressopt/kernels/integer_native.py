@@ -6,6 +6,7 @@ The functions implement :class:`hf_compressopt.kernels.integer_protocol.IntegerK
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_compressopt.kernels.commit import Commit
 from hf_compressopt.kernels.errors import Errors, tensor_of
 from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes, integer_message_nbytes
 from hf_compressopt.kernels.library import call
-from hf_compressopt.kernels.operands import Combination
+from hf_compressopt.kernels.operands import Combination, Segment
 
 
 class IntegersRecord(ctypes.Structure):
@@ -45,20 +46,23 @@ def _average(use: Operands, y: IntegerAverage) -> Any:
     return ctypes.byref(IntegersRecord(pointer, y.numel, y.stride, y.world_size, y.bits))
 
 
-def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int) -> None:
+def compress_(
+    z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int, new_error: Errors | None = None
+) -> None:
     """See :meth:`IntegerKernels.compress_`."""
     use, nbytes = Operands(error.device, z.numel), sum(chunk_integer_message_nbytes(z.numel, world_size, bits))
     out = pointer_to("messages", messages, use.device, torch.uint8, nbytes)
     arguments = (
         use.combination(z),
         use.errors("error", error, world_size, written=False),
+        None if new_error is None else use.errors("new_error", new_error, world_size),
         out,
         z.numel,
         bits,
         world_size,
     )
     call("co_compress_integers", use.device, *arguments)
-    mark_written([messages])
+    mark_written([messages] if new_error is None else [messages, tensor_of(new_error)])
 
 
 def average_compress_(
@@ -71,6 +75,22 @@ def average_compress_(
     sent = pointer_to("out", out, use.device, torch.uint8, nbytes)
     call("co_average_integers", use.device, received, *errors, sent, use.numel, bits, world_size)
     mark_written([tensor_of(new_error), out])
+
+
+def mean_(messages: Tensor, out: Tensor, world_size: int, bits: int, factor: float) -> None:
+    """See :meth:`IntegerKernels.mean_`."""
+    use, nbytes = Operands(out.device, out.numel()), integer_message_nbytes(out.numel(), bits)
+    received = use.read("messages", messages, torch.uint8, world_size * nbytes)
+    call("co_mean_integers", use.device, received, use.floats("out", out), use.numel, bits, world_size, factor)
+    mark_written([out])
+
+
+def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
+    """See :meth:`IntegerKernels.add_`."""
+    use = Operands(y.messages.device, y.numel)
+    table = use.segments("outputs", outputs)
+    call("co_add_integers", use.device, _average(use, y), table.address, table.count, decay, scale)
+    mark_written([], outputs)
 
 
 def decompress_(y: IntegerAverage, out: Tensor) -> None:

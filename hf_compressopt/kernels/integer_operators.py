@@ -1,6 +1,7 @@
 """The kernels of b-bit integers for torch.compile and fake tensors: operators of torch, ``torch.ops.compressopt``.
 
-:func:`commit_` is the reference's, which torch can trace, and so are all with errors in 8 bits.
+:func:`commit_`, :func:`mean_` and :func:`add_` are the reference's, which torch can trace. So are all others with
+errors in 8 bits, and :func:`compress_` with new errors.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hf_compressopt.kernels import integer_native, integer_reference, library, r
 from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.integer_messages import IntegerAverage
 from hf_compressopt.kernels.integer_protocol import IntegerKernels
-from hf_compressopt.kernels.integer_reference import commit_
+from hf_compressopt.kernels.integer_reference import add_, commit_, mean_
 from hf_compressopt.kernels.operands import Combination
 
 _LIBRARY: Any = torch.library.Library("compressopt", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -26,10 +27,12 @@ _LIBRARY.define(
 _LIBRARY.define("decode_integers(Tensor messages, Tensor(a!) out, int world_size, int bits, int stride) -> ()")
 
 
-def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int) -> None:
+def compress_(
+    z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int, new_error: Errors | None = None
+) -> None:
     """See :meth:`IntegerKernels.compress_`."""
-    if not isinstance(error, Tensor):
-        return integer_reference.compress_(z, error, messages, world_size, bits)
+    if not isinstance(error, Tensor) or new_error is not None:
+        return integer_reference.compress_(z, error, messages, world_size, bits, new_error)
     torch.ops.compressopt.compress_integers(reference.values_of(z), error, messages, world_size, bits)
 
 
@@ -72,4 +75,4 @@ for _name, _function in _FUNCTIONS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"compressopt::{_name}", _nothing, lib=_LIBRARY)
 
-__all__ = ["average_compress_", "commit_", "compress_", "decompress_"]
+__all__ = ["add_", "average_compress_", "commit_", "compress_", "decompress_", "mean_"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from hf_compressopt.kernels.commit import Commit
 from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.integer_messages import IntegerAverage
-from hf_compressopt.kernels.operands import Combination
+from hf_compressopt.kernels.operands import Combination, Segment
 
 
 class IntegerKernels(Protocol):
@@ -19,10 +20,18 @@ class IntegerKernels(Protocol):
     :class:`~hf_compressopt.kernels.integers.IntegerFormat` describes Q(u) and the messages.
     """
 
-    def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int, bits: int) -> None:
-        """Compress a bucket to integers: u = z + error; messages <- Q(u).
+    def compress_(
+        self,
+        z: Combination,
+        error: Errors,
+        messages: Tensor,
+        world_size: int,
+        bits: int,
+        new_error: Errors | None = None,
+    ) -> None:
+        """Compress a bucket to integers: u = z + error; messages <- Q(u); new_error <- u - Q(u), if it is given.
 
-        The error is only read. :meth:`commit_` updates it once all ranks know that the step is finite.
+        Without it, :meth:`commit_` updates the error once all ranks know that the step is finite.
 
         Args:
             z: The n values to send, read.
@@ -30,6 +39,7 @@ class IntegerKernels(Protocol):
             messages: [sum(chunk_integer_message_nbytes(n, world_size, bits))] uint8, written.
             world_size: Number of chunks.
             bits: 4 or 8.
+            new_error: n elements, in the form of ``error``, written; it may be ``error`` itself. None: nothing.
         """
 
     def average_compress_(
@@ -54,6 +64,28 @@ class IntegerKernels(Protocol):
         Args:
             y: n elements, read.
             out: [n] float32, written.
+        """
+
+    def mean_(self, messages: Tensor, out: Tensor, world_size: int, bits: int, factor: float) -> None:
+        """Sum the messages of one chunk, in the order of :meth:`average_compress_`: out <- sum * factor.
+
+        Args:
+            messages: [world_size * integer_message_nbytes(n, bits)] uint8, one message of the chunk per rank, read.
+            out: [n] float32, written.
+            world_size: Number of messages.
+            bits: 4 or 8.
+            factor: Of the sum, such as 1 / world_size.
+        """
+
+    def add_(self, y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
+        """Add an average to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
+
+        Args:
+            y: n elements, read.
+            outputs: Segments that cover the bucket, each written in its own dtype. Those without a tensor are left
+                alone.
+            decay: Factor of what the outputs hold; 0 if they are not to be read.
+            scale: Factor of the average.
         """
 
     def commit_(self, commit: Commit[IntegerAverage]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from hf_compressopt.kernels.errors import Errors, tensor_of
 from hf_compressopt.kernels.integer_messages import INTEGER_BITS, IntegerAverage, integer_message_nbytes, scales_of
 from hf_compressopt.kernels.integer_protocol import IntegerKernels
 from hf_compressopt.kernels.messages import InChunks
-from hf_compressopt.kernels.operands import Combination
+from hf_compressopt.kernels.operands import Combination, Segment
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class IntegerFormat(InChunks):
         """See :meth:`IntegerKernels.compress_`."""
         integer_kernels(tensor_of(error)).compress_(z, error, messages, world_size, self.bits)
 
+    def compress_settled_(
+        self, z: Combination, error: Errors, new_error: Errors, messages: Tensor, world_size: int
+    ) -> None:
+        """See :meth:`~hf_compressopt.kernels.formats.MessageFormat.compress_settled_`: one pass."""
+        integer_kernels(tensor_of(error)).compress_(z, error, messages, world_size, self.bits, new_error)
+
     def average_compress_(
         self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
     ) -> None:
@@ -81,6 +88,14 @@ class IntegerFormat(InChunks):
     def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> IntegerAverage:
         """See :meth:`~hf_compressopt.kernels.formats.MessageFormat.average`."""
         return IntegerAverage(numel, messages, world_size, self.bits, stride)
+
+    def mean_(self, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
+        """See :meth:`IntegerKernels.mean_`."""
+        integer_kernels(out).mean_(messages, out, world_size, self.bits, factor)
+
+    def add_(self, y: IntegerAverage, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
+        """See :meth:`IntegerKernels.add_`."""
+        integer_kernels(y.messages).add_(y, outputs, decay, scale)
 
     def decompress_(self, y: IntegerAverage, out: Tensor) -> None:
         """See :meth:`IntegerKernels.decompress_`."""

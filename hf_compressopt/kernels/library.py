@@ -18,7 +18,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 5
+_ABI_VERSION = 6
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 
@@ -32,8 +32,10 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_average_compress": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_decompress": [c_void_p, c_void_p],
     "co_combine": [c_void_p, c_void_p, c_int64],
-    "co_compress_integers": [c_void_p, c_void_p, c_void_p, c_int64, c_int32, c_int32],
+    "co_compress_integers": [c_void_p] * 4 + [c_int64, c_int32, c_int32],
     "co_average_integers": [c_void_p] * 4 + [c_int64, c_int32, c_int32],
+    "co_mean_integers": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_float],
+    "co_add_integers": [c_void_p, c_void_p, c_int64, c_float, c_float],
     "co_decode_integers": [c_void_p, c_void_p],
     "co_commit_integers": [c_void_p] * 5 + [c_int64, c_float],
     "co_apply_adam": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_float, c_void_p],

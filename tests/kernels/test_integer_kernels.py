@@ -42,6 +42,8 @@ def test_pieces_of_several_threads(device: torch.device, bits: int) -> None:
     cases.check_compress(device, 70_001, 1, bits, segments=7)
     cases.check_average_compress(device, 70_001, 5, bits, shift=1)
     cases.check_decompress(device, 70_001, 2, bits)
+    cases.check_mean(device, 70_001, 5, bits, shift=1)
+    cases.check_add(device, 70_001, 2, bits, segments=7, decay=0.9, scale=2.0)
     cases.check_commit(device, 70_001, 2, bits, segments=7)
 
 
@@ -81,6 +83,12 @@ def test_wrong_tensors_are_refused() -> None:
             lambda: integer_native.average_compress_(message, error, torch.ones(81), message, 1, 4),
             "new_error must have 80",
         ),
+        (
+            lambda: integer_native.compress_(z, error, message, 1, 4, torch.ones(81)),
+            "new_error must have 80 elements, got 81",
+        ),
+        (lambda: integer_native.mean_(message, x, 2, 4, 0.5), "messages must have 96 elements, got 48"),
+        (lambda: integer_native.add_(y, half[:1], 1.0, 1.0), "outputs must cover 80 elements, got 40"),
         (lambda: integer_native.decompress_(IntegerAverage(80, message, 2, 4, 16), x), "stride must be at least 32"),
         (
             lambda: integer_native.decompress_(IntegerAverage(80, message[:32], 1, 4, 48), x),

@@ -195,6 +195,10 @@ def check_compress_integers(
     integer_reference.compress_(z, error, messages, world_size, bits)
     integer_native.compress_(own, own_error, own_messages, world_size, bits)
     case.check()
+    left, own_left = (error, own_error) if numel % 2 == 0 else _compact_pair(case, numel, world_size)
+    integer_reference.compress_(z, error, messages, world_size, bits, left)
+    integer_native.compress_(own, own_error, own_messages, world_size, bits, own_left)
+    case.check()
 
 
 def check_average_integers(

@@ -77,6 +77,12 @@ def check_compress(
     integer_reference.compress_(z, error, messages, world_size, bits)
     integer_native.compress_(own, own_error, own_messages, world_size, bits)
     case.check()
+    left, own_left = (error, own_error) if numel % 2 == 0 else case.normal(numel, shift=shift)
+    for tensor in (messages, own_messages):
+        tensor.fill_(7)
+    integer_reference.compress_(z, error, messages, world_size, bits, left)
+    integer_native.compress_(own, own_error, own_messages, world_size, bits, own_left)
+    case.check()
 
 
 def check_compress_values(device: torch.device, u: Tensor, bits: int) -> None:
@@ -87,6 +93,11 @@ def check_compress_values(device: torch.device, u: Tensor, bits: int) -> None:
     integer_reference.compress_(Combination.of(x), error, messages, 1, bits)
     integer_native.compress_(Combination.of(own_x), own_error, own_messages, 1, bits)
     case.check()
+    left, own_left = torch.empty_like(u), case.arena.put(torch.zeros_like(u))
+    integer_reference.compress_(Combination.of(x), error, messages, 1, bits, left)
+    integer_native.compress_(Combination.of(own_x), own_error, own_messages, 1, bits, own_left)
+    case.check()
+    assert_same_bits_but_nan(own_left, left)
 
 
 def messages_of(case: Pair, numel: int, count: int, bits: int, values: Tensor | None = None) -> Tensor:
@@ -127,6 +138,18 @@ def check_average_compress(
         assert_same_bits(own_error, before)
 
 
+def check_mean(
+    device: torch.device, numel: int, world_size: int, bits: int, *, shift: int = 0, values: Tensor | None = None
+) -> None:
+    case = Pair(Arena(device), numel + 17 * world_size)
+    messages, own_messages = case.put(messages_of(case, numel, world_size, bits, values))
+    out, own_out = torch.empty(numel), case.arena.put(torch.zeros(numel), shift)
+    integer_reference.mean_(messages, out, world_size, bits, 3.0 / world_size)
+    integer_native.mean_(own_messages, own_out, world_size, bits, 3.0 / world_size)
+    case.check()
+    assert_same_bits_but_nan(own_out, out)
+
+
 def average(
     case: Pair, numel: int, world_size: int, bits: int, values: Tensor | None = None
 ) -> tuple[IntegerAverage, IntegerAverage]:
@@ -149,6 +172,17 @@ def check_decompress(device: torch.device, numel: int, world_size: int, bits: in
     out, own_out = case.normal(numel, shift=shift)
     integer_reference.decompress_(y, out)
     integer_native.decompress_(own_y, own_out)
+    case.check()
+
+
+def check_add(
+    device: torch.device, numel: int, world_size: int, bits: int, *, segments: int, decay: float, scale: float
+) -> None:
+    case = Pair(Arena(device), numel + 31 * world_size + segments)
+    y, own_y = average(case, numel, world_size, bits)
+    outputs, own_outputs, _ = case.segments(numel, segments, missing=True)
+    integer_reference.add_(y, outputs, decay, scale)
+    integer_native.add_(own_y, own_outputs, decay, scale)
     case.check()
 
 

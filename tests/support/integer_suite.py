@@ -35,6 +35,23 @@ class IntegerSuite:
             cases.check_average_compress(device, 700, 3, bits, values=cases.SPECIAL[:count])
 
     @_BITS
+    def test_mean_of_integers(self, device: torch.device, bits: int) -> None:
+        for numel in cases.NUMELS:
+            for world_size in (1 + numel % 4, 5 + numel % 5):
+                cases.check_mean(device, numel, world_size, bits, shift=numel % 3)
+        for count in range(7, len(cases.SPECIAL) + 1):
+            cases.check_mean(device, 700, 3, bits, values=cases.SPECIAL[:count])
+
+    @_BITS
+    @pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+    def test_add_integers(self, device: torch.device, bits: int, decay: float) -> None:
+        for numel in cases.NUMELS:
+            for world_size in (1, 3):
+                cases.check_add(device, numel, world_size, bits, segments=1 + numel % 5, decay=decay, scale=numel % 3)
+        cases.check_add(device, 5003, 4, bits, segments=40, decay=decay, scale=1.0)
+        cases.check_add(device, 1009, 2, bits, segments=800, decay=decay, scale=3.0)  # more than a table holds
+
+    @_BITS
     def test_decompress_integers(self, device: torch.device, bits: int) -> None:
         for numel in cases.NUMELS:
             for world_size in (1, 3, 8):

@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 5
+#define CO_ABI_VERSION 6
 
 typedef enum {
     CO_OK = 0,
@@ -152,14 +152,25 @@ typedef struct {
     int32_t bits;       /* 4 or 8 */
 } co_integers;
 
-/* u = z + error; messages <- Q(u), world_size messages one after another, padding included. */
-CO_API int32_t co_compress_integers(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
-                                    int32_t bits, int32_t world_size, const co_exec *exec);
+/* u = z + error; messages <- Q(u), world_size messages one after another, padding included; new_error <- u - Q(u), unless
+ * it is NULL. new_error is of error's form, and may be error. */
+CO_API int32_t co_compress_integers(const co_combination *z, const co_errors *error, const co_errors *new_error,
+                                    uint8_t *messages, int64_t numel, int32_t bits, int32_t world_size,
+                                    const co_exec *exec);
 
 /* a = (the sum of world_size decoded messages, in co_average_compress's order) * (1 / world_size) + error;
  * out <- Q(a), padding included; new_error <- a - Q(a). new_error is of error's form, and may be error. */
 CO_API int32_t co_average_integers(const uint8_t *messages, const co_errors *error, const co_errors *new_error,
                                    uint8_t *out, int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec);
+
+/* out <- (the sum of world_size decoded messages, in co_average_compress's order) * factor. */
+CO_API int32_t co_mean_integers(const uint8_t *messages, float *out, int64_t numel, int32_t bits, int32_t world_size,
+                                float factor, const co_exec *exec);
+
+/* outputs <- outputs * decay + y * scale, each operation rounded to float32, and the result to their dtype; where decay
+ * is 0 outputs <- y * scale, and are not read. outputs: data == NULL leaves the output alone. */
+CO_API int32_t co_add_integers(const co_integers *y, const co_segment *outputs, int64_t count, float decay, float scale,
+                               const co_exec *exec);
 
 /* out <- y. */
 CO_API int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec);

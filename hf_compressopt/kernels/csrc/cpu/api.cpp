@@ -151,6 +151,14 @@ int32_t check_signs(const char *function, const co_exec *exec, int64_t numel, in
     return check_blocks(function, scale_block, world_size);
 }
 
+int32_t check_both_errors(const char *function, const co_errors *error, const co_errors *new_error) {
+    CO_TRY(check_errors(function, "error", error));
+    CO_TRY(check_errors(function, "new_error", new_error));
+    CO_CHECK((error->values == nullptr) == (new_error->values == nullptr), "%s: error and new_error have two forms",
+             function);
+    return CO_OK;
+}
+
 int32_t check_integers(const char *function, int64_t numel, int32_t bits, int32_t world_size) {
     CO_TRY(check_numel(function, numel));
     CO_CHECK(bits == 4 || bits == 8, "%s: bits must be 4 or 8, got %d", function, bits);
@@ -257,13 +265,14 @@ int32_t co_combine(const co_combination *z, float *out, int64_t numel, const co_
     return kernels().combine(z, out, numel, exec);
 }
 
-int32_t co_compress_integers(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
-                             int32_t bits, int32_t world_size, const co_exec *exec) {
+int32_t co_compress_integers(const co_combination *z, const co_errors *error, const co_errors *new_error,
+                             uint8_t *messages, int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec) {
     CO_TRY(check_exec(__func__, exec));
     CO_TRY(check_integers(__func__, numel, bits, world_size));
     CO_TRY(check_sending(__func__, z, numel, error, messages, "messages"));
     if (numel == 0) return CO_OK;
-    return kernels().compress_integers(z, error, messages, numel, bits, world_size, exec);
+    if (new_error != nullptr) CO_TRY(check_both_errors(__func__, error, new_error));
+    return kernels().compress_integers(z, error, new_error, messages, numel, bits, world_size, exec);
 }
 
 int32_t co_average_integers(const uint8_t *messages, const co_errors *error, const co_errors *new_error, uint8_t *out,
@@ -272,12 +281,28 @@ int32_t co_average_integers(const uint8_t *messages, const co_errors *error, con
     CO_TRY(check_integers(__func__, numel, bits, world_size));
     if (numel == 0) return CO_OK;
     CO_NOT_NULL(messages);
-    CO_TRY(check_errors(__func__, "error", error));
-    CO_TRY(check_errors(__func__, "new_error", new_error));
-    CO_CHECK((error->values == nullptr) == (new_error->values == nullptr), "%s: error and new_error have two forms",
-             __func__);
+    CO_TRY(check_both_errors(__func__, error, new_error));
     CO_NOT_NULL(out);
     return kernels().average_integers(messages, error, new_error, out, numel, bits, world_size, exec);
+}
+
+int32_t co_mean_integers(const uint8_t *messages, float *out, int64_t numel, int32_t bits, int32_t world_size,
+                         float factor, const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_integers(__func__, numel, bits, world_size));
+    if (numel == 0) return CO_OK;
+    CO_NOT_NULL(messages);
+    CO_NOT_NULL(out);
+    return kernels().mean_integers(messages, out, numel, bits, world_size, factor, exec);
+}
+
+int32_t co_add_integers(const co_integers *y, const co_segment *outputs, int64_t count, float decay, float scale,
+                        const co_exec *exec) {
+    CO_TRY(check_exec(__func__, exec));
+    CO_TRY(check_integers(__func__, y));
+    CO_TRY(check_segments(__func__, outputs, count, y->numel, false));
+    if (y->numel == 0) return CO_OK;
+    return kernels().add_integers(y, outputs, count, decay, scale, exec);
 }
 
 int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec) {

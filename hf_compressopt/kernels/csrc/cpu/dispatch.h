@@ -22,6 +22,8 @@ struct Kernels {
     decltype(&co_copy) copy;
     decltype(&co_compress_integers) compress_integers;
     decltype(&co_average_integers) average_integers;
+    decltype(&co_mean_integers) mean_integers;
+    decltype(&co_add_integers) add_integers;
     decltype(&co_decode_integers) decode_integers;
     decltype(&co_commit_integers) commit_integers;
     decltype(&co_sketch) sketch;

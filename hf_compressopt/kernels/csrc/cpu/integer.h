@@ -22,33 +22,40 @@ inline void add_error(const Combination &source, const float *error, int64_t fir
 }
 
 template <int kBits, class Errors>
-inline int32_t compress_integers(const co_combination *z, const Errors &errors, uint8_t *messages, int64_t numel,
-                                 int32_t world_size, const co_exec *exec) {
+inline int32_t compress_integers(const co_combination *z, const Errors &errors, const Errors *new_error,
+                                 uint8_t *messages, int64_t numel, int32_t world_size, const co_exec *exec) {
     Combination source(*z);
     if (source.missing()) return out_of_memory();
     IntegerMessages<kBits> to = integer_messages<kBits>(messages, numel, world_size);
+    int64_t bytes = numel * (1 + (new_error == nullptr ? 1 : 2) * Errors::kBytes + source.bytes());
     to.write_padding();
-    to.each_tile(exec, numel * (1 + Errors::kBytes + source.bytes()), [&](int64_t j, int64_t begin, int64_t end) {
+    if (new_error != nullptr) new_error->write_padding();
+    to.each_tile(exec, bytes, [&](int64_t j, int64_t begin, int64_t end) {
         alignas(64) float u[kIntegerTile], scratch[kIntegerTile];
         const float *error = errors.read(j, begin, end, scratch);
         add_error<Errors>(source, error, j * to.chunks.chunk + begin, end - begin, u);
-        write_blocks<Rest::kNone>(u, to.from(j, begin), end - begin, nullptr);
+        if (new_error == nullptr) {
+            write_blocks<Rest::kNone>(u, to.from(j, begin), end - begin, nullptr);
+            return;
+        }
+        float *left = new_error->place(j, begin, scratch);
+        write_blocks<Rest::kStored>(u, to.from(j, begin), end - begin, left);
+        new_error->write(j, begin, end, left);
     });
     return CO_OK;
 }
 
-/* out <- the mean of the messages of n elements + error. The messages lie stride bytes apart. */
-template <class Errors, int kBits>
-inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, int64_t n, const float *error,
-                     float *out) {
+/* out <- the sums of the messages of n elements, finished. The messages lie stride bytes apart. out has room for whole
+ * blocks. finish(at, some) returns what makes a vector of a sum, (place in the block, sum), for the block of some
+ * elements from at on. */
+template <int kBits, class Finish>
+inline void add_messages(Message<kBits> first, int64_t stride, int32_t world_size, int64_t n, float *out,
+                         const Finish &finish) {
     constexpr int64_t kBlockBytes = Message<kBits>::kBlockBytes;
-    Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
     alignas(64) uint8_t integers_part[kGroup * kBlockBytes];
-    alignas(64) float error_part[kIntegerBlock];
     for (int64_t at = 0; at < n; at += kIntegerBlock) {
         int64_t some = least(kIntegerBlock, n - at);
-        const float *e = error + at;
-        if (some < kIntegerBlock) e = static_cast<float *>(copy_part(error_part, sizeof(error_part), e, 4 * some));
+        const auto finished = finish(at, some);
         for (int32_t j = 0; j < world_size; j += kGroup) { /* groups of four, and then their sums */
             int count = static_cast<int>(least(kGroup, world_size - j));
             bool last = j + count == world_size;
@@ -72,14 +79,26 @@ inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, i
             float *u = out + at;
             sum_of_integers<kBits>(integers, apart, count, by, [&](int i, Vec sum) {
                 if (j > 0) sum = load(u + i) + sum;
-                if (last) {
-                    Errors::fetch(e + i + kIntegerAhead);
-                    sum = sum * inverse + load(e + i);
-                }
-                store(u + i, sum);
+                store(u + i, last ? finished(i, sum) : sum);
             });
         }
     }
+}
+
+/* out <- the mean of the messages of n elements + error. */
+template <class Errors, int kBits>
+inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, int64_t n, const float *error,
+                     float *out) {
+    Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
+    alignas(64) float error_part[kIntegerBlock];
+    add_messages(first, stride, world_size, n, out, [&](int64_t at, int64_t some) {
+        const float *e = error + at;
+        if (some < kIntegerBlock) e = static_cast<float *>(copy_part(error_part, sizeof(error_part), e, 4 * some));
+        return [e, inverse](int i, Vec sum) {
+            Errors::fetch(e + i + kIntegerAhead);
+            return sum * inverse + load(e + i);
+        };
+    });
 }
 
 /* Whether errors go to other places than they come from, past the caches. */
@@ -112,6 +131,21 @@ inline int32_t average_integers(const uint8_t *messages, const Errors &error, co
     return CO_OK;
 }
 
+template <int kBits>
+inline int32_t mean_integers(const uint8_t *messages, float *out, int64_t numel, int32_t world_size, float factor,
+                             const co_exec *exec) {
+    IntegerMessages<kBits> from = integer_messages<kBits>(messages, numel, 1);
+    from.each_tile(exec, numel * (4 + world_size), [&](int64_t, int64_t begin, int64_t end) {
+        alignas(64) float mean[kIntegerTile];
+        Vec by = set1(factor);
+        add_messages(from.from(0, begin), from.stride, world_size, end - begin, mean, [by](int64_t, int64_t) {
+            return [by](int, Vec sum) { return sum * by; };
+        });
+        memcpy(out + begin, mean, static_cast<size_t>(end - begin) * 4);
+    });
+    return CO_OK;
+}
+
 /* ---- decompression, and the commit ------------------------------------------------------------------------------- */
 
 template <int kBits>
@@ -135,6 +169,41 @@ inline void write_outputs(const Segments &outputs, int64_t begin, int64_t end, c
             each_vector(n, [&](int64_t i, auto lanes) { lanes.put(to + i, lanes.get(from + i) * by); });
         });
     });
+}
+
+/* outputs of [begin, end) <- outputs * decay + values * scale; values points to the element begin. */
+inline void add_to_outputs(const Segments &outputs, int64_t begin, int64_t end, const float *values, float decay,
+                           float scale) {
+    Vec keep = set1(decay), by = set1(scale);
+    outputs.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
+        if (segment.data == nullptr) return;
+        with_dtype(segment.dtype, [&](auto type) {
+            auto *to = static_cast<typename decltype(type)::type *>(element(segment.data, segment.dtype, offset));
+            const float *from = values + (start - begin);
+            each_vector(n, [&](int64_t i, auto lanes) {
+                lanes.put(to + i, lanes.get(to + i) * keep + lanes.get(from + i) * by);
+            });
+        });
+    });
+}
+
+template <int kBits>
+inline int32_t add_integers(const co_integers *y, const co_segment *out, int64_t count, float decay, float scale,
+                            const co_exec *exec) {
+    Segments outputs(out, count);
+    if (outputs.missing()) return out_of_memory();
+    IntegerMessages<kBits> from = integer_messages<kBits>(y->messages, y->numel, y->world_size, y->stride);
+    from.each_tile(exec, 9 * y->numel, [&](int64_t j, int64_t begin, int64_t end) {
+        int64_t first = j * from.chunks.chunk + begin, n = end - begin;
+        alignas(64) float values[kIntegerTile];
+        from.from(j, begin).decode(n, values);
+        if (decay == 0.0f) {
+            write_outputs(outputs, first, first + n, values, scale);
+        } else {
+            add_to_outputs(outputs, first, first + n, values, decay, scale);
+        }
+    });
+    return CO_OK;
 }
 
 template <int kBits, class Errors>
@@ -163,12 +232,24 @@ inline int32_t commit_integers(const co_combination *z, const Errors &errors, co
 
 /* ---- the choice of bits and of the form of errors ---------------------------------------------------------------- */
 
-int32_t compress_integers(const co_combination *z, const co_errors *error, uint8_t *messages, int64_t numel,
-                          int32_t bits, int32_t world_size, const co_exec *exec) {
+int32_t compress_integers(const co_combination *z, const co_errors *error, const co_errors *new_error,
+                          uint8_t *messages, int64_t numel, int32_t bits, int32_t world_size, const co_exec *exec) {
     return with_errors(*error, numel, world_size, [&](const auto &errors) {
-        return bits == 4 ? compress_integers<4>(z, errors, messages, numel, world_size, exec)
-                         : compress_integers<8>(z, errors, messages, numel, world_size, exec);
+        auto other = errors.another(new_error == nullptr ? *error : *new_error);
+        const auto *left = new_error == nullptr ? nullptr : &other;
+        return bits == 4 ? compress_integers<4>(z, errors, left, messages, numel, world_size, exec)
+                         : compress_integers<8>(z, errors, left, messages, numel, world_size, exec);
     });
+}
+
+int32_t mean_integers(const uint8_t *messages, float *out, int64_t numel, int32_t bits, int32_t world_size, float factor,
+                      const co_exec *exec) {
+    return (bits == 4 ? mean_integers<4> : mean_integers<8>)(messages, out, numel, world_size, factor, exec);
+}
+
+int32_t add_integers(const co_integers *y, const co_segment *outputs, int64_t count, float decay, float scale,
+                     const co_exec *exec) {
+    return (y->bits == 4 ? add_integers<4> : add_integers<8>)(y, outputs, count, decay, scale, exec);
 }
 
 int32_t average_integers(const uint8_t *messages, const co_errors *error, const co_errors *new_error, uint8_t *out,

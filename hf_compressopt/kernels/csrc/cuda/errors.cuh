@@ -74,6 +74,13 @@ inline co_status check_errors(const co_errors* error, const char* name) {
     return CO_OK;
 }
 
+inline co_status check_both_errors(const co_errors* error, const co_errors* new_error) {
+    CO_TRY(check_errors(error, "error"));
+    CO_TRY(check_errors(new_error, "new_error"));
+    CO_REQUIRE(!error->values == !new_error->values, "error and new_error are of different forms");
+    return CO_OK;
+}
+
 // A call that compresses z, or corrects errors by what was sent of z.
 inline co_status check_sending(const co_combination* z, int64_t numel, const co_errors* error) {
     CO_TRY(check_combination(z, numel));
@@ -90,6 +97,14 @@ inline CompactErrors no_errors(const CompactErrors& others) {
     CompactErrors none = others;
     none.chunks.messages = nullptr;
     return none;
+}
+
+// Others of the same bucket, of the form that the first ones have.
+inline FloatErrors another(const FloatErrors&, const co_errors& errors) { return {errors.values}; }
+inline CompactErrors another(const CompactErrors& first, const co_errors& errors) {
+    CompactErrors other = first;
+    other.chunks.messages = errors.messages;
+    return other;
 }
 
 // Call call(errors) with the form that they have.

@@ -187,6 +187,40 @@ struct DecodeIntegers {
     __device__ void operator()(const Run&, int64_t i, Span span) const { store(out + i, y.at(i), span); }
 };
 
+// The sum of the messages of one chunk, times a factor, in the order of IntegerMean.
+struct ScaledSum {
+    Integers first;
+    int32_t world_size;
+    Real factor;
+    float* out;
+
+    __device__ void operator()(const Run&, int64_t i, Span span) const {
+        const int64_t scales = integers_nbytes(first.numel, first.bits);
+        const uint8_t* message = first.messages;
+        Quad total = same(0.0f), sum = same(0.0f);
+        for (int rank = 0; rank < world_size; ++rank, message += first.stride) {
+            sum = sum + first.quad(message, message + scales, i);
+            if (rank % kMessageGroup != kMessageGroup - 1 && rank != world_size - 1) continue;
+            total = total + sum;
+            sum = same(0.0f);
+        }
+        store(out + i, total * factor, span);
+    }
+};
+
+struct AddIntegers {
+    Integers y;
+    Real decay, scale;
+    bool reads;  // the outputs
+
+    __device__ void operator()(const Run& run, int64_t i, Span span) const {
+        if (!run.param) return;
+        Quad values = y.at(i) * scale;
+        if (reads) values = run.param_of(run.load_param(i, span)) * decay + values;
+        run.store_param(i, values, span);
+    }
+};
+
 struct CommitIntegers {
     FirstTerm first;
     const float* factors;
@@ -226,19 +260,21 @@ co_status check_integers(const co_integers* y) {
 
 using namespace compressopt;
 
-int32_t co_compress_integers(const co_combination* z, const co_errors* error, uint8_t* messages, int64_t numel,
-                             int32_t bits, int32_t world_size, const co_exec* exec) {
+int32_t co_compress_integers(const co_combination* z, const co_errors* error, const co_errors* new_error,
+                             uint8_t* messages, int64_t numel, int32_t bits, int32_t world_size, const co_exec* exec) {
     CO_REQUIRE(exec, "exec is null");
     CO_TRY(check_integers(messages, numel, bits, world_size));
     CO_TRY(check_sending(z, numel, error));
     if (numel == 0) return CO_OK;
+    if (new_error) CO_TRY(check_both_errors(error, new_error));
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
     const Integers to(messages, numel, world_size, bits);
     return with_errors(*error, numel, world_size, [&](const auto& errors) {
+        const auto left = new_error ? another(errors, *new_error) : no_errors(errors);
         return over_tiles(nullptr, *z, to, z->count, [&](const auto& source, int64_t first, int64_t count) {
-            return compress_tiles_from(source, errors, no_errors(errors), to, first, count, place);
+            return compress_tiles_from(source, errors, left, to, first, count, place);
         });
     });
 }
@@ -249,9 +285,7 @@ int32_t co_average_integers(const uint8_t* messages, const co_errors* error, con
     CO_TRY(check_integers(messages, numel, bits, world_size));
     CO_TRY(check_integers(out, numel, bits, 1));
     if (numel == 0) return CO_OK;
-    CO_TRY(check_errors(error, "error"));
-    CO_TRY(check_errors(new_error, "new_error"));
-    CO_REQUIRE(!error->values == !new_error->values, "error and new_error are of different forms");
+    CO_TRY(check_both_errors(error, new_error));
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
@@ -263,6 +297,27 @@ int32_t co_average_integers(const uint8_t* messages, const co_errors* error, con
     }
     const CompactErrors old = compact_errors(*error, numel, 1), fresh = compact_errors(*new_error, numel, 1);
     return compress_tiles_from(mean, old, fresh, to, 0, to.tiles_of_chunk(), place);
+}
+
+int32_t co_mean_integers(const uint8_t* messages, float* out, int64_t numel, int32_t bits, int32_t world_size,
+                         float factor, const co_exec* exec) {
+    CO_REQUIRE(exec, "exec is null");
+    CO_TRY(check_integers(messages, numel, bits, world_size));
+    if (numel == 0) return CO_OK;
+    CO_REQUIRE(out, "out is null");
+    return run(ScaledSum{Integers(messages, numel, 1, bits), world_size, factor, out}, RunsOf(nullptr, nullptr, numel),
+               0, Place(*exec));
+}
+
+int32_t co_add_integers(const co_integers* y, const co_segment* outputs, int64_t count, float decay, float scale,
+                        const co_exec* exec) {
+    CO_REQUIRE(exec, "exec is null");
+    CO_TRY(check_integers(y));
+    if (y->numel == 0) return CO_OK;
+    CO_REQUIRE(outputs, "outputs is null");
+    CO_TRY(check_segments(outputs, count, y->numel, "outputs"));
+    const Integers values(y->messages, y->numel, y->world_size, y->bits, y->stride);
+    return run(AddIntegers{values, decay, scale, decay != 0.0f}, RunsOf(outputs, nullptr, y->numel), count, Place(*exec));
 }
 
 int32_t co_decode_integers(const co_integers* y, float* out, const co_exec* exec) {
