@@ -7,7 +7,7 @@ whether the step is taken.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from hf_compressopt.collectives import phases
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.phases import Part, ShardErrors, Task, WorkerErrors
-from hf_compressopt.kernels import AnyAverage, Average, Combination, Commit, Errors, MessageFormat, Segment, SignFormat
+from hf_compressopt.kernels import AnyAverage, Average, Combination, Errors, MessageFormat
 from hf_compressopt.kernels.errors import like_errors, tensor_of
 
 
@@ -35,27 +35,12 @@ def send_(
         new_errors: Where the new worker error of each part is written, in the form of the old one; None to overwrite
             the old ones.
     """
-    sent = phases.messages_of(parts, form.compress_, device)
-    for number, (part, own) in enumerate(phases.with_messages(parts, sent)):
-        error = part.error if new_errors is None else new_errors[number]
-        if error is not part.error:
-            tensor_of(error).copy_(tensor_of(part.error))
-        outputs: Sequence[Segment] = ()
-        if not isinstance(form, SignFormat):  # signs have none
-            outputs = [replace(segment, tensor=None) for segment in part.z.grads or [_nothing(part.z.numel)]]
-        form.commit_(Commit(part.z, error, own, _as_average(part, own, form), outputs))
-    return sent
+    errors = iter([part.error for part in parts] if new_errors is None else new_errors)
 
+    def compress_(z: Combination, error: Errors, messages: Tensor, chunks: int) -> None:
+        form.compress_settled_(z, error, next(errors), messages, chunks)
 
-def _as_average(part: Part, own: Tensor, form: MessageFormat[AnyAverage]) -> AnyAverage:
-    """Return this rank's messages in the form of an average, in which the last message is as long as the first."""
-    stride = max(form.chunk_nbytes(part.z.numel, part.chunks), default=0)
-    padded = torch.cat([own, own.new_zeros(part.chunks * stride - own.numel())])
-    return form.average(part.z.numel, padded, part.chunks, stride)
-
-
-def _nothing(numel: int) -> Segment:
-    return Segment(None, 0, numel, 0)
+    return phases.messages_of(parts, compress_, device)
 
 
 @dataclass(frozen=True)

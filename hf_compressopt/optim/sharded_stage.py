@@ -77,13 +77,9 @@ def send_gradients(
     sent = send_(parts, form, device, new_errors)
     del z, parts
     received = yield from received_by_server(numel, form, sent, communicator)
-    mean, row = (torch.zeros(server_numel(numel, communicator), dtype=torch.float32, device=device) for _ in range(2))
-    if mean.numel():
-        peers = communicator.topology.nodes
-        for message in received.view(peers, -1):
-            form.decompress_(form.average(mean.numel(), message, 1, message.numel()), row)
-            mean += row
-        mean.mul_(1.0 / peers)
+    peers = communicator.topology.nodes
+    mean = torch.empty(server_numel(numel, communicator), dtype=torch.float32, device=device)
+    form.mean_(received, mean, peers, 1.0 / peers)
     return mean
 
 
@@ -162,16 +158,12 @@ def _step_of_bucket(
         update = Combination.of(_update(state, number, mean, present, fused=fused))
         message = send_([Part(update, feedback.server_error, 1, message.numel())], form, state.device)  # (3)
     changes = yield from from_servers(bucket.numel, form, message, state.communicator)
-    values = torch.empty(bucket.numel, dtype=torch.float32, device=state.device)
-    form.decompress_(changes, values)
     decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
-    with state.parameter_segments(bucket) as params:
-        for segment, change in zip(params, torch.split(values, [s.numel for s in params]), strict=True):
-            if segment.tensor is not None:  # (4)
-                part = segment.part
-                moved = part.float().mul_(decay if present[segment.index] else 1.0).add_(change)
-                if moved.data_ptr() != part.data_ptr():
-                    part.copy_(moved)
+    with state.parameter_segments(bucket) as params:  # (4)
+        for here, factor in ((True, decay), (False, 1.0)):
+            if any(present[segment.index] == here for segment in params):
+                chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
+                form.add_(changes, chosen, factor)
 
 
 def _update(state: GroupState, number: int, mean: Tensor, present: Sequence[bool], *, fused: bool) -> Tensor:

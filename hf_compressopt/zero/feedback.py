@@ -36,9 +36,9 @@ class SliceErrors:
         return self.kept if self._pending is None else self._pending
 
     def pending(self) -> CompactErrors:
-        """Return the errors since the last step, to be updated in place."""
+        """Return the errors since the last step, to be written; they are :attr:`latest` if there are any."""
         if self._pending is None:
-            self._pending = replace(self.kept, messages=self.kept.messages.clone())
+            self._pending = replace(self.kept, messages=torch.empty_like(self.kept.messages))
         return self._pending
 
     def keep(self) -> None:

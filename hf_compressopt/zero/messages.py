@@ -18,19 +18,20 @@ is among the peers: r and W are nodes, and each rank has the errors of the parts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.collectives.sums import sum_of_rows
-from hf_compressopt.kernels import Combination, Commit, IntegerFormat, Segment
+from hf_compressopt.kernels import Combination, IntegerFormat, Segment
+from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.zero.feedback import SliceErrors
 from hf_compressopt.zero.partition import Slice
 from hf_compressopt.zero.parts import Part
-from hf_compressopt.zero.transport import Window, write_span
+from hf_compressopt.zero.transport import Window
 
 
 def send_gradients(
@@ -58,16 +59,16 @@ def send_gradients(
     def send(values: Tensor) -> Handle:
         z = Combination(numel, values.device, grads=[Segment(values, 0, numel, 0)], beta=1.0 / loss_scale)
         messages = torch.zeros(peers.world_size * nbytes, dtype=torch.uint8, device=values.device)
-        form.compress_(z, errors.latest, messages, peers.world_size)
-        own = form.average(numel, messages, peers.world_size, nbytes)
-        form.commit_(Commit(z, errors.pending(), messages, own, [Segment(None, 0, numel, 0)]))
+        latest = errors.latest
+        form.compress_settled_(z, latest, errors.pending(), messages, peers.world_size)
         received = torch.empty_like(messages)
         under_way.extend((received, messages))
         return peers.all_to_all(received, messages, output_splits=splits, input_splits=splits)
 
     def average() -> Tensor:
-        rows = _decoded(under_way[0], cut, form, nbytes).view(peers.world_size, -1).unbind()
-        return sum_of_rows(rows, loss_scale / peers.world_size).to(kept)
+        mean = torch.empty(cut.part_numel, dtype=torch.float32, device=under_way[0].device)
+        form.mean_(under_way[0], mean, peers.world_size, loss_scale / peers.world_size)
+        return mean.to(kept)
 
     if levels is None:
         return send(buffer), average
@@ -110,20 +111,23 @@ def send_differences(
 
     def arrived() -> None:
         handle.wait()
-        values = _decoded(scattering.in_rank_order(gathered, communicator), cut, form, nbytes)
-        for number, rows in cut.places.items():
-            for begin, span in rows:
-                replica = params[number].detach().reshape(-1)[span.start : span.stop].float()
-                write_span(params[number], span.start, span.stop, replica + values[begin : begin + span.numel])
+        messages, count = scattering.in_rank_order(gathered, communicator), communicator.world_size
+        with replicas_of(cut, params) as replicas:
+            form.add_(form.average(cut.numel, messages, count, nbytes), replicas, decay=1.0)
         for part in parts:
             part.note_replica(params[part.param])
 
     window.add(communicator.world_size * nbytes, arrived, handle)
 
 
-def _decoded(messages: Tensor, cut: Slice, form: IntegerFormat, nbytes: int) -> Tensor:
-    """Decode the messages of some parts of a slice: [count * nbytes] uint8 to [count * part_numel]."""
-    count = messages.numel() // nbytes
-    values = torch.empty(count * cut.part_numel, dtype=torch.float32, device=messages.device)
-    form.decompress_(form.average(values.numel(), messages, count, nbytes), values)
-    return values
+@contextmanager
+def replicas_of(cut: Slice, params: Sequence[Tensor]) -> Iterator[list[Segment]]:
+    """Give the elements of the parameters in a slice as segments that cover it, to be changed inside."""
+    flats = {number: params[number].detach().reshape(-1).resolve_neg() for number in cut.places}
+    rows = [(start, Segment(None, 0, stop - start, 0)) for start, stop in cut.gaps]
+    for number, spans in cut.places.items():
+        rows += [(begin, Segment(flats[number], span.start, span.numel, number)) for begin, span in spans]
+    yield [segment for _, segment in sorted(rows, key=lambda row: row[0])]
+    for number, flat in flats.items():
+        if not is_direct(params[number]):  # flat is a copy
+            params[number].detach().copy_(flat.view(params[number].shape))
