@@ -343,5 +343,7 @@ def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
 
 def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
     """The gradient as DDP stores it, by the strides of a dense parameter: DDP's own view ignores the strides."""
+    if param.is_contiguous():
+        return grad
     strides = torch.empty_like(param, device="meta").stride()
     return grad.as_strided(param.shape, strides) if strides == param.stride() else grad

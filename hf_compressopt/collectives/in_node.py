@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict
 from socket import gethostname
@@ -16,6 +17,7 @@ from hf_compressopt.collectives.node_memory import TICKET, Claim, NodeMemory
 from hf_compressopt.collectives.sums import sum_of_rows
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.flat import FLOAT_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +93,42 @@ class NodeCommunicator(Communicator):
             return summed
 
         return Handle(wait, "all_to_all", self.traffic), total
+
+    @property
+    def trades(self) -> bool:
+        """True if there are two ranks, with shared memory: those of :meth:`traded`. Alike on both."""
+        return self.world_size == 2 and not self._memory.off
+
+    @contextmanager
+    def traded(self, sizes: Sequence[int], write: Callable[[Tensor], object]) -> Iterator[Tensor]:
+        """Give the other one of two ranks its part, and get this rank's part from it, to be read inside.
+
+        Bytes: those of :meth:`sum_parts`.
+
+        Args:
+            sizes: Elements of the part of each rank.
+            write: Writes the other rank's part into a float32 tensor that it is given.
+        """
+        other, own = 1 - self.rank, sizes[self.rank]
+        self.traffic.sent("all_to_all", FLOAT_BYTES * sizes[other])
+        operation = self._operation(max(sizes), torch.float32, lambda values: write(values[: sizes[other]]))
+        instead: list[Tensor] = []
+
+        def wait() -> None:
+            if not operation.arrived():
+                sent, received = torch.empty(max(sizes)), torch.empty(own)
+                operation.copy_to(sent)
+                splits = ([sizes[other], 0], [own, 0]) if other == 0 else ([0, sizes[other]], [0, own])
+                gloo, sent = self._uncounted(), sent[: sizes[other]]
+                gloo.all_to_all(received, sent, input_splits=splits[0], output_splits=splits[1]).wait()
+                instead.append(received)
+
+        Handle(wait, "all_to_all", self.traffic).wait()
+        try:
+            yield instead[0] if instead else operation.rows[other][:own]
+        finally:
+            if not instead:
+                operation.finish()
 
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """See the base class. Bytes: the part, to every other rank."""

@@ -15,7 +15,7 @@ So a link between nodes carries what one rank of M would send, and a rank has th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator, Levels
+from hf_compressopt.collectives.in_node import NodeCommunicator
 from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.kernels import AnyAverage, Combination, Errors, MessageFormat
 
@@ -85,11 +86,61 @@ def parts_to_send(
     return tuple(Part(Combination.of(x), e, 1, form.nbytes(x.numel())) for x, e in rows if x.numel())
 
 
+def messages_at_once(
+    z: Combination,
+    worker_error: WorkerErrors,
+    form: MessageFormat[AnyAverage],
+    communicator: Communicator,
+    compress_: Callable[[Combination, Errors, Tensor, int], None],
+) -> Task[Tensor]:
+    """Return this rank's messages, as :func:`messages_of` those of :func:`parts_to_send`, and keep no values.
+
+    Two ranks that share memory add what they send while they compress it; the bits are the same.
+    """
+    levels = communicator.levels
+    if isinstance(worker_error, ShardErrors) and levels is not None and isinstance(levels.node, NodeCommunicator):
+        fits = z.last is None or z.last.world_size == communicator.world_size
+        if fits and levels.node.trades and levels.dtype == torch.float32:
+            return _messages_of_two(z, worker_error, form, communicator, levels.node, compress_)
+    parts = yield from parts_to_send(z, worker_error, form, communicator)
+    return messages_of(parts, compress_, z.device)
+
+
+def _messages_of_two(
+    z: Combination,
+    worker_error: ShardErrors,
+    form: MessageFormat[AnyAverage],
+    communicator: Communicator,
+    node: NodeCommunicator,
+    compress_: Callable[[Combination, Errors, Tensor, int], None],
+) -> Tensor:
+    topology, world_size = communicator.topology, communicator.world_size
+    half = replace(z, alpha=z.alpha / 2, beta=z.beta / 2)
+    chunks = [half.chunk(number, world_size) for number in range(world_size)]
+    own = [chunks[number] for number in topology.sent_chunks]
+    others = [chunk for number, chunk in enumerate(chunks) if number not in topology.sent_chunks]
+
+    def write(values: Tensor) -> None:
+        for chunk, out in zip(others, torch.split(values, [chunk.numel for chunk in others]), strict=True):
+            if chunk.numel:
+                kernels.on(out).combine_(chunk, out)
+
+    ranges = (topology.shard_range(z.numel, place) for place in range(2))
+    with node.traded([stop - start for start, stop in ranges], write) as rest:
+        rows = zip(own, torch.split(rest, topology.sent_numels(z.numel)), worker_error.chunks, strict=True)
+        parts = [
+            Part(replace(chunk, rest=theirs), error, 1, form.nbytes(chunk.numel))
+            for chunk, theirs, error in rows
+            if chunk.numel
+        ]
+        return messages_of(parts, compress_, z.device)
+
+
 def messages_of(
     parts: Sequence[Part], compress_: Callable[[Combination, Errors, Tensor, int], None], device: torch.device
 ) -> Tensor:
     """Compress parts, and return their messages, one after another, uint8."""
-    messages = torch.zeros(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
+    messages = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8, device=device)
     for part, out in with_messages(parts, messages):
         compress_(part.z, part.error, out, part.chunks)
     return messages
@@ -136,7 +187,7 @@ def averaged(
     """
     received = yield from received_by_server(numel, form, to_servers, communicator)
     own = form.chunk_nbytes(numel, communicator.world_size)[communicator.topology.own_chunk]
-    message = torch.zeros(own, dtype=torch.uint8, device=received.device)
+    message = torch.empty(own, dtype=torch.uint8, device=received.device)
     serve(received, message)
     del to_servers, received  # a bucket on its way holds one phase's messages
     return (yield from from_servers(numel, form, message, communicator))
@@ -175,8 +226,9 @@ def from_servers(
         communicator: The ranks.
     """
     stride = form.chunk_nbytes(numel, communicator.world_size)[0]
-    padded = torch.cat([message, message.new_zeros(stride - message.numel())])
-    messages = yield from gathered(padded, communicator)
+    if message.numel() < stride:
+        message = torch.cat([message, message.new_zeros(stride - message.numel())])
+    messages = yield from gathered(message, communicator)
     return form.average(numel, messages, communicator.world_size, stride)
 
 

@@ -49,6 +49,7 @@ class CombinationRecord(ctypes.Structure):
         ("factors", c_void_p),
         ("alpha", c_float),
         ("beta", c_float),
+        ("rest", c_void_p),
     ]
 
 
@@ -269,7 +270,8 @@ class Operands:
             if z.factors is not None:
                 factors = self.per_tensor("factors", z.factors, table)
         last = None if last is None else ctypes.cast(last, c_void_p)
-        return ctypes.byref(CombinationRecord(x, last, grads, count or 0, factors, z.alpha, z.beta))
+        rest = None if z.rest is None else self.floats("rest", z.rest, written=False)
+        return ctypes.byref(CombinationRecord(x, last, grads, count or 0, factors, z.alpha, z.beta, rest))
 
     def average(self, y: Average) -> Any:
         """Return a ``co_average`` by reference."""

@@ -65,7 +65,7 @@ def like_errors(error: Errors) -> Errors:
     """Return memory for errors of the same form."""
     if isinstance(error, Tensor):
         return torch.empty_like(error)
-    return replace(error, messages=torch.zeros_like(error.messages))
+    return replace(error, messages=torch.empty_like(error.messages))
 
 
 def values_of_errors(error: Errors) -> Tensor:

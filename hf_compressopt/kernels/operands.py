@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from hf_compressopt.flat import chunk_range
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,17 @@ class Segment:
         return self.tensor.detach().view(-1)[self.start : self.start + self.numel]
 
 
+def cut_segments(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
+    """Return the segments of the elements [start, stop) of a bucket."""
+    found, begin = [], 0
+    for segment in segments:
+        first, last = max(start - begin, 0), min(stop - begin, segment.numel)
+        if first < last:
+            found.append(replace(segment, start=segment.start + first, numel=last - first))
+        begin += segment.numel
+    return found
+
+
 @dataclass(frozen=True)
 class Average:
     """The average of a bucket over the ranks: as messages, or as the values themselves.
@@ -61,10 +74,17 @@ class Average:
         """Return the average whose values are known, [n] float32."""
         return cls(values.numel(), values)
 
+    def chunk(self, number: int) -> Average:
+        """Return the average of a chunk, whose message is there."""
+        assert self.messages is not None
+        start, stop = chunk_range(self.numel, self.world_size, number)
+        message = self.messages[number * self.stride :][: self.stride]
+        return replace(self, numel=stop - start, messages=message, world_size=1)
+
 
 @dataclass(frozen=True)
 class Combination:
-    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation rounded to float32.
+    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor + rest, each operation in float32.
 
     Attributes:
         numel: Elements of the bucket.
@@ -75,6 +95,7 @@ class Combination:
         beta: Coefficient of the gradients.
         factors: [tensors] float32, one factor per tensor, or None.
         last: If x is None: an average in messages, whose values are x; x counts as 0 where a segment stands still.
+        rest: [numel] float32, or None. On the CPU only.
     """
 
     numel: int
@@ -85,6 +106,19 @@ class Combination:
     beta: float = 1.0
     factors: Tensor | None = None
     last: Average | None = None
+    rest: Tensor | None = None
+
+    def chunk(self, number: int, world_size: int) -> Combination:
+        """Return the values of a chunk, of ``world_size``: as many as ``last`` has, if there is one."""
+        start, stop = chunk_range(self.numel, world_size, number)
+        return replace(
+            self,
+            numel=stop - start,
+            x=None if self.x is None else self.x[start:stop],
+            grads=None if self.grads is None else cut_segments(self.grads, start, stop),
+            last=None if self.last is None else self.last.chunk(number),
+            rest=None if self.rest is None else self.rest[start:stop],
+        )
 
     @classmethod
     def of(cls, x: Tensor) -> Combination:

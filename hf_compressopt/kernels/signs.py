@@ -105,7 +105,9 @@ def compress_chunks_(
         signs = pack_signs(part)
         first_sign = chunk.byte + 4 * chunk.blocks
         messages[chunk.byte : first_sign].view(torch.float32).copy_(scales)
-        messages[first_sign : first_sign + signs.numel()].copy_(signs)
+        last_sign = first_sign + signs.numel()
+        messages[first_sign:last_sign].copy_(signs)
+        messages[last_sign : chunk.byte + message_nbytes(part.numel(), scale_block)].zero_()  # padding
         part.sub_(_scaled(unpack_signs(signs, part.numel()), scales, scale_block))
 
 

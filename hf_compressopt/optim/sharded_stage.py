@@ -153,7 +153,7 @@ def _step_of_bucket(
     if mean is None:
         z = Combination(bucket.numel, state.device, grads=state.gradient_segments(bucket, grads))
         mean = yield from send_gradients(z, feedback.worker_error, form, state.communicator)
-    message = torch.zeros(form.nbytes(mean.numel()), dtype=torch.uint8, device=state.device)
+    message = torch.empty(form.nbytes(mean.numel()), dtype=torch.uint8, device=state.device)
     if mean.numel():
         update = Combination.of(_update(state, number, mean, present, fused=fused))
         message = send_([Part(update, feedback.server_error, 1, message.numel())], form, state.device)  # (3)

@@ -58,7 +58,7 @@ def send_gradients(
 
     def send(values: Tensor) -> Handle:
         z = Combination(numel, values.device, grads=[Segment(values, 0, numel, 0)], beta=1.0 / loss_scale)
-        messages = torch.zeros(peers.world_size * nbytes, dtype=torch.uint8, device=values.device)
+        messages = torch.empty(peers.world_size * nbytes, dtype=torch.uint8, device=values.device)
         latest = errors.latest
         form.compress_settled_(z, latest, errors.pending(), messages, peers.world_size)
         received = torch.empty_like(messages)
@@ -104,7 +104,7 @@ def send_differences(
     for part in parts:
         place = ahead[part.span.offset : part.span.offset + part.span.numel]
         torch.sub(part.tensor.to(device), part.replica_in(params[part.param]), out=place)
-    gathered = torch.zeros(communicator.world_size * nbytes, dtype=torch.uint8, device=device)
+    gathered = torch.empty(communicator.world_size * nbytes, dtype=torch.uint8, device=device)
     message = gathered[communicator.topology.chunk_of(communicator.rank) * nbytes :][:nbytes]
     form.compress_(Combination(cut.part_numel, device), ahead, message, 1)
     handle = scattering.all_gather(gathered, message, communicator)

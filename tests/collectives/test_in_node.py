@@ -63,6 +63,16 @@ def gather_on(node: Communicator, numel: int, dtype: torch.dtype, salt: int = 0)
     return node.all_gather(output, part), output
 
 
+def trade_on(node: NodeCommunicator, sizes: list[int], salt: int = 0) -> torch.Tensor:
+    mine = values_of(node.rank, sum(sizes), torch.float32, salt).split(sizes)
+    with node.traded(sizes, lambda out: out.copy_(mine[1 - node.rank])) as theirs:
+        return theirs.clone()
+
+
+def expected_trade(sizes: list[int], place: int, salt: int = 0) -> torch.Tensor:
+    return values_of(1 - place, sum(sizes), torch.float32, salt).split(sizes)[place]
+
+
 def expected_gather(size: int, numel: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
     return torch.cat([values_of(rank, numel, dtype, salt) for rank in range(size)])
 
@@ -92,6 +102,10 @@ def both_ways(rank: int, world_size: int, size: int) -> list[str]:
                 handle.wait()
                 if bits(output) != bits(expected_gather(size, numel, dtype)):
                     found.append(f"gather of {numel} {dtype} by {type(node).__name__}")
+        if size == 2:
+            assert shared.trades
+            if bits(trade_on(shared, sizes)) != bits(expected_trade(sizes, shared.rank)):
+                found.append(f"trade of {sizes}")
         output = torch.zeros(size * numel)  # a part that lies in its place already
         part = output[gloo.rank * numel :][:numel].copy_(values_of(gloo.rank, numel, torch.float32))
         shared.all_gather(output, part).wait()
@@ -225,6 +239,22 @@ def test_a_rank_may_end_before_the_others_have_read() -> None:
 # -- without it -------------------------------------------------------------------------------------------------------
 
 
+def trades_without(rank: int, world_size: int) -> list[tuple[bool, bool]]:
+    """Whether what two ranks trade is right, and whether they would trade again, as one of them has little memory."""
+    plain, found = TorchCommunicator(), []
+    node = in_shared_memory(node_of(plain, 2), plain, 2 * MIB if rank == 1 else 1 << 30)
+    assert isinstance(node, NodeCommunicator)
+    for numel in (10, MIB):
+        sizes = [numel, numel + 3]
+        found.append((bits(trade_on(node, sizes)) == bits(expected_trade(sizes, node.rank)), node.trades))
+    return found
+
+
+def test_two_ranks_trade_by_gloo_when_one_has_no_more_memory() -> None:
+    for rank, found in enumerate(run_ranks(4, trades_without)):
+        assert found == [(True, True), (True, rank // 2 == 1)]
+
+
 def without(rank: int, world_size: int) -> dict[str, Any]:
     """What each obstacle leads to, and what the log says."""
     lines: list[str] = []
@@ -303,7 +333,7 @@ def dies_inside(rank: int, world_size: int, folder: str) -> None:
     feedback = feedback_of(1000, ranks)
     compressed_all_reduce_(torch.ones(1000), feedback, ranks)
     if rank == 3:  # its neighbour waits for its ticket, and the others for their peers
-        ranks.levels.node.sum_parts = lambda *args, **given: os._exit(7)  # type: ignore[method-assign]
+        ranks.levels.node.traded = lambda *args: os._exit(7)  # type: ignore[method-assign]
     try:
         compressed_all_reduce_(torch.ones(1000), feedback, ranks)
     except RuntimeError as error:

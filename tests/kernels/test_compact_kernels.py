@@ -18,10 +18,12 @@ from hf_compressopt.kernels.c_operands import (
 )
 from hf_compressopt.kernels.errors import CompactErrors
 from hf_compressopt.kernels.operands import Average, Combination, Segment
+from hf_compressopt.kernels.reference import values_of
 from hf_compressopt.kernels.updates import Descent
 from tests.support import compact_cases as cases
 from tests.support.compact_suite import CompactSuite
 from tests.support.instruction_sets import BEST, CPU, INSTRUCTION_SETS
+from tests.support.kernel_cases import Arena, Pair
 
 pytestmark = pytest.mark.usefixtures("native_library", "threads")
 
@@ -52,6 +54,35 @@ def test_pieces_of_integers(device: torch.device, bits: int) -> None:
     cases.check_compress_integers(device, 700_001, 3, bits, segments=7)
     cases.check_average_integers(device, 700_001, 5, bits)
     cases.check_commit_integers(device, 700_001, 3, bits, segments=7)
+
+
+@pytest.mark.parametrize("scale_block", (24, 4096, 65_544, None))
+def test_what_others_have_is_added(device: torch.device, scale_block: int | None) -> None:
+    for numel in (33, 1000, 5003, 140_001):
+        for segments in (0, 1, 7):
+            for last in (0, 2):
+                options = {"last": last, "still": segments == 7, "with_factors": numel % 2 > 0, "with_rest": True}
+                cases.check_combine(device, numel, segments, **options)
+                for compact in (False, True):
+                    options |= {"segments": segments, "compact": compact}
+                    cases.check_compress(device, numel, 2, scale_block, **options)
+                    cases.check_commit(device, numel, 2, scale_block, **options)
+                    options = {name: value for name, value in options.items() if name not in ("segments", "compact")}
+    for bits in (4, 8):
+        cases.check_compress_integers(device, 5003, 3, bits, segments=5, with_rest=True)
+        cases.check_commit_integers(device, 5003, 3, bits, segments=5, with_rest=True)
+
+
+def test_chunks_of_what_is_sent() -> None:
+    for numel in (3, 1000, 5003):
+        for segments in (0, 1, 7):
+            for world_size in (1, 2, 5):
+                for last in (0, world_size):
+                    case = Pair(Arena(CPU), numel)
+                    options = {"with_factors": True, "still": True, "with_rest": True, "scale_block": 24}
+                    z, _ = cases.combination(case, numel, segments, last=last, **options)
+                    chunks = [z.chunk(number, world_size) for number in range(world_size)]
+                    assert torch.equal(torch.cat([values_of(chunk) for chunk in chunks]), values_of(z))
 
 
 # -- what the C interface refuses -------------------------------------------------------------------------------------

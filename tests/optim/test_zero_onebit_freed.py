@@ -1,6 +1,7 @@
 """OnebitAdam with zero_stage=2: gradients that leave and are freed while backward runs."""
 
 import copy
+import gc
 import math
 from contextlib import nullcontext
 from functools import partial
@@ -233,17 +234,21 @@ class Alive(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.storages = {key: row for key, row in self.storages.items() if not row[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.storages.values()))
+        self.peak = max(self.peak, self.now())
         return out
+
+    def now(self) -> int:
+        """Bytes that are alive now."""
+        self.storages = {key: row for key, row in self.storages.items() if not row[0].expired()}
+        return sum(nbytes for _, nbytes in self.storages.values())
 
 
 def layers(width: int = WIDTH) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
 
 
-def bytes_of_a_run(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[float, list[float], int]:
-    """Bytes per parameter at the peak of a run; most bytes of gradients in a backward; of a bucket and a parameter."""
+def bytes_of_a_run(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[list[float], list[float], int]:
+    """Bytes per parameter at the peak of a run, and after it; most matrices' gradients in a backward; in a bucket."""
     with Alive() as alive:
         torch.manual_seed(0)
         net = layers()
@@ -267,17 +272,20 @@ def bytes_of_a_run(rank: int, world_size: int, bucket_cap_mb: float) -> tuple[fl
             net(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    return alive.peak / numel, most, int(bucket_cap_mb * 2**20 / 4 / WIDTH**2)
+        gc.collect()
+        after = alive.now()
+    return [alive.peak / numel, after / numel], most, int(bucket_cap_mb * 2**20 / 4 / WIDTH**2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("matrices", [1, 2])
 def test_bytes_of_a_whole_run(matrices: int) -> None:
     """AdamW under DDP has 16 bytes per parameter: parameters, buckets that are gradients, and two moments."""
-    for peak, most, in_bucket in run_ranks(4, bytes_of_a_run, (matrices + 0.01) * 4 * WIDTH**2 / 2**20):
+    for (peak, after), most, in_bucket in run_ranks(4, bytes_of_a_run, (matrices + 0.01) * 4 * WIDTH**2 / 2**20):
         assert in_bucket == matrices
         assert max(most) <= matrices + 1, "gradients of matrices that are alive at the same time"
         assert peak <= 16 * 2 / 3
+        assert after <= 4 + 2.6, "parameters, and the state of the compressed stage"
 
 
 def peak_of_a_run(rank: int, world_size: int, frees: bool) -> float:

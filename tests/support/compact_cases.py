@@ -57,16 +57,18 @@ def combination(
     with_factors: bool = False,
     alpha: float = 0.9,
     scale_block: int | None = 4096,
+    with_rest: bool = False,
 ) -> tuple[Combination, Combination]:
     """Values to send: for the reference, and for the kernel. last: chunks of the average that x is, or 0."""
+    rest, own_rest = case.normal(numel, shift=1) if with_rest else (None, None)
     x, own_x = case.normal(numel) if with_x and not last else (None, None)
     y, own_y = kernel_cases.average(case, numel, last, scale_block) if last else (None, None)
     factors, own_factors = case.positive(segments) if with_factors and segments else (None, None)
     grads, own_grads, _ = case.segments(numel, segments, missing=True, still=still) if segments else (None, None, None)
     cpu = torch.device("cpu")
     return (
-        Combination(numel, cpu, x, alpha, grads, 0.1, factors, y),
-        Combination(numel, case.arena.device, own_x, alpha, own_grads, 0.1, own_factors, own_y),
+        Combination(numel, cpu, x, alpha, grads, 0.1, factors, y, rest),
+        Combination(numel, case.arena.device, own_x, alpha, own_grads, 0.1, own_factors, own_y, own_rest),
     )
 
 

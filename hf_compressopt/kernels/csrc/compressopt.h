@@ -86,8 +86,8 @@ typedef struct {
     const int32_t *tops;   /* [tensors], by the index of the segments; NULL where codes is */
 } co_variance;
 
-/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor, each operation rounded to float32.
- * A term that is left out counts as +0. */
+/* What a rank wants to send of a bucket: z = (alpha x + beta g) * factor + rest, each operation rounded to float32.
+ * A term that is left out counts as +0, and rest as -0. */
 typedef struct {
     const float *x;           /* [numel], or NULL: x is what last stands for */
     const co_average *last;   /* host; messages of numel elements, of which x is the values, or 0 where a segment of
@@ -97,6 +97,7 @@ typedef struct {
     const float *factors;     /* [tensors], or NULL: no factor */
     float alpha;              /* 1: x itself */
     float beta;               /* 1: g itself */
+    const float *rest;        /* [numel], or NULL. CPU only */
 } co_combination;
 
 /* ---- about the library ------------------------------------------------------------------------------------------- */
