@@ -16,6 +16,7 @@ gets gradients that are not finite, and the errors are as before the step.
 import math
 import zlib
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,26 @@ from hf_compressopt.format.index import NODE_SIZE
 FORMATS = {"int4": 4, "int8": 8}
 #: Legal values of the option ``state``.
 STATES = ("compact", "float32")
+
+
+@dataclass(frozen=True)
+class MessageOptions(TopologyOptions):
+    """What users of Trainer and Accelerate may choose of the messages of gradients.
+
+    Attributes:
+        bucket_cap_mb: See :class:`GradientCompression`.
+
+    Raises:
+        ValueError: For an option outside its range.
+        TypeError: If ``node_size`` is no int.
+    """
+
+    bucket_cap_mb: float = 25.0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        bucket_numel_of(self.bucket_cap_mb)
 
 
 class GradientCompression:

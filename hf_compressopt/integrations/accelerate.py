@@ -14,7 +14,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,
@@ -77,8 +76,7 @@ class CompressOptAccelerator(SavingAccelerator):
         for optimizer in map(innermost, args):
             if hasattr(optimizer, "param_groups") or type(optimizer).__name__ == "DummyOptim":  # DeepSpeed's own
                 check_distributed_type(self, optimizer, self._compressopt.plugin)
-            if owns_gradients(optimizer) or frees_gradients(optimizer):
-                self._compressopt.partitioned |= {id(p) for p in optimizer.trainable_parameters}
+            self._compressopt.note_given(optimizer)
         prepared = super().prepare(*args, **kwargs)
         self._compressopt.compress_sharded(prepared, self, self._loss_scale)
         self._advise_on_auto(args)
@@ -98,7 +96,8 @@ class CompressOptAccelerator(SavingAccelerator):
             for tensor in (*alone.parameters(), *alone.buffers()):  # as DDP does
                 communicator.broadcast(tensor)
             return alone
-        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        with self._compressopt.gradients_in_buckets(self, model):
+            prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         self._compressopt.models.add(prepared)
         self._bind()
         return prepared
@@ -154,8 +153,7 @@ class CompressOptAccelerator(SavingAccelerator):
     def free_memory(self, *objects: Any) -> Any:
         """Free as Accelerate does; models that live on have their gradients averaged until a next optimizer comes."""
         self._compressopt.models.release()
-        self._compressopt.partitioned.clear()
-        self._compressopt.without_ddp.clear()
+        self._compressopt.forget()
         return super().free_memory(*objects)
 
     def _is_partitioned(self, model: nn.Module) -> bool:
@@ -216,7 +214,7 @@ class CompressOptAccelerator(SavingAccelerator):
         models.bind(optimizers, own_hook, self._loss_scale)
         compression = self._compressopt.grad_compression
         if compression != "none" and self.num_processes > 1:
-            models.compress(optimizers, own_hook, compression, self._compressopt.topology, self._loss_scale)
+            models.compress(optimizers, own_hook, compression, self._compressopt.messages, self._loss_scale)
         elif compression != "none" and optimizers:
             logger.warning("grad_compression=%s has no effect: there is one process, which sends nothing", compression)
             self._compressopt.grad_compression = "none"
@@ -320,9 +318,7 @@ def attach(
     """
     if "_compressopt" in vars(accelerator):
         if plugin is not None:
-            accelerator._compressopt.plugin = plugin
-            accelerator._compressopt.grad_compression = plugin.ddp_compression
-            accelerator._compressopt.topology = plugin.topology_options()
+            accelerator._compressopt.take(plugin)
         return cast("CompressOptAccelerator", accelerator)
     if accelerator._models or accelerator._optimizers:
         raise ValueError(
@@ -341,9 +337,9 @@ def _make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None, annou
         accelerator.__class__ = CompressOptAccelerator
     elif not issubclass(cls, CompressOptAccelerator):
         accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
-    compression = "none" if plugin is None else plugin.ddp_compression
-    topology = TopologyOptions() if plugin is None else plugin.topology_options()
-    accelerator._compressopt = Attachment(plugin, announce, grad_compression=compression, topology=topology)
+    accelerator._compressopt = Attachment(announce)
+    if plugin is not None:
+        accelerator._compressopt.take(plugin)
     accelerator.register_save_state_pre_hook(accelerator._save_shards)
     accelerator.register_load_state_pre_hook(accelerator._load_shards)
     return cast("CompressOptAccelerator", accelerator)

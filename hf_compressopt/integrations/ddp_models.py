@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.ddp_hook import attach_ddp, find_sync
-from hf_compressopt.collectives.topology import TopologyOptions
-from hf_compressopt.grad_compression import GradientCompression, compress_hook
+from hf_compressopt.grad_compression import GradientCompression, MessageOptions, compress_hook
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,
     FreesGradients,
@@ -74,7 +73,7 @@ class DDPModels:
         optimizers: Sequence[torch.optim.Optimizer],
         own_hook: Any,
         compression: str,
-        topology: TopologyOptions,
+        messages: MessageOptions,
         loss_scale: Callable[[], float],
     ) -> None:
         """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages.
@@ -83,7 +82,7 @@ class DDPModels:
             optimizers: All optimizers of the accelerator.
             own_hook: The communication hook that the user asked Accelerate for, or None.
             compression: "int4" or "int8".
-            topology: The topology of the messages.
+            messages: The options of the messages.
             loss_scale: Returns the factor that the gradients of the coming step carry.
 
         Raises:
@@ -104,7 +103,7 @@ class DDPModels:
                     compression,
                     process_group=model.process_group,
                     loss_scale=loss_scale,
-                    **asdict(topology),
+                    **asdict(messages),
                 )
                 model.register_comm_hook(state, compress_hook)
                 if state.communicator.rank == 0:

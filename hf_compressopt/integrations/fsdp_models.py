@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
+from hf_compressopt.grad_compression import MessageOptions
 from hf_compressopt.integrations.ddp_models import without_compile
 from hf_compressopt.integrations.log import prefix_of, prefixed_metrics
 
@@ -44,7 +45,7 @@ class ShardedModels:
         models: Iterable[nn.Module],
         accelerator: Any,
         compression: str,
-        topology: TopologyOptions,
+        messages: MessageOptions,
         loss_scale: Callable[[], float],
     ) -> None:
         """Give every model that FSDP2 shards low-bit messages between its replicas, unless it has them.
@@ -53,22 +54,23 @@ class ShardedModels:
             models: Prepared models.
             accelerator: The accelerator, for its mesh.
             compression: "int4" or "int8".
-            topology: The topology that the user wants; the mesh alone says which ranks share a node.
+            messages: The options of the messages; the mesh alone says which ranks share a node.
             loss_scale: Returns the factor that the gradients of the coming step carry.
 
         Raises:
             ValueError: For options of the topology, and if the model cannot have them.
         """
-        if topology != TopologyOptions():
+        if replace(messages, bucket_cap_mb=MessageOptions.bucket_cap_mb) != MessageOptions():
             raise ValueError(
-                f"topology={topology.topology!r}, node_size={topology.node_size} and node_bits={topology.node_bits} "
+                f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
             )
         mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
         for model in map(without_compile, models):
             if any(state.model is model for state in self.compressions()):
                 continue
-            state = compress_fsdp(model, mesh, compression, loss_scale=loss_scale)
+            cap = messages.bucket_cap_mb
+            state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale)
             self._found.append(weakref.ref(state))
             if accelerator.is_main_process:
                 logger.info("attached %s", state.describe())

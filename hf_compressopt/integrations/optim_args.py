@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from hf_compressopt.collectives.topology import TopologyOptions
-from hf_compressopt.grad_compression import FORMATS, GradientCompression
+from hf_compressopt.grad_compression import FORMATS, GradientCompression, MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.zero import check_takes_stage
 from hf_compressopt.zero.config import check_stage
@@ -42,7 +41,7 @@ class OptimArgs:
         async_save: True to write checkpoints in the background.
         grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given. Under
             ZeRO it is in ``zero``.
-        topology: Options of the topology of these messages.
+        messages: Options of these messages.
         others: The rest of the text, for Trainer's own optimizer.
     """
 
@@ -50,7 +49,7 @@ class OptimArgs:
     zero: dict[str, Any] = field(default_factory=dict)
     async_save: bool = False
     grad_compression: str = ""
-    topology: dict[str, Any] = field(default_factory=dict)
+    messages: dict[str, Any] = field(default_factory=dict)
     others: str = ""
 
 
@@ -78,7 +77,7 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
     if not ours:
         check_param_compression(pairs.get("param_compression", "none"), stage)
     if found.grad_compression in FORMATS:
-        found.topology = _take_topology(pairs)
+        found.messages = _take_messages(pairs)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
     for key, value in pairs.items():
@@ -130,12 +129,12 @@ def _take_grad_compression(name: str, pairs: dict[str, str], stage: int | None) 
     return value
 
 
-def _take_topology(pairs: dict[str, str]) -> dict[str, Any]:
-    """The options of the topology of compressed gradients."""
+def _take_messages(pairs: dict[str, str]) -> dict[str, Any]:
+    """The options of the messages of compressed gradients."""
     legal = text_options(GradientCompression)
-    names = [field.name for field in fields(TopologyOptions) if field.name in pairs]
+    names = [field.name for field in fields(MessageOptions) if field.name in pairs]
     found = {name: parse_value(name, pairs.pop(name), legal[name][0]) for name in names}
-    TopologyOptions(**found)
+    MessageOptions(**found)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.grad_compression import MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS
 from hf_compressopt.integrations.capabilities import saves_shards
 from hf_compressopt.integrations.optim_args import (
@@ -90,6 +90,8 @@ class CompressOptPlugin:
             "none" unless it is given. With "onebit_adam" 1: the ranks share out the moments of its first stage; 2: its
             gradients leave and are freed while backward runs, too, and models get no DDP. Not supported with the
             other two optimizers. 0 is off.
+        gradient_as_bucket_view: Whether gradients that travel in the messages of this package lie in DDP's own buckets:
+            DDP's option of that name, which saves a copy of all gradients. False leaves DDP's option as it is.
         async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
             ``end_training`` and the end of the process wait for it.
 
@@ -116,10 +118,11 @@ class CompressOptPlugin:
     topology: str = field(default_factory=_from_env("TOPOLOGY", AUTO, str))
     node_size: int | None = field(default_factory=_from_env("NODE_SIZE", None, int, type(None)))
     node_bits: int = field(default_factory=_from_env("NODE_BITS", 32, int))
+    gradient_as_bucket_view: bool = field(default_factory=_from_env("GRADIENT_AS_BUCKET_VIEW", True, bool))
 
     def __post_init__(self) -> None:
-        """Check the names, the topology and the schedule; the optimizer checks the other options."""
-        self.topology_options()
+        """Check the names, the messages and the schedule; the optimizer checks the other options."""
+        self.message_options()
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage!r}")
         ordinary = self.zero_stage or self.grad_compression != "none"
@@ -142,9 +145,9 @@ class CompressOptPlugin:
         """True if ordinary optimizers become a ZeroOptimizer of them."""
         return self.zero_stage > 0 and self.optimizer == "none"
 
-    def topology_options(self) -> TopologyOptions:
-        """The options of the topology, checked."""
-        return TopologyOptions(self.topology, self.node_size, self.node_bits)
+    def message_options(self) -> MessageOptions:
+        """The options of ``grad_compression``'s messages, checked."""
+        return MessageOptions(self.topology, self.node_size, self.node_bits, self.bucket_cap_mb)
 
     @staticmethod
     def optimizer_from_env() -> str:

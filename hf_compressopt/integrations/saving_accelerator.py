@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.background import wait_for_saves
-from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.fsdp.compression import FSDPCompression
-from hf_compressopt.grad_compression import GradientCompression
+from hf_compressopt.grad_compression import GradientCompression, MessageOptions
 from hf_compressopt.integrations import capabilities
 from hf_compressopt.integrations.ddp_models import DDPModels
 from hf_compressopt.integrations.fsdp_models import ShardedModels
@@ -27,18 +26,49 @@ from hf_compressopt.integrations.shards import load_compressions, load_shards, s
 class Attachment:
     """State of a CompressOptAccelerator beside that of an Accelerator."""
 
-    plugin: CompressOptPlugin | None
     announce: bool
+    plugin: CompressOptPlugin | None = None
     models: DDPModels = field(default_factory=DDPModels)
     sharded: ShardedModels = field(default_factory=ShardedModels)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
+    following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
     without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
     fitted: set[int] = field(default_factory=set)  # optimizers (by id) that know the length of the run
     grad_compression: str = "none"  # for the models of ordinary optimizers
-    topology: TopologyOptions = field(default_factory=TopologyOptions)  # of grad_compression
+    messages: MessageOptions = field(default_factory=MessageOptions)  # of grad_compression
+    gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
     loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
     in_checkpoint: bool = False  # all ranks are saving a checkpoint
     rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
+
+    def take(self, plugin: CompressOptPlugin) -> None:
+        """Take over the options of a plugin."""
+        self.plugin, self.grad_compression, self.messages = plugin, plugin.ddp_compression, plugin.message_options()
+        self.gradient_as_bucket_view = plugin.gradient_as_bucket_view
+
+    def note_given(self, optimizer: Any) -> None:
+        """Take note of the parameters of an optimizer that is given to ``prepare``, before any model is prepared."""
+        if capabilities.owns_gradients(optimizer) or capabilities.frees_gradients(optimizer):
+            self.partitioned |= {id(p) for p in optimizer.trainable_parameters}
+        elif capabilities.follows_plan(optimizer):
+            self.following |= {id(p) for p in optimizer.trainable_parameters}
+
+    def forget(self) -> None:
+        """Forget the parameters of all optimizers."""
+        for known in (self.partitioned, self.following, self.without_ddp):
+            known.clear()
+
+    @contextmanager
+    def gradients_in_buckets(self, accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+        """Inside, a model whose gradients travel in messages of this package has them in the buckets of its DDP."""
+        travels = self.grad_compression != "none" or (self.plugin is not None and self.plugin.optimizer != "none")
+        given = accelerator.ddp_handler
+        if self.gradient_as_bucket_view and (travels or capabilities.shares(model.parameters(), self.following)):
+            accelerator.ddp_handler = replace(given or DistributedDataParallelKwargs(), gradient_as_bucket_view=True)
+        try:
+            yield
+        finally:
+            accelerator.ddp_handler = given
 
     def compress_sharded(self, prepared: Any, accelerator: Accelerator, loss_scale: Callable[[], float]) -> None:
         """Send the gradients of FSDP2's models between replicas in low-bit messages, if the user asked for it.
@@ -51,7 +81,7 @@ class Attachment:
         if self.grad_compression != "none" and accelerator.distributed_type == DistributedType.FSDP:
             objects = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
             models = [found for found in objects if isinstance(found, nn.Module)]
-            self.sharded.compress(models, accelerator, self.grad_compression, self.topology, loss_scale)
+            self.sharded.compress(models, accelerator, self.grad_compression, self.messages, loss_scale)
 
     def compressions(self) -> list[GradientCompression | FSDPCompression]:
         """Return the states of the models whose gradients are compressed."""

@@ -107,11 +107,12 @@ def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any,
     result = original(self, *args, **kwargs)
     attachment = attach(self.accelerator, announce=False)._compressopt
     attachment.plugin = None  # of the environment, if at all: Trainer makes the optimizer
+    attachment.gradient_as_bucket_view = CompressOptPlugin().gradient_as_bucket_view
     name = optim_name(self.args)
     attachment.grad_compression = _grad_compression(name, self.args.optim_args)
     if attachment.grad_compression != "none":
-        given = read_optim_args(name, self.args.optim_args).topology
-        attachment.topology = replace(CompressOptPlugin().topology_options(), **given)
+        given = read_optim_args(name, self.args.optim_args).messages
+        attachment.messages = replace(CompressOptPlugin().message_options(), **given)
         if reason := why_unsupported(self.accelerator, f"grad_compression={attachment.grad_compression}"):
             raise ValueError(reason)
     if (name in ALGORITHMS or name in ZERO_NAMES) and (reason := why_unsupported(self.accelerator, f"--optim {name}")):

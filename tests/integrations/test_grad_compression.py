@@ -59,6 +59,14 @@ def test_every_optimizer_takes_compressed_gradients(optimizer: str, tmp_path: Pa
         assert result["history"][-2]["compressopt/compression_ratio"] > 3.5
 
 
+def test_buckets_are_as_large_as_the_user_wants(tmp_path: Path) -> None:
+    sent = []
+    for more in ("", ",bucket_cap_mb=0.001"):
+        arguments = {"optim": "adamw_torch", "max_steps": 2, "optim_args": f"grad_compression=int4{more}"}
+        sent.append(run(arguments, tmp_path)[0]["history"][-2]["compressopt/bytes_sent_step"])
+    assert sent[0] < sent[1]  # every message is padded
+
+
 def test_the_environment_asks_for_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run_ranks(2, train_with_variable, str(tmp_path), timeout=240)[0]
     assert result["history"][-2]["compressopt/compression_ratio"] > 7
@@ -98,6 +106,7 @@ def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path: Path) -> 
         ({"optim": "onebit_adam", "optim_args": "grad_compression=int4"}, "onebit_adam sends gradients in a way of"),
         ({"optim": "zero2_adamw", "optim_args": "grad_compression=int2"}, "must be one of"),
         ({"optim": "adamw_torch", "optim_args": "grad_compression=int2"}, "must be one of"),
+        ({"optim": "adamw_torch", "optim_args": "grad_compression=int4,bucket_cap_mb=0"}, "bucket_cap_mb must be > 0"),
     ],
 )
 def test_what_cannot_work_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -117,7 +126,7 @@ def loop(rank: int, world_size: int, optimizer: str, accumulate: int) -> dict[st
     accelerator = CompressOptAccelerator(
         cpu=True,
         gradient_accumulation_steps=accumulate,
-        compressopt_plugin=CompressOptPlugin(grad_compression="int4"),
+        compressopt_plugin=CompressOptPlugin(grad_compression="int4", bucket_cap_mb=0.002 * accumulate),
     )
     stepper: Any = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
     model, stepper = accelerator.prepare(model, stepper)
@@ -135,7 +144,8 @@ def loop(rank: int, world_size: int, optimizer: str, accumulate: int) -> dict[st
         alike.append(same_on_all_ranks(model.parameters()))
         logged.append(loss.item())
     (state,) = accelerator._compressopt.models.compressions()
-    return {"class": type(stepper.optimizer).__name__, "alike": alike, "metrics": state.metrics()}
+    found = {"bucket_numel": state.layout.bucket_numel, "metrics": state.metrics()}
+    return {"class": type(stepper.optimizer).__name__, "alike": alike, **found}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -145,6 +155,7 @@ def test_accelerate_compresses_for_any_optimizer(optimizer: str, accumulate: int
         assert result["class"] == optimizer and all(result["alike"])
         assert result["metrics"]["compression_ratio"] > 7
         assert result["metrics"]["bytes_sent"] == 6 * result["metrics"]["bytes_sent_step"]
+        assert result["bucket_numel"] == int(0.002 * accumulate * 2**20 / 4)
 
 
 def test_the_plugin_refuses_two_ways_of_sending() -> None:
@@ -156,3 +167,48 @@ def test_the_plugin_refuses_two_ways_of_sending() -> None:
     assert CompressOptPlugin(zero_stage=2, grad_compression="int8").ddp_compression == "none"
     with pytest.raises(ValueError, match="grad_compression must be one of"):
         CompressOptPlugin(grad_compression="4bit")
+
+
+# -- DDP's buckets ----------------------------------------------------------------------------------------------------
+
+
+def in_buckets(rank: int, world_size: int) -> dict[str, tuple[bool, bool, bool]]:
+    """Whether DDP keeps gradients in its buckets, whether the user's options stay, and whether p.grad is in one."""
+    use_accelerate(rank, world_size)
+    from accelerate import DistributedDataParallelKwargs
+
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam
+
+    plugins: dict[str, Any] = {
+        "onebit_adam": CompressOptPlugin(optimizer="onebit_adam", freeze_step=1),
+        "int4": CompressOptPlugin(grad_compression="int4"),
+        "off": CompressOptPlugin(grad_compression="int4", gradient_as_bucket_view=False),
+        "handed over": None,
+        "ordinary": None,
+    }
+    found = {}
+    for name, plugin in plugins.items():
+        given = DistributedDataParallelKwargs(broadcast_buffers=False)
+        accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, kwargs_handlers=[given])
+        model = nn.Linear(8, 8)
+        optimizer = OnebitAdam(model.parameters()) if name == "handed over" else torch.optim.AdamW(model.parameters())
+        ddp, prepared = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            prepared.zero_grad()
+            accelerator.backward(ddp(torch.ones(2, 8)).sum())
+            prepared.step()
+        grads = [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
+        kept = not ddp.broadcast_buffers and not given.gradient_as_bucket_view and accelerator.ddp_handler is given
+        found[name] = ddp.gradient_as_bucket_view, kept, len(set(grads)) == 1
+    return found
+
+
+def test_gradients_that_travel_compressed_lie_in_ddps_buckets() -> None:
+    expected = {
+        "onebit_adam": (True, True, True),
+        "int4": (True, True, True),
+        "off": (False, True, False),
+        "handed over": (True, True, True),
+        "ordinary": (False, True, False),
+    }
+    assert run_ranks(2, in_buckets, timeout=120) == [expected] * 2
