@@ -86,6 +86,13 @@ METHODS = {
     "int4": Method(
         "AdamW, int4 gradients", "adamw_torch", "grad_compression=int4", bytes_per_parameter=ring(INT4_BYTES)
     ),
+    "int4_12": Method(
+        "AdamW, int4 gradients, buckets of 12 MiB",
+        "adamw_torch",
+        "grad_compression=int4,bucket_cap_mb=12",
+        ddp_bucket_cap_mb=12,
+        bytes_per_parameter=ring(INT4_BYTES),
+    ),
     "int8": Method(
         "AdamW, int8 gradients", "adamw_torch", "grad_compression=int8", bytes_per_parameter=ring(INT8_BYTES)
     ),
@@ -99,6 +106,12 @@ METHODS = {
     "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", "adamw_torch", partitioned=True),
     "zero2_levels": Method("ZeRO-2, two levels", "zero2_adamw", "node_size={per_node}"),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
+    "onebit_adam_zero2": Method(
+        "OnebitAdam, zero_stage=2",
+        "onebit_adam",
+        f"freeze_step={SWITCH},zero_stage=2",
+        bytes_per_parameter=ring(SIGN_BYTES),
+    ),
     "zero2_int4_levels": Method(
         "ZeRO-2, int4 both ways, two levels",
         "zero2_adamw",

@@ -6,7 +6,7 @@
 The rows are those of benchmark_network.py; the compute-only row of each link, model and number of ranks is the
 --compute-seconds of the others. What else the model asks of a machine stands below: it was measured by other
 benchmarks, on the machine of the rows. Exit code 1 where a prediction is further from the measured median than --bound.
-PowerSGD is not predicted.
+PowerSGD is not predicted, and neither are rows that were measured with kernels of more passes than there are now.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,41 @@ from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Model, Trainin
 from hf_compressopt.planner.units import bandwidth
 from hf_compressopt.planner.wire import Cluster
 
-# Of docs/benchmarks.md's machine, whose ranks share two cores and their memory.
 CORES = 2
-MEMORY_BANDWIDTH = 63.4e9  # bytes per second of both cores, "a += b" with 2 threads
-UPDATE_SECONDS = 3.36e-9  # per parameter: torch's AdamW as a loop over tensors, 84 ms for 25 million
-# Bytes per second that a rank sends in an all-reduce, by ranks on a core: check_link.py of recipes/multi_node.
-HOST_BANDWIDTH = {1: 1.61e9, 2: 1.19e9}
-LATENCY = 160e-6  # an all_reduce of two values by gloo
-FILES = sorted((REPOSITORY / "docs").glob("network*.json"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine whose ranks share two cores and their memory.
+
+    Attributes:
+        memory_bandwidth: Bytes per second of both cores, "a += b" with 2 threads.
+        update_seconds: Per parameter: torch's AdamW as a loop over tensors, of 25 million.
+        host_bandwidth: Bytes per second that a rank sends in an all-reduce, by ranks on a core: check_link.py of
+            recipes/multi_node.
+        latency: Seconds of an all_reduce of two values by gloo.
+        earlier: Methods whose rows were measured with kernels of more passes.
+    """
+
+    memory_bandwidth: float
+    update_seconds: float
+    host_bandwidth: dict[int, float]
+    latency: float
+    earlier: tuple[str, ...] = ()
+
+
+EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"))
+XEON = Machine(38.7e9, 3.62e-9, {1: 1.32e9, 2: 0.964e9}, 212e-6)
+DOCS = REPOSITORY / "docs"
+FILES = [*sorted(DOCS.glob("network*.json")), DOCS / "avx512.json"]
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
 
 def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
-    """Seconds of the row's step; None for a method that the planner does not know."""
+    """Seconds of the row's step; None for a method that the planner does not know, or whose kernels are gone."""
+    machine = XEON if row["file"].name == "avx512.json" else EPYC
+    if row["method"] in machine.earlier:
+        return None
     ranks, per_node = row["ranks"], row.get("per_node", 1)
     crowd = max(1.0, ranks / CORES)  # ranks that take turns on a core
     method = row["method"].removesuffix("_levels")
@@ -46,19 +69,21 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         gpus_per_node=per_node,
         topology=FLAT if method == row["method"] else TWO_LEVELS,
         bandwidth=math.inf if row["link"] == "unshaped" else bandwidth(row["link"]),
-        memory_bandwidth=MEMORY_BANDWIDTH / ranks,
-        host_bandwidth=HOST_BANDWIDTH[math.ceil(crowd)],
-        latency=LATENCY,
+        memory_bandwidth=machine.memory_bandwidth / ranks,
+        host_bandwidth=machine.host_bandwidth[math.ceil(crowd)],
+        latency=machine.latency,
     )
-    model = Model(Training(row["numel"], compute_seconds, UPDATE_SECONDS * crowd * row["numel"]), cluster)
+    model = Model(Training(row["numel"], compute_seconds, machine.update_seconds * crowd * row["numel"]), cluster)
     predictions = {
         "ddp": model.ddp,
         "fp16": lambda: model.ddp(2),
         "int4": lambda: model.low_bit(4),
+        "first_stage": lambda: model.low_bit(4),
         "int8": lambda: model.low_bit(8),
         "zero2": model.zero,
         "zero2_int4": lambda: model.zero_low_bit(4),
         "onebit_adam": lambda: model.compressed(ONEBIT_ADAM),
+        "onebit_adam_zero2": lambda: model.compressed(ONEBIT_ADAM, early=True),
         "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),
         "onebit_lamb": lambda: model.compressed(ONEBIT_LAMB),
     }

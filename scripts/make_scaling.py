@@ -32,7 +32,8 @@ METHODS = {
     report.ZERO_INT4: "`zero2_adamw`, int4 both ways",
     "grad_compression=int4": "`grad_compression=int4`",
     "OnebitAdam": "`onebit_adam`",
-    report.ONEBIT_ZERO: "`onebit_adam`, `zero_stage=1`",
+    report.ONEBIT_ZERO[1]: "`onebit_adam`, `zero_stage=1`",
+    report.ONEBIT_ZERO[2]: "`onebit_adam`, `zero_stage=2`",
     "ZeroOneAdam": "`zero_one_adam`",
 }
 #: The rows of the planner's table of memory, by method.
@@ -42,7 +43,8 @@ FORMS = {
     report.ZERO_INT4: (report.ZERO_INT4,),
     "grad_compression=int4": ("grad_compression",),
     "OnebitAdam": ("OnebitAdam, compact, first stage", "OnebitAdam, compact, then"),
-    report.ONEBIT_ZERO: ("OnebitAdam, zero_stage=1, first stage", "OnebitAdam, compact, then"),
+    report.ONEBIT_ZERO[1]: ("OnebitAdam, zero_stage=1, first stage", "OnebitAdam, compact, then"),
+    report.ONEBIT_ZERO[2]: ("OnebitAdam, zero_stage=2, first stage", "OnebitAdam, zero_stage=2, then"),
     "ZeroOneAdam": ("ZeroOneAdam, float32",),
 }
 

@@ -10,7 +10,14 @@ from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
 from hf_compressopt.optim.compact import STATE
 from hf_compressopt.planner import report
 from hf_compressopt.planner.cost import Model
-from hf_compressopt.planner.memory import COMPACT_FIRST, COMPACT_THEN, FLOAT32, ZERO_FIRST
+from hf_compressopt.planner.memory import (
+    COMPACT_FIRST,
+    COMPACT_THEN,
+    FLOAT32,
+    ZERO_FIRST,
+    ZERO_FREED_FIRST,
+    ZERO_FREED_THEN,
+)
 
 _ADAMW = "--optim adamw_torch"
 _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of torch's default_hooks"
@@ -108,9 +115,9 @@ def _flags(name: str, itemsize: int, warmup_bits: int | None) -> str:
     stages = {f"ZeRO-{stage}": optim for optim, stage in ZERO_NAMES.items()}
     if name in stages:
         return f"--optim {stages[name]}"
-    shared_out = name == report.ONEBIT_ZERO
+    given = [f"zero_stage={stage}" for stage, row in report.ONEBIT_ZERO.items() if row == name]
+    given += [f"warmup_bits={warmup_bits}"] if warmup_bits else []
     (optim,) = (optim for optim, cls in ALGORITHMS.items() if cls.__name__ == name.partition(",")[0])
-    given = [*(["zero_stage=1"] if shared_out else []), *([f"warmup_bits={warmup_bits}"] if warmup_bits else [])]
     return f"--optim {optim}" + (f" --optim_args {','.join(given)}" if given else "")
 
 
@@ -122,8 +129,9 @@ def _memory_rows(name: str) -> list[str]:
         return ["grad_compression"]
     if name.startswith("ZeRO") or name == report.ZERO_INT4:
         return [name]
-    if name == report.ONEBIT_ZERO:
-        return [f"OnebitAdam, {form}" for form in (ZERO_FIRST, COMPACT_THEN)]
+    for stage, forms in {1: (ZERO_FIRST, COMPACT_THEN), 2: (ZERO_FREED_FIRST, ZERO_FREED_THEN)}.items():
+        if name == report.ONEBIT_ZERO[stage]:
+            return [f"OnebitAdam, {form}" for form in forms]
     (cls,) = (cls for cls in ALGORITHMS.values() if cls.__name__ == name)
     own = signature(cls).parameters.get("state")
     compact = (STATE if own is None else own.default) != FLOAT32

@@ -8,7 +8,8 @@ work makes b longer by h):
 ZeRO-1 and 2. (3) with reduce-scatters and u/N, then packing and the all-gather of the parameters, not overlapped.
 Compressed step, of k buckets. Passes over memory, P seconds, and messages, C seconds, overlap:
     f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
-The first stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes.
+The first stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes. With zero_stage=2
+gradients leave as in (5); what comes back is as in (4) in the first stage, and Q in the compressed one.
 Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P, and
 the passes that write the errors and the averages, Q, come last:
     f + max(ready_1 + sum of all messages, b + h + P + last message) + Q + u                               (5)
@@ -189,26 +190,28 @@ class Model:
         nbytes = sum(IntegerFormat(bits).chunk_nbytes(bucket, count))
         one, number = one_phase(self.cluster, grad * bucket, nbytes), params / bucket
         scatter, gather = one * number, all_gather(self.cluster, nbytes) * number
-        # gradient -> slice; slice, 8-bit error -> message; these and the message -> error; messages -> values -> sum
-        make = 4 * grad + 3 + 3 * message + 2 * FLOAT_BYTES + FLOAT_BYTES / count + self._node_passes()
-        # of a part: master, parameter -> message; all messages -> values; values, parameters -> parameters
-        apply = 2 * FLOAT_BYTES / count + message + 4 * FLOAT_BYTES + 2 * grad
+        # gradient -> slice; slice, 8-bit error -> message, error; all messages of a part -> mean
+        make = 3 * grad + 2 + 2 * message + FLOAT_BYTES / count + self._node_passes()
+        # of a part: master, parameter -> message; all messages, parameters -> parameters
+        apply = 2 * FLOAT_BYTES / count + message + 2 * grad
         make, apply = (self.cluster.pass_seconds(nbytes * params) for nbytes in (make, apply))
         seconds = self._overlapped(bucket / params, scatter, one, make) + self.update / count + gather.seconds + apply
         return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
 
-    def compressed(self, passes: Passes) -> Step:
-        """A step with a compressed message, (4)."""
+    def compressed(self, passes: Passes, *, early: bool = False) -> Step:
+        """A step with a compressed message, (4); with ``early`` messages leave during backward, (5)."""
         params, world_size, block = self.training.params, self.cluster.ranks, self.training.scale_block
         bucket = self._float_bucket()
-        number = params / bucket
-        messages = two_phases(self.cluster, bucket, chunk_message_nbytes(bucket, world_size, block)) * number
+        one = two_phases(self.cluster, bucket, chunk_message_nbytes(bucket, world_size, block))
+        messages = one * (params / bucket)
         serve = 2 + 8 / world_size  # average this rank's share of all signs; read and write its error
-        make = passes.compress + self._node_passes()
-        moved = self.cluster.pass_seconds((make + serve + passes.apply) * params)
-        wire = messages.seconds
-        pipeline = max(moved + messages.host, wire) + min(moved, wire) / max(1.0, number)
-        return Step(self.alone(passes).seconds + pipeline, messages.sent, messages.on_link)
+        make = passes.compress + self._node_passes() + serve
+        if early:
+            make, apply = (self.cluster.pass_seconds(nbytes * params) for nbytes in (make, passes.apply))
+            seconds = self._overlapped(bucket / params, messages, one, make) + apply
+        else:
+            seconds = self.alone(passes).seconds + self._pipelined((make + passes.apply) * params, messages)
+        return Step(seconds, messages.sent, messages.on_link)
 
     def low_bit(self, bits: int) -> Step:
         """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
@@ -230,20 +233,27 @@ class Model:
         bits = self.training.warmup_bits
         return self.low_bit(bits) if bits in INTEGER_BITS else self.ddp(min(bits // 8, self.training.itemsize))
 
-    def shared_out(self) -> Step:
-        """A step of a compressed optimizer's first stage with ``zero_stage``: (4), with messages of integers."""
+    def shared_out(self, *, early: bool = False) -> Step:
+        """A step of a compressed optimizer's first stage with ``zero_stage``: (4), with messages of integers.
+
+        With ``early`` gradients leave during backward, (5).
+        """
         params, ranks, bits = self.training.params, self.cluster.ranks, self.training.warmup_bits
-        bucket, message = self._float_bucket(), bits / 8
-        number = params / bucket
-        messages = two_phases(self.cluster, bucket, IntegerFormat(bits).chunk_nbytes(bucket, ranks)) * number
-        # gradient, error -> message; all messages of a chunk -> values, their sum; message, gradient, error -> error
-        make = 2 * (self.training.itemsize + FLOAT_BYTES + message) + self._node_passes() + message + 3 * FLOAT_BYTES
-        # message -> values; values, p -> p
-        apply = message + 2 * FLOAT_BYTES + 2 * self.training.itemsize
-        moved = self.cluster.pass_seconds((make + apply) * params) + self.update / ranks
-        pipeline = max(moved + messages.host, messages.seconds) + min(moved, messages.seconds) / max(1.0, number)
-        seconds = self.forward + self.backward + self.cluster.pass_seconds(_NORM * params)
-        return Step(seconds + pipeline, messages.sent, messages.on_link)
+        bucket, message, grad = self._float_bucket(), bits / 8, self.training.itemsize
+        nbytes = IntegerFormat(bits).chunk_nbytes(bucket, ranks)
+        one, number = one_phase(self.cluster, FLOAT_BYTES * bucket, sum(nbytes)), params / bucket
+        scatter, gather = one * number, all_gather(self.cluster, ranks * nbytes[0]) * number
+        # gradient, error -> message, error; all messages of a chunk -> mean
+        make = (grad + 2 + 2 * message + FLOAT_BYTES / ranks + self._node_passes()) * params
+        apply = (message + 2 * grad) * params  # message, p -> p
+        seconds = self.update / ranks
+        if early:
+            work = self.cluster.pass_seconds(make)
+            seconds += self._overlapped(bucket / params, scatter, one, work) + self._pipelined(apply, gather)
+        else:
+            seconds += self.forward + self.backward + self.cluster.pass_seconds(_NORM * params)
+            seconds += self._pipelined(make + apply, scatter + gather)
+        return Step(seconds, scatter.sent + gather.sent, scatter.on_link + gather.on_link)
 
     def alone(self, passes: Passes) -> Step:
         """A step of 0/1 Adam between syncs."""
@@ -268,6 +278,12 @@ class Model:
         In return only this rank's shard is compressed, which the planner does not count.
         """
         return 0.0 if self.cluster.node_size == 1 else 2 * FLOAT_BYTES
+
+    def _pipelined(self, nbytes: float, messages: Message) -> float:
+        """Seconds of passes over ``nbytes`` of memory that overlap with the messages of all buckets, as in (4)."""
+        moved, number = self.cluster.pass_seconds(nbytes), self.training.params / self._float_bucket()
+        wire = messages.seconds
+        return max(moved + messages.host, wire) + min(moved, wire) / max(1.0, number)
 
     def _overlapped(self, first_share: float, messages: Message, last: Message, work: float = 0.0) -> float:
         """Seconds of forward and backward, overlapped with the messages: (3) without the update; work is (5)'s P."""

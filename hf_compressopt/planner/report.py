@@ -12,6 +12,7 @@ import torch
 
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of
 from hf_compressopt.integrations.algorithms import ALGORITHMS
+from hf_compressopt.kernels.integer_messages import INTEGER_BITS
 from hf_compressopt.planner.cost import (
     ONEBIT_ADAM,
     ONEBIT_LAMB,
@@ -31,12 +32,11 @@ _SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # range of the search for a crossove
 _WHOLE_RUN = "whole run"
 _EVERY_STEP = "every step"
 _FULL_PRECISION = ("DDP", "ZeRO")
-_LOW_BITS = (4, 8)
 _PASSES = {"onebit_adam": ONEBIT_ADAM, "onebit_lamb": ONEBIT_LAMB}
 #: ZeRO-2 with gradients and parameters in 4 bits.
 ZERO_INT4 = "zero2_adamw, int4"
-#: OnebitAdam with ``zero_stage=1``.
-ONEBIT_ZERO = "OnebitAdam, ZeRO-1"
+#: OnebitAdam, by its ``zero_stage``.
+ONEBIT_ZERO = {1: "OnebitAdam, ZeRO-1", 2: "OnebitAdam, ZeRO-2"}
 
 
 def memory_rows(
@@ -116,9 +116,13 @@ def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
         "ZeRO-1": {"": zero},
         "ZeRO-2": {"": zero},
         ZERO_INT4: {"": model.zero_low_bit(4)},
-        **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in _LOW_BITS},
+        **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in INTEGER_BITS},
         "OnebitAdam": _onebit(model, "onebit_adam", steps),
-        **({ONEBIT_ZERO: _onebit(model, "onebit_adam", steps, shared_out=True)} if _is_integer(model) else {}),
+        **{
+            name: _onebit(model, "onebit_adam", steps, stage)
+            for stage, name in ONEBIT_ZERO.items()
+            if model.training.warmup_bits in INTEGER_BITS
+        },
         "ZeroOneAdam": _zero_one(model, steps),
         "OnebitLamb": _onebit(model, "onebit_lamb", steps),
     }
@@ -128,14 +132,11 @@ def _is_low_bit(model: Model) -> bool:
     return model.training.warmup_bits < 8 * FLOAT_BYTES
 
 
-def _is_integer(model: Model) -> bool:
-    return model.training.warmup_bits in _LOW_BITS
-
-
-def _onebit(model: Model, name: str, steps: int, *, shared_out: bool = False) -> dict[str, Step]:
+def _onebit(model: Model, name: str, steps: int, zero_stage: int = 0) -> dict[str, Step]:
     schedule = ALGORITHMS[name].schedule_class().fitted(steps, (), low_bit=_is_low_bit(model))
-    first = min(schedule.last_warmup_step, steps)
-    averaged, compressed = model.shared_out() if shared_out else model.averaged(), model.compressed(_PASSES[name])
+    first, early = min(schedule.last_warmup_step, steps), zero_stage == 2
+    averaged = model.shared_out(early=early) if zero_stage else model.averaged()
+    compressed = model.compressed(_PASSES[name], early=early)
     whole = average([(first, averaged), (steps - first, compressed)])
     return {"warmup": averaged, "compressed": compressed, _WHOLE_RUN: whole}
 

@@ -168,7 +168,7 @@ def test_two_ranks_time_a_model_and_advise(tmp_path: Path) -> None:
     assert "measured the link" not in done.stdout and "measured memory of a rank: " in done.stdout
     assert "10,040 parameters (gpt2), 2 x 16 tokens" in done.stdout
     table = done.stdout.split("flags\n")[1].split("\n\n")[0].splitlines()
-    assert len(table) == 11 and all(f"{place:2} " in line for place, line in enumerate(table, 1))
+    assert len(table) == 12 and all(f"{place:2} " in line for place, line in enumerate(table, 1))
     assert sum(line.endswith("  --optim onebit_adam") for line in table) == 1
 
 

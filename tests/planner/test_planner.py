@@ -246,7 +246,7 @@ def test_below_the_crossover_it_is_faster_over_every_link_and_just_above_it_slow
         for stage in found[name]
         for other, rate in found[name][stage].items()
     ]
-    assert len(cases) == 22
+    assert len(cases) == 26
     for name, stage, other, rate in cases:
         places = [place for place in (1e6, 1e7, 1e8, 1e9, 3e9, 1e10, 1e11, 1e13, rate * 0.99) if place < rate]
         above = [max(1e5, rate * 1.01)] if math.isfinite(rate) else []
