@@ -15,6 +15,7 @@ So a link between nodes carries what one rank of M would send, and a rank has th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -80,7 +81,14 @@ def parts_to_send(
         chunks = communicator.world_size
         return (Part(z, worker_error, chunks, sum(form.chunk_nbytes(z.numel, chunks))),)
     assert communicator.levels is not None
-    mean = yield from _mean_in_node(z, communicator.topology, communicator.levels)
+    if (node := _pair(z, communicator)) is not None:
+        mean = torch.empty(sum(communicator.topology.sent_numels(z.numel)), dtype=torch.float32, device=z.device)
+        with _own_chunks(z, communicator, node) as own:
+            for chunk, out in zip(own, torch.split(mean, [chunk.numel for chunk in own]), strict=True):
+                if chunk.numel:
+                    kernels.on(out).combine_(chunk, out)
+    else:
+        mean = yield from _mean_in_node(z, communicator.topology, communicator.levels)
     values = torch.split(mean, communicator.topology.sent_numels(z.numel))
     rows = zip(values, worker_error.chunks, strict=True)
     return tuple(Part(Combination.of(x), e, 1, form.nbytes(x.numel())) for x, e in rows if x.numel())
@@ -97,23 +105,28 @@ def messages_at_once(
 
     Two ranks that share memory add what they send while they compress it; the bits are the same.
     """
-    levels = communicator.levels
-    if isinstance(worker_error, ShardErrors) and levels is not None and isinstance(levels.node, NodeCommunicator):
-        fits = z.last is None or z.last.world_size == communicator.world_size
-        if fits and levels.node.trades and levels.dtype == torch.float32:
-            return _messages_of_two(z, worker_error, form, communicator, levels.node, compress_)
+    node = _pair(z, communicator)
+    if isinstance(worker_error, ShardErrors) and node is not None:
+        with _own_chunks(z, communicator, node) as chunks:
+            rows = zip(chunks, worker_error.chunks, strict=True)
+            parts = tuple(Part(chunk, error, 1, form.nbytes(chunk.numel)) for chunk, error in rows if chunk.numel)
+            return messages_of(parts, compress_, z.device)
     parts = yield from parts_to_send(z, worker_error, form, communicator)
     return messages_of(parts, compress_, z.device)
 
 
-def _messages_of_two(
-    z: Combination,
-    worker_error: ShardErrors,
-    form: MessageFormat[AnyAverage],
-    communicator: Communicator,
-    node: NodeCommunicator,
-    compress_: Callable[[Combination, Errors, Tensor, int], None],
-) -> Tensor:
+def _pair(z: Combination, communicator: Communicator) -> NodeCommunicator | None:
+    """Return the two ranks of this node if they can add what they have in one pass, from shared memory."""
+    levels = communicator.levels
+    if levels is None or not isinstance(levels.node, NodeCommunicator) or levels.dtype != torch.float32:
+        return None
+    fits = z.last is None or z.last.world_size == communicator.world_size
+    return levels.node if fits and levels.node.trades else None
+
+
+@contextmanager
+def _own_chunks(z: Combination, communicator: Communicator, node: NodeCommunicator) -> Iterator[list[Combination]]:
+    """Trade halves of what the two ranks of a node have. Inside are the chunks of their mean that this rank sends."""
     topology, world_size = communicator.topology, communicator.world_size
     half = replace(z, alpha=z.alpha / 2, beta=z.beta / 2)
     chunks = [half.chunk(number, world_size) for number in range(world_size)]
@@ -127,13 +140,8 @@ def _messages_of_two(
 
     ranges = (topology.shard_range(z.numel, place) for place in range(2))
     with node.traded([stop - start for start, stop in ranges], write) as rest:
-        rows = zip(own, torch.split(rest, topology.sent_numels(z.numel)), worker_error.chunks, strict=True)
-        parts = [
-            Part(replace(chunk, rest=theirs), error, 1, form.nbytes(chunk.numel))
-            for chunk, theirs, error in rows
-            if chunk.numel
-        ]
-        return messages_of(parts, compress_, z.device)
+        rows = zip(own, torch.split(rest, topology.sent_numels(z.numel)), strict=True)
+        yield [replace(chunk, rest=theirs) for chunk, theirs in rows]
 
 
 def messages_of(

@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from hf_compressopt import kernels
 from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.in_node import NodeCommunicator
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.zero.feedback import SliceErrors
@@ -56,9 +59,12 @@ def send_gradients(
     splits = [nbytes] * peers.world_size
     under_way: list[Tensor] = []
 
-    def send(values: Tensor) -> Handle:
-        z = Combination(numel, values.device, grads=[Segment(values, 0, numel, 0)], beta=1.0 / loss_scale)
-        messages = torch.empty(peers.world_size * nbytes, dtype=torch.uint8, device=values.device)
+    def of_places(values: Tensor, starts: Sequence[int], factor: float = 1.0) -> Combination:
+        grads = [Segment(values, start, numel // len(starts), 0) for start in starts]
+        return Combination(numel, values.device, grads=grads, beta=factor / loss_scale)
+
+    def send(z: Combination) -> Handle:
+        messages = torch.empty(peers.world_size * nbytes, dtype=torch.uint8, device=z.device)
         latest = errors.latest
         form.compress_settled_(z, latest, errors.pending(), messages, peers.world_size)
         received = torch.empty_like(messages)
@@ -71,10 +77,18 @@ def send_gradients(
         return mean.to(kept)
 
     if levels is None:
-        return send(buffer), average
-    node = levels.node
-    handle, means_of_node = scattering.sum_in_node(buffer, node, peers.world_size, 1.0 / node.world_size)
-    return scattering.TwoCalls(handle, lambda: send(means_of_node()), at_once=node.shares_memory), average
+        return send(of_places(buffer, [0])), average
+    node, nodes = levels.node, peers.world_size
+    if isinstance(node, NodeCommunicator) and node.trades and buffer.dtype == torch.float32:
+        own, other = (
+            of_places(buffer, [(2 * n + place) * cut.part_numel for n in range(nodes)], 0.5)
+            for place in (node.rank, 1 - node.rank)
+        )
+        with node.traded([numel, numel], lambda out: kernels.on(out).combine_(other, out)) as rest:
+            return send(replace(own, rest=rest)), average
+    handle, means_of_node = scattering.sum_in_node(buffer, node, nodes, 1.0 / node.world_size)
+    calls = scattering.TwoCalls(handle, lambda: send(of_places(means_of_node(), [0])), at_once=node.shares_memory)
+    return calls, average
 
 
 def send_differences(
