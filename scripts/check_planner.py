@@ -78,7 +78,6 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         "ddp": model.ddp,
         "fp16": lambda: model.ddp(2),
         "int4": lambda: model.low_bit(4),
-        "first_stage": lambda: model.low_bit(4),
         "int8": lambda: model.low_bit(8),
         "zero2": model.zero,
         "zero2_int4": lambda: model.zero_low_bit(4),
