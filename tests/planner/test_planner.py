@@ -67,7 +67,8 @@ def test_bytes_are_those_that_the_interface_counted(row: dict[str, Any]) -> None
         "zero_one_adam": model.local_steps(16),
     }
     if row["method"] in steps and row.get("per_node", 1) == 1:
-        headers = 0.0075 * row["ranks"]  # and acknowledgements: more connections have more of them
+        headers = 0.0075 * row["ranks"]  # and acknowledgements: more connections have more of them,
+        headers += 0.0025 * (row["link"] == "unshaped")  # and so do links on which packets do not wait to be joined
         whole = 0.01 if row["method"] == "zero2_int4" else 0.0  # vectors travel in full precision
         assert row["sent"] == pytest.approx(steps[row["method"]].sent, rel=headers + whole)
         assert steps[row["method"]].on_link == pytest.approx(steps[row["method"]].sent)  # one rank on each node
