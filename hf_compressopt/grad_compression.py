@@ -40,7 +40,7 @@ STATES = ("compact", "float32")
 
 @dataclass(frozen=True)
 class MessageOptions(TopologyOptions):
-    """What users of Trainer and Accelerate may choose of the messages of gradients.
+    """Options of the messages of gradients in Trainer and Accelerate.
 
     Attributes:
         bucket_cap_mb: See :class:`GradientCompression`.

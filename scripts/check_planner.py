@@ -22,7 +22,7 @@ from typing import Any
 from _common import REPOSITORY, parser_of
 
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
-from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, Model, Training
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ONEBIT_LAMB, Model, Training
 from hf_compressopt.planner.units import bandwidth
 from hf_compressopt.planner.wire import Cluster
 
@@ -40,6 +40,8 @@ class Machine:
             recipes/multi_node.
         latency: Seconds of an all_reduce of two values by gloo.
         earlier: Methods whose rows were measured with kernels of more passes.
+        copies: Bytes over memory per parameter for DDP's copies of gradients, which the compute-only step makes and
+            the optimizers of this package, by now, do not.
     """
 
     memory_bandwidth: float
@@ -47,12 +49,14 @@ class Machine:
     host_bandwidth: dict[int, float]
     latency: float
     earlier: tuple[str, ...] = ()
+    copies: int = 0
 
 
 EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"))
-XEON = Machine(38.7e9, 3.62e-9, {1: 1.32e9, 2: 0.964e9}, 212e-6)
+XEON = Machine(38.7e9, 3.62e-9, {1: 1.32e9, 2: 0.964e9}, 212e-6, copies=16)
 DOCS = REPOSITORY / "docs"
 FILES = [*sorted(DOCS.glob("network*.json")), DOCS / "avx512.json"]
+FLOAT32_STATE = ("network.json", "network_low_bits.json")  # rows from before OnebitAdam's compact state
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 
 
@@ -73,6 +77,9 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         host_bandwidth=machine.host_bandwidth[math.ceil(crowd)],
         latency=machine.latency,
     )
+    onebit_adam = ONEBIT_ADAM_FLOAT32 if row["file"].name in FLOAT32_STATE else ONEBIT_ADAM
+    if method.startswith(("onebit", "int")):
+        compute_seconds -= cluster.pass_seconds(machine.copies * row["numel"])
     model = Model(Training(row["numel"], compute_seconds, machine.update_seconds * crowd * row["numel"]), cluster)
     predictions = {
         "ddp": model.ddp,
@@ -81,8 +88,8 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
         "int8": lambda: model.low_bit(8),
         "zero2": model.zero,
         "zero2_int4": lambda: model.zero_low_bit(4),
-        "onebit_adam": lambda: model.compressed(ONEBIT_ADAM),
-        "onebit_adam_zero2": lambda: model.compressed(ONEBIT_ADAM, early=True),
+        "onebit_adam": lambda: model.compressed(onebit_adam),
+        "onebit_adam_zero2": lambda: model.compressed(onebit_adam, early=True),
         "zero_one_adam": lambda: model.local_steps(LONGEST_INTERVAL),
         "onebit_lamb": lambda: model.compressed(ONEBIT_LAMB),
     }

@@ -13,7 +13,7 @@ next bucket while a message is on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -33,8 +33,18 @@ from hf_compressopt.collectives.phases import (
     parts_to_send,
     with_messages,
 )
-from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import AnyAverage, Average, Combination, Commit, Errors, MessageFormat, Segment, SignFormat
+from hf_compressopt.kernels import (
+    AnyAverage,
+    Average,
+    Combination,
+    Commit,
+    Errors,
+    IntegerAverage,
+    IntegerFormat,
+    MessageFormat,
+    Segment,
+    SignFormat,
+)
 from hf_compressopt.kernels.errors import like_errors, tensor_of
 
 
@@ -204,34 +214,9 @@ class Exchanged(Generic[AnyAverage]):
 
     def discard(self, outputs: Sequence[Segment], scale: float) -> None:
         """Write the average times ``scale`` into ``outputs``, and leave the errors as they are."""
-        if not outputs:
-            return
-        pieces = iter(self._decoded(scale))
-        values = next(pieces)
-        for segment in outputs:
-            at = 0
-            while at < segment.numel:
-                values = values if values.numel() else next(pieces)
-                part = values[: segment.numel - at]
-                if segment.tensor is not None:
-                    segment.part[at : at + part.numel()].copy_(part)
-                values, at = values[part.numel() :], at + part.numel()
-
-    def _decoded(self, scale: float) -> Iterator[Tensor]:
-        """Iterate over the values of the average times ``scale``, in pieces, each of which the next one overwrites.
-
-        On the CPU a piece is a chunk, which caches may hold; the pages of a whole bucket take longer than its values.
-        """
-        average, on_cpu = self.average, self.sent.device.type == "cpu"
-        assert average.messages is not None
-        count = average.world_size if on_cpu else 1
-        ranges = [chunk_range(average.numel, count, piece) for piece in range(count)]
-        longest = torch.empty(ranges[0][1], dtype=torch.float32, device=self.sent.device)
-        for piece, (start, stop) in enumerate(ranges):
-            messages, values = average.messages[piece * average.stride :], longest[: stop - start]
-            chunks = average.world_size // count
-            self.format.decompress_(self.format.average(values.numel(), messages, chunks, average.stride), values)
-            yield values if scale == 1 else values.mul_(scale)
+        if outputs:  # of integers: signs have none
+            assert isinstance(self.format, IntegerFormat) and isinstance(self.average, IntegerAverage)
+            self.format.add_(self.average, outputs, scale=scale)
 
 
 def lazy_all_reduce(

@@ -118,9 +118,9 @@ class NodeCommunicator(Communicator):
             if not operation.arrived():
                 sent, received = torch.empty(max(sizes)), torch.empty(own)
                 operation.copy_to(sent)
-                splits = ([sizes[other], 0], [own, 0]) if other == 0 else ([0, sizes[other]], [0, own])
+                given, got = ([size if rank == other else 0 for rank in range(2)] for size in (sizes[other], own))
                 gloo, sent = self._uncounted(), sent[: sizes[other]]
-                gloo.all_to_all(received, sent, input_splits=splits[0], output_splits=splits[1]).wait()
+                gloo.all_to_all(received, sent, input_splits=given, output_splits=got).wait()
                 instead.append(received)
 
         Handle(wait, "all_to_all", self.traffic).wait()

@@ -75,8 +75,13 @@ class Average:
         return cls(values.numel(), values)
 
     def chunk(self, number: int) -> Average:
-        """Return the average of a chunk, whose message is there."""
-        assert self.messages is not None
+        """Return the average of a chunk.
+
+        Raises:
+            ValueError: If the average is not in messages.
+        """
+        if self.messages is None:
+            raise ValueError("a chunk of an average needs messages, got values")
         start, stop = chunk_range(self.numel, self.world_size, number)
         message = self.messages[number * self.stride :][: self.stride]
         return replace(self, numel=stop - start, messages=message, world_size=1)

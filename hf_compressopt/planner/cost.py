@@ -57,8 +57,9 @@ class Passes:
     apply: float
 
 
-#: g, m, error -> error; v, p, m -> p, m.
-ONEBIT_ADAM = Passes(_NORM, 16, 16)
+#: g, m, error -> error; v, p, m -> p, m: of float32 state, and of the compact one, with m in messages.
+ONEBIT_ADAM_FLOAT32 = Passes(_NORM, 16, 16)
+ONEBIT_ADAM = Passes(_NORM, 6.25, 9.25)
 #: 1-bit gradients: g, error -> error; v, p, m -> p, m.
 ZERO_ONE_GRADIENT = Passes(_NORM, 12, 20)
 #: Each step alone: g, m, v, p, u -> m, p, u; and p twice, to notice writes.
@@ -275,9 +276,10 @@ class Model:
     def _node_passes(self) -> float:
         """Bytes over memory per parameter that two levels add: all values are written, those of the node read.
 
-        In return only this rank's shard is compressed, which the planner does not count.
+        Their mean, a shard, is written and read. In return only this shard is compressed, which is not counted.
         """
-        return 0.0 if self.cluster.node_size == 1 else 2 * FLOAT_BYTES
+        size = self.cluster.node_size
+        return 0.0 if size == 1 else 2 * FLOAT_BYTES * (1 + 1 / size)
 
     def _pipelined(self, nbytes: float, messages: Message) -> float:
         """Seconds of passes over ``nbytes`` of memory that overlap with the messages of all buckets, as in (4)."""

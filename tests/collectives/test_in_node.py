@@ -240,7 +240,7 @@ def test_a_rank_may_end_before_the_others_have_read() -> None:
 
 
 def trades_without(rank: int, world_size: int) -> list[tuple[bool, bool]]:
-    """Whether what two ranks trade is right, and whether they would trade again, as one of them has little memory."""
+    """Trade as one of two ranks has little memory: whether the values are right, and whether they would trade again."""
     plain, found = TorchCommunicator(), []
     node = in_shared_memory(node_of(plain, 2), plain, 2 * MIB if rank == 1 else 1 << 30)
     assert isinstance(node, NodeCommunicator)

@@ -173,7 +173,7 @@ def test_the_plugin_refuses_two_ways_of_sending() -> None:
 
 
 def in_buckets(rank: int, world_size: int) -> dict[str, tuple[bool, bool, bool]]:
-    """Whether DDP keeps gradients in its buckets, whether the user's options stay, and whether p.grad is in one."""
+    """Prepare by each plug-in: whether DDP has the option, whether the user's options stay, whether p.grad is there."""
     use_accelerate(rank, world_size)
     from accelerate import DistributedDataParallelKwargs
 

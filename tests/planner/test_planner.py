@@ -14,7 +14,7 @@ import torch
 from hf_compressopt import GradientCompression, OnebitAdam, OnebitLamb, ZeroOneAdam, average_gradients, cli
 from hf_compressopt.kernels.errors import tensor_of
 from hf_compressopt.planner import report, units, wire
-from hf_compressopt.planner.cost import ONEBIT_ADAM, ZERO_ONE_LOCAL, Model, Training
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ZERO_ONE_LOCAL, Model, Training
 from hf_compressopt.planner.memory import COMPACT_THEN, compact_error_bytes, compressed_states
 from hf_compressopt.planner.wire import Cluster
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
@@ -26,9 +26,6 @@ FILES = [*sorted(DOCS.glob("network*.json")), DOCS / "avx512.json"]
 ROWS = [{**row, "file": file.stem} for file in FILES for row in json.loads(file.read_text())]
 METHODS = {"ddp", "fp16", "int4", "int8", "zero2", "zero2_int4", "onebit_adam", "zero_one_adam", "onebit_lamb"}
 METHODS |= {"onebit_adam_zero2"}
-#: Of a step that computes little, the planner expects up to 55 % more: it does not know that these keep gradients in
-#: DDP's buckets only, and counts the passes over a state in float32.
-FASTER = {("100M, 16 tokens", method) for method in ("onebit_adam", "onebit_adam_zero2")}
 SLOW = Cluster(nodes=4, gpus_per_node=8, bandwidth=1e9, local_bandwidth=1e11, latency=0.0)
 SMALL = Training(params=100_000_000, compute_seconds=0.5)
 
@@ -37,7 +34,7 @@ SMALL = Training(params=100_000_000, compute_seconds=0.5)
 
 
 def test_every_measured_row_is_predicted_within_20_percent() -> None:
-    done = run_python([str(REPO_ROOT / "scripts" / "check_planner.py"), "--bound", "0.55"])
+    done = run_python([str(REPO_ROOT / "scripts" / "check_planner.py")])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in (REPO_ROOT / "docs" / "planner.md").read_text()
     lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ") and "%" not in line]
@@ -49,7 +46,7 @@ def test_every_measured_row_is_predicted_within_20_percent() -> None:
         place = row["model"], row["ranks"], row["link"], row["method"]
         assert place == (model.strip("| "), int(ranks.split()[0]), link, method)
         off = float(predicted) / 1e3 / statistics.median(row["seconds"]) - 1
-        assert -0.2 <= off <= (0.55 if (row["model"], row["method"]) in FASTER else 0.2), row
+        assert abs(off) <= 0.2, row
         assert off * 100 == pytest.approx(float(error.strip(" |")), abs=0.5), row
 
 
@@ -67,8 +64,7 @@ def test_bytes_are_those_that_the_interface_counted(row: dict[str, Any]) -> None
         "zero_one_adam": model.local_steps(16),
     }
     if row["method"] in steps and row.get("per_node", 1) == 1:
-        headers = 0.0075 * row["ranks"]  # and acknowledgements: more connections have more of them,
-        headers += 0.0025 * (row["link"] == "unshaped")  # and so do links on which packets do not wait to be joined
+        headers = 0.0075 * row["ranks"]  # and acknowledgements: more connections have more of them
         whole = 0.01 if row["method"] == "zero2_int4" else 0.0  # vectors travel in full precision
         assert row["sent"] == pytest.approx(steps[row["method"]].sent, rel=headers + whole)
         assert steps[row["method"]].on_link == pytest.approx(steps[row["method"]].sent)  # one rank on each node
@@ -237,7 +233,8 @@ def test_slow_links_are_slow_by_their_bytes_and_fast_ones_by_their_passes() -> N
     assert crawling.compressed(ONEBIT_ADAM).seconds == pytest.approx(4e8 / 31.75 / 0.9e6, rel=0.05)
     free = Model(SMALL, Cluster(2, 1, math.inf, local_bandwidth=math.inf, latency=0.0))
     assert free.ddp().seconds == pytest.approx(SMALL.compute_seconds)
-    assert free.compressed(ONEBIT_ADAM).seconds > free.ddp().seconds  # more passes than a fused AdamW
+    assert free.compressed(ONEBIT_ADAM_FLOAT32).seconds > free.ddp().seconds  # more passes than a fused AdamW
+    assert free.compressed(ONEBIT_ADAM).seconds < free.ddp().seconds  # and fewer, with the compact state
     assert free.local_steps(16).seconds < free.local_steps(2).seconds
     assert free.local_steps(1) == free.compressed(ZERO_ONE_LOCAL)
 
