@@ -138,6 +138,7 @@ class GradientCompression:
         self._loss_scale = loss_scale or (lambda: 1.0)
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.errors = GroupErrors(self.layout, self.communicator, device, compact=state == "compact", used=True)
+        self._new_errors: GroupErrors | None = None  # of the step under way
         self._buckets = BucketRounds()
         self._checked = False
 
@@ -278,11 +279,18 @@ class GradientCompression:
         scale = float(self._loss_scale())
         if not (scale > 0 and math.isfinite(scale)):
             raise ValueError(f"loss_scale must return a finite number > 0, got {scale}")
-        rows = zip(self.layout.buckets, self.errors.pairs, strict=True)
-        slots = (IntegerSlot(b, self.params, self.communicator, 0, errors, self.bits, scale) for b, errors in rows)
-        return GradientRound(list(slots))
+        if self._new_errors is None:
+            self._new_errors = self.errors.like()
+        rows = zip(self.layout.buckets, self.errors.pairs, self._new_errors.pairs, strict=True)
+        return GradientRound(
+            [IntegerSlot(b, self.params, self.communicator, 0, old, self.bits, scale, new) for b, old, new in rows]
+        )
 
     def _finish(self, not_finite: Collection[int]) -> None:
+        if self._new_errors is not None and not not_finite:
+            self.errors.swap(self._new_errors)
+        if self.communicator.device.type != "cpu":  # where memory is scarce, and new memory costs no time
+            self._new_errors = None
         self.skipped_steps += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()

@@ -35,25 +35,28 @@ class Machine:
 
     Attributes:
         memory_bandwidth: Bytes per second of both cores, "a += b" with 2 threads.
-        update_seconds: Per parameter: torch's AdamW as a loop over tensors, of 25 million.
+        update_seconds: Per parameter: torch's AdamW as a loop over tensors, of 25 million; None where it was the fused
+            one.
         host_bandwidth: Bytes per second that a rank sends in an all-reduce, by ranks on a core: check_link.py of
             recipes/multi_node.
         latency: Seconds of an all_reduce of two values by gloo.
         earlier: Methods whose rows were measured with kernels of more passes.
+        settled: Whether low-bit gradients were measured with errors that are written during backward.
         copies: Bytes over memory per parameter for DDP's copies of gradients, which the compute-only step makes and
             the optimizers of this package, by now, do not.
     """
 
     memory_bandwidth: float
-    update_seconds: float
+    update_seconds: float | None
     host_bandwidth: dict[int, float]
     latency: float
     earlier: tuple[str, ...] = ()
+    settled: bool = True
     copies: int = 0
 
 
-EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"))
-XEON = Machine(38.7e9, 3.62e-9, {1: 1.32e9, 2: 0.964e9}, 212e-6, copies=16)
+EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"), settled=False)
+XEON = Machine(38.7e9, 3.62e-9, {1: 1.32e9, 2: 0.964e9}, 212e-6, settled=False, copies=16)
 DOCS = REPOSITORY / "docs"
 FILES = [*sorted(DOCS.glob("network*.json")), DOCS / "avx512.json"]
 FLOAT32_STATE = ("network.json", "network_low_bits.json")  # rows from before OnebitAdam's compact state
@@ -80,12 +83,13 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     onebit_adam = ONEBIT_ADAM_FLOAT32 if row["file"].name in FLOAT32_STATE else ONEBIT_ADAM
     if method.startswith(("onebit", "int")):
         compute_seconds -= cluster.pass_seconds(machine.copies * row["numel"])
-    model = Model(Training(row["numel"], compute_seconds, machine.update_seconds * crowd * row["numel"]), cluster)
+    update = None if machine.update_seconds is None else machine.update_seconds * crowd * row["numel"]
+    model = Model(Training(row["numel"], compute_seconds, update), cluster)
     predictions = {
         "ddp": model.ddp,
         "fp16": lambda: model.ddp(2),
-        "int4": lambda: model.low_bit(4),
-        "int8": lambda: model.low_bit(8),
+        "int4": lambda: model.low_bit(4, settled=machine.settled),
+        "int8": lambda: model.low_bit(8, settled=machine.settled),
         "zero2": model.zero,
         "zero2_int4": lambda: model.zero_low_bit(4),
         "onebit_adam": lambda: model.compressed(onebit_adam),

@@ -22,6 +22,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Exchanged, Pipeline, lazy_all_reduce
 from hf_compressopt.collectives.phases import Task, WorkerErrors
+from hf_compressopt.collectives.settled_exchange import PendingErrors, settled_all_reduce
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Combination, Errors, IntegerAverage, Segment
 from hf_compressopt.kernels.integers import IntegerFormat, any_nan
@@ -98,19 +99,28 @@ class IntegerSlot(Slot):
             has them, in the unit of a gradient without loss scale.
         bits: Bits per element, 4 or 8.
         loss_scale: Factor that the gradients carry.
+        new_errors: Where the new errors are written as soon as they are known, for an owner that takes them if all its
+            gradients are finite. The average then takes the gradients' place at once. None to change ``errors`` when
+            all gradients are back.
     """
 
     errors: tuple[WorkerErrors, Errors]
     bits: int
     loss_scale: float = 1.0
+    new_errors: tuple[WorkerErrors, Errors] | None = None
 
     def form(self) -> str:
         """See the base class."""
         return f"int{self.bits}"
 
     def _exchange(self, segments: Sequence[Segment]) -> Task[Arrived]:
-        z = self._scaled(segments, 1.0 / self.loss_scale)
-        exchanged = yield from lazy_all_reduce(z, *self.errors, IntegerFormat(self.bits), self.communicator)
+        z, form = self._scaled(segments, 1.0 / self.loss_scale), IntegerFormat(self.bits)
+        if self.new_errors is not None:
+            pending = PendingErrors.at(*self.new_errors)
+            average, _ = yield from settled_all_reduce(z, *self.errors, form, self.communicator, pending)
+            form.add_(average, segments, scale=self.loss_scale)
+            return _Written(any_nan(average))
+        exchanged = yield from lazy_all_reduce(z, *self.errors, form, self.communicator)
         return _ArrivedIntegers(exchanged, segments, self.loss_scale)
 
 
@@ -122,6 +132,14 @@ class _ArrivedIntegers(Arrived):
     def write(self, finite: bool) -> None:
         write = self._exchanged.commit if finite else self._exchanged.discard
         write(self._outputs, self._loss_scale)
+
+
+@dataclass(frozen=True)
+class _Written(Arrived):
+    not_finite: Tensor
+
+    def write(self, finite: bool) -> None:
+        """Leave everything as it is."""
 
 
 @dataclass(frozen=True)

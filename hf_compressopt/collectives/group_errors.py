@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain, islice
 
 import torch
@@ -132,6 +133,19 @@ class GroupErrors:
     def _set(self, worker: Tensor, server: Tensor) -> None:
         self.worker, self.server = worker, server
         self.pairs = self._by_bucket(worker, server)
+
+    def like(self) -> GroupErrors:
+        """Return errors of the same form, of any values."""
+        other = copy(self)
+        other._set(torch.empty_like(self.worker), torch.empty_like(self.server))
+        return other
+
+    def swap(self, other: GroupErrors) -> None:
+        """Take the errors of another object of the same form, and give it these."""
+        for name in ("worker", "server", "pairs"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, theirs)
+            setattr(other, name, mine)
 
     def copy_(self, worker: Tensor, server: Tensor) -> None:
         """Take over the values of two buffers, of either form."""

@@ -1,4 +1,4 @@
-"""The compressed all-reduce for gradients that are freed as soon as their message is made.
+"""The compressed all-reduce for gradients that are freed, or overwritten, as soon as their message is made.
 
 Nothing is made of the gradients again. So the new errors are made with the message, and wait until all ranks know
 whether the step is taken.
@@ -6,7 +6,7 @@ whether the step is taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hf_compressopt.collectives import phases
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.phases import Part, ShardErrors, Task, WorkerErrors
-from hf_compressopt.kernels import AnyAverage, Average, Combination, Errors, MessageFormat
+from hf_compressopt.kernels import AnyAverage, Combination, Errors, MessageFormat
 from hf_compressopt.kernels.errors import like_errors, tensor_of
 
 
@@ -35,12 +34,20 @@ def send_(
         new_errors: Where the new worker error of each part is written, in the form of the old one; None to overwrite
             the old ones.
     """
-    errors = iter([part.error for part in parts] if new_errors is None else new_errors)
+    places = [part.error for part in parts] if new_errors is None else new_errors
+    return phases.messages_of(parts, _writing(places, form), device)
+
+
+def _writing(
+    new_errors: Iterable[Errors], form: MessageFormat[AnyAverage]
+) -> Callable[[Combination, Errors, Tensor, int], None]:
+    """Return what compresses one part after another, and writes what their messages miss."""
+    places = iter(new_errors)
 
     def compress_(z: Combination, error: Errors, messages: Tensor, chunks: int) -> None:
-        form.compress_settled_(z, error, next(errors), messages, chunks)
+        form.compress_settled_(z, error, next(places), messages, chunks)
 
-    return phases.messages_of(parts, compress_, device)
+    return compress_
 
 
 @dataclass(frozen=True)
@@ -56,22 +63,35 @@ class PendingErrors:
     server: Errors | None = None
 
     @classmethod
+    def at(cls, worker_error: WorkerErrors, server_error: Errors | None = None) -> PendingErrors:
+        """Return errors that are written into these."""
+        return cls(_sent(worker_error), server_error)
+
+    @classmethod
     def like(cls, worker_error: WorkerErrors, server_error: Errors | None = None) -> PendingErrors:
         """Return memory for errors of the same form."""
-        found = worker_error.sent() if isinstance(worker_error, ShardErrors) else [worker_error]
-        return cls(tuple(map(like_errors, found)), None if server_error is None else like_errors(server_error))
+        found = map(like_errors, _sent(worker_error))
+        return cls(tuple(found), None if server_error is None else like_errors(server_error))
 
     def commit(self, worker_error: WorkerErrors, server_error: Errors) -> None:
         """Write the errors to where they belong."""
-        places = worker_error.sent() if isinstance(worker_error, ShardErrors) else [worker_error]
-        rows = zip(places, self.worker, strict=True)
+        rows = zip(_sent(worker_error), self.worker, strict=True)
         for place, new in [*rows, *([] if self.server is None else [(server_error, self.server)])]:
             tensor_of(place).copy_(tensor_of(new))
 
 
+def _sent(worker_error: WorkerErrors) -> tuple[Errors, ...]:
+    return tuple(worker_error.sent()) if isinstance(worker_error, ShardErrors) else (worker_error,)
+
+
 def settled_all_reduce(
-    z: Combination, feedback: ErrorFeedback, communicator: Communicator
-) -> Task[tuple[Average, PendingErrors]]:
+    z: Combination,
+    worker_error: WorkerErrors,
+    server_error: Errors,
+    form: MessageFormat[AnyAverage],
+    communicator: Communicator,
+    pending: PendingErrors | None = None,
+) -> Task[tuple[AnyAverage, PendingErrors]]:
     """Average one bucket as :func:`lazy_all_reduce` does, and keep nothing of ``z``: its gradients may be freed.
 
     They are used up where the task first waits; in two levels where it waits for the second time. All ranks call, for
@@ -79,21 +99,22 @@ def settled_all_reduce(
 
     Args:
         z: What this rank wants to send.
-        feedback: The errors of this bucket, which are read only.
+        worker_error: See :class:`~hf_compressopt.collectives.exchange.ErrorFeedback`; read only.
+        server_error: Likewise.
+        form: The form of the messages.
         communicator: The ranks, at least two.
+        pending: Where the new errors are written, of both kinds; None for memory of their own.
 
     Returns:
         The average, and the new errors.
     """
-    numel, form = z.numel, feedback.format
-    pending = PendingErrors.like(feedback.worker_error, feedback.server_error)
-    new_error = pending.server
+    numel, new = z.numel, pending or PendingErrors.like(worker_error, server_error)
+    new_error = new.server
     assert new_error is not None
-    parts = yield from phases.parts_to_send(z, feedback.worker_error, form, communicator)
-    sent = send_(parts, form, z.device, pending.worker)
-    del z, parts
+    sent = yield from phases.messages_at_once(z, worker_error, form, communicator, _writing(new.worker, form))
+    del z
 
     def serve(received: Tensor, out: Tensor) -> None:
-        form.average_compress_(received, feedback.server_error, new_error, out, communicator.topology.nodes)
+        form.average_compress_(received, server_error, new_error, out, communicator.topology.nodes)
 
-    return (yield from phases.averaged(numel, form, sent, serve, communicator)), pending
+    return (yield from phases.averaged(numel, form, sent, serve, communicator)), new

@@ -68,13 +68,13 @@ class UnitErrors:
             self.waiting = None
         return False
 
-    def next(self) -> GroupErrors:
-        """Return the errors that the next message takes up, to be updated in place."""
-        if not self.used:
-            self.pending.worker.copy_(self.kept.worker)
-            self.pending.server.copy_(self.kept.server)
-            self.used = True
-        return self.pending
+    def slots(self, grads: Tensor, communicator: TorchCommunicator, bits: int, loss_scale: float) -> list[IntegerSlot]:
+        """Return slots for the gradients of the unit, which write the new errors into ``pending``."""
+        before, self.used = self.pending if self.used else self.kept, True
+        return [
+            IntegerSlot(bucket, [grads], communicator, 0, old, bits, loss_scale, new)
+            for bucket, old, new in zip(self.layout.buckets, before.pairs, self.pending.pairs, strict=True)
+        ]
 
     def end_pass(self, dropped: Tensor) -> None:
         """Keep the errors of the pass unless it is ``dropped``, [] bool. The host does not wait for that."""
@@ -236,15 +236,9 @@ class FSDPCompression:
             grads.record_stream(self._stream)  # FSDP2 may free them, and use the memory on another stream
         self._enter_pass()
         mean: list[Arrived] = []
-        scale, pairs = float(self._loss_scale()), errors.next().pairs
-        slots = (
-            IntegerSlot(bucket, [grads], self.communicator, 0, pair, self.bits, scale)
-            for bucket, pair in zip(errors.layout.buckets, pairs, strict=True)
-        )
+        slots = errors.slots(grads, self.communicator, self.bits, float(self._loss_scale()))
         run_tasks(slot.start({grads: grads}, mean.append) for slot in slots)
-        for average in mean:
-            self._faults.append(average.not_finite)
-            average.write(finite=True)  # into the pending errors
+        self._faults += [average.not_finite for average in mean]
 
     def _enter_pass(self) -> None:
         """Begin a backward pass with its first unit."""

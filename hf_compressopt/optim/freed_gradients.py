@@ -180,7 +180,9 @@ class FreedGradients:
                 self._left.turn += 1
         z = self._prepare(self._plan, state, bucket, grads)
         z = replace(z, beta=z.beta * coefficient / scale)
-        returned = settled_all_reduce(z, row.feedback, state.communicator)
+        returned = settled_all_reduce(
+            z, row.feedback.worker_error, row.feedback.server_error, row.feedback.format, state.communicator
+        )
         self._early.keep(row.key, None)
         self._left.tasks.add(self._keep_average(row.key, coefficient, returned))
 

@@ -10,8 +10,8 @@ Compressed step, of k buckets. Passes over memory, P seconds, and messages, C se
     f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
 The first stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes. With zero_stage=2
 gradients leave as in (5); what comes back is as in (4) in the first stage, and Q in the compressed one.
-Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P, and
-the passes that write the errors and the averages, Q, come last:
+Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P. In
+the first stage of a compressed optimizer the passes that write the errors and the averages, Q, come last:
     f + max(ready_1 + sum of all messages, b + h + P + last message) + Q + u                               (5)
 Sources: overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a backward pass has two products for each
 product of the forward pass.
@@ -214,25 +214,33 @@ class Model:
             seconds = self.alone(passes).seconds + self._pipelined((make + passes.apply) * params, messages)
         return Step(seconds, messages.sent, messages.on_link)
 
-    def low_bit(self, bits: int) -> Step:
-        """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
+    def low_bit(self, bits: int, *, settled: bool = True) -> Step:
+        """A step of DDP with gradients in messages of 4 or 8 bits, (5).
+
+        With ``settled`` errors and averages are written while backward runs, so that there is no Q.
+        """
         params, world_size, grad = self.training.params, self.cluster.ranks, self.training.itemsize
         bucket, message = self._float_bucket(), bits / 8
         one = two_phases(self.cluster, bucket, IntegerFormat(bits).chunk_nbytes(bucket, world_size))
         every = one * (params / bucket)
-        # gradient, error -> message; messages, server error -> message, new server error
-        make = self.cluster.pass_seconds(
-            (grad + FLOAT_BYTES + 2 * message + 8 / world_size + self._node_passes()) * params
-        )
-        # gradient, error, both messages -> error, gradient; new server error -> server error
-        finish = self.cluster.pass_seconds((2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / world_size) * params)
-        overlapped = self._overlapped(bucket / params, every, one, make)
-        return Step(overlapped + finish + self.update, every.sent, every.on_link)
+        if settled:
+            # gradient, error -> message, error; messages, server error -> message, server error; message -> gradient
+            make, finish = 2 * grad + 2 + 3 * message + 2 / world_size, 0.0
+        else:
+            # gradient, error -> message; messages, server error -> message, new server error
+            make = grad + FLOAT_BYTES + 2 * message + 8 / world_size
+            # gradient, error, both messages -> error, gradient; new server error -> server error
+            finish = 2 * grad + 2 * FLOAT_BYTES + 2 * message + 8 / world_size
+        work = self.cluster.pass_seconds((make + self._node_passes()) * params)
+        seconds = self._overlapped(bucket / params, every, one, work)
+        return Step(seconds + self.cluster.pass_seconds(finish * params) + self.update, every.sent, every.on_link)
 
     def averaged(self) -> Step:
         """A step of a compressed optimizer that averages gradients, in its warmup_bits."""
         bits = self.training.warmup_bits
-        return self.low_bit(bits) if bits in INTEGER_BITS else self.ddp(min(bits // 8, self.training.itemsize))
+        if bits in INTEGER_BITS:
+            return self.low_bit(bits, settled=False)
+        return self.ddp(min(bits // 8, self.training.itemsize))
 
     def shared_out(self, *, early: bool = False) -> Step:
         """A step of a compressed optimizer's first stage with ``zero_stage``: (4), with messages of integers.

@@ -130,18 +130,22 @@ def test_a_compressed_step_is_a_pipeline_of_passes_and_messages(bandwidth: float
 
 
 @pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e10, 1e12])
-def test_low_bit_gradients_leave_during_the_backward_pass(bandwidth: float) -> None:
-    """A processor that computes and makes messages, and a link; errors and averages are written at the end."""
+@pytest.mark.parametrize(("settled", "made", "finished"), [(True, 8 + 2 + 1.5 + 1, 0), (False, 8 + 1 + 4, 16 + 1 + 4)])
+def test_low_bit_gradients_leave_during_the_backward_pass(
+    settled: bool, made: float, finished: float, bandwidth: float
+) -> None:
+    """A processor that computes and makes messages, and a link; in the first stage errors are written at the end."""
     count, numel = 32, 6_553_600
     model = Model(Training(count * numel, 0.5), Cluster(2, 1, bandwidth, latency=0.0))
     sent = numel * (1 / 2 + 2 / 128) / (bandwidth * wire.WIRE_EFFICIENCY)  # half of it in each phase
-    make = model.cluster.pass_seconds((8 + 1 + 4) * numel)
+    make = model.cluster.pass_seconds(made * numel)
     computed = link = model.forward
     for _ in range(count):
         computed += model.backward / count + make
         link = max(link, computed) + sent
-    finish = model.cluster.pass_seconds((16 + 1 + 4) * count * numel)
-    assert model.low_bit(4).seconds == pytest.approx(link + finish + model.update, rel=2e-3)
+    finish = model.cluster.pass_seconds(finished * count * numel)
+    step = model.low_bit(4, settled=settled)
+    assert step.seconds == pytest.approx(link + finish + model.update, rel=2e-3)
     assert model.low_bit(8).sent == pytest.approx(count * numel * (1 + 2 / 128), rel=1e-3)
 
 
@@ -392,7 +396,7 @@ def test_first_stages_average_gradients_in_warmup_bits(bits: int, capsys: pytest
     assert cli.main([*WORDS, *NETWORK, "--json", "--warmup-bits", str(bits)]) == 0
     facts = json.loads(capsys.readouterr().out)
     model = Model(Training(124_000_000, units.seconds("350ms")), Cluster(4, 2, 1.25e9))
-    step = {4: model.low_bit(4), 8: model.low_bit(8), 16: model.ddp(2), 32: model.ddp()}[bits]
+    step = model.low_bit(bits, settled=False) if bits <= 8 else model.ddp(bits // 8)
     assert facts["assumptions"]["warmup_bits"] == bits
     for name, stage in (("OnebitAdam", "warmup"), ("OnebitLamb", "warmup"), ("ZeroOneAdam", "variance")):
         assert facts["steps"][name][stage] == pytest.approx(asdict(step)), name
