@@ -17,6 +17,7 @@ MODELS = {
     "tiny": (1, 32, 256, 128),
 }
 SWITCH = 3  # steps before a compressed optimizer's last stage, in which DDP also settles its buckets
+ADAMW = "adamw_torch_fused"  # Trainer's default
 LONGEST_INTERVAL = 16  # 0/1 Adam: every window of this many steps has one sync
 
 
@@ -77,25 +78,21 @@ def local_steps(title: str, rival: str, interval: int, **options: Any) -> Method
 SIGN_BYTES = 1 / 8 + 4 / 4096  # a bit, and its share of a block's scale
 INT4_BYTES, INT8_BYTES = (bits / 8 + 2 / 128 for bits in (4, 8))  # and their share of a block's scale
 METHODS = {
-    "compute": Method("compute only", "adamw_torch", hook="none"),
-    "ddp": Method("DDP fp32", "adamw_torch", bytes_per_parameter=ring(4)),
-    "fp16": Method("DDP, 16-bit gradients", "adamw_torch", hook="fp16", bytes_per_parameter=ring(2)),
+    "compute": Method("compute only", ADAMW, hook="none"),
+    "ddp": Method("DDP fp32", ADAMW, bytes_per_parameter=ring(4)),
+    "fp16": Method("DDP, 16-bit gradients", ADAMW, hook="fp16", bytes_per_parameter=ring(2)),
     "powersgd": Method(  # it needs one bucket on gloo
-        "DDP, PowerSGD rank 1", "adamw_torch", hook="powersgd", ddp_bucket_cap_mb=1000
+        "DDP, PowerSGD rank 1", ADAMW, hook="powersgd", ddp_bucket_cap_mb=1000
     ),
-    "int4": Method(
-        "AdamW, int4 gradients", "adamw_torch", "grad_compression=int4", bytes_per_parameter=ring(INT4_BYTES)
-    ),
+    "int4": Method("AdamW, int4 gradients", ADAMW, "grad_compression=int4", bytes_per_parameter=ring(INT4_BYTES)),
     "int4_12": Method(
         "AdamW, int4 gradients, buckets of 12 MiB",
-        "adamw_torch",
+        ADAMW,
         "grad_compression=int4,bucket_cap_mb=12",
         ddp_bucket_cap_mb=12,
         bytes_per_parameter=ring(INT4_BYTES),
     ),
-    "int8": Method(
-        "AdamW, int8 gradients", "adamw_torch", "grad_compression=int8", bytes_per_parameter=ring(INT8_BYTES)
-    ),
+    "int8": Method("AdamW, int8 gradients", ADAMW, "grad_compression=int8", bytes_per_parameter=ring(INT8_BYTES)),
     "zero2": Method("ZeRO-2", "zero2_adamw", bytes_per_parameter=ring(4)),
     "zero2_int4": Method(
         "ZeRO-2, int4 both ways",
@@ -103,7 +100,7 @@ METHODS = {
         "grad_compression=int4,param_compression=int4",
         bytes_per_parameter=ring(INT4_BYTES),
     ),
-    "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", "adamw_torch", partitioned=True),
+    "zero_torch": Method("DDP, torch's ZeroRedundancyOptimizer", ADAMW, partitioned=True),
     "zero2_levels": Method("ZeRO-2, two levels", "zero2_adamw", "node_size={per_node}"),
     "onebit_adam": Method("OnebitAdam", "onebit_adam", f"freeze_step={SWITCH}", bytes_per_parameter=ring(SIGN_BYTES)),
     "onebit_adam_zero2": Method(
@@ -117,9 +114,7 @@ METHODS = {
         "zero2_adamw",
         "grad_compression=int4,param_compression=int4,node_size={per_node}",
     ),
-    "int4_levels": Method(
-        "AdamW, int4 gradients, two levels", "adamw_torch", "grad_compression=int4,node_size={per_node}"
-    ),
+    "int4_levels": Method("AdamW, int4 gradients, two levels", ADAMW, "grad_compression=int4,node_size={per_node}"),
     "onebit_adam_levels": Method(
         "OnebitAdam, two levels", "onebit_adam", f"freeze_step={SWITCH},node_size={{per_node}}"
     ),
@@ -136,8 +131,8 @@ METHODS = {
         ddp_bucket_cap_mb=16,
         bytes_per_parameter=ring(SIGN_BYTES),
     ),
-    "hsdp_16": Method("HSDP of FSDP2, 16-bit gradients", "adamw_torch", between="bfloat16"),
-    "hsdp_int4": Method("HSDP of FSDP2, int4 gradients between nodes", "adamw_torch", between="int4"),
+    "hsdp_16": Method("HSDP of FSDP2, 16-bit gradients", ADAMW, between="bfloat16"),
+    "hsdp_int4": Method("HSDP of FSDP2, int4 gradients between nodes", ADAMW, between="int4"),
     "first_stage": Method(
         "OnebitAdam, first stage",
         "onebit_adam",

@@ -123,7 +123,7 @@ def train_by_trainer(
         )
         optimizers: Any = (None, None)
         if method.partitioned:
-            optimizers = (Partitioned(model.parameters(), torch.optim.AdamW, lr=LR), None)
+            optimizers = (Partitioned(model.parameters(), torch.optim.AdamW, lr=LR, fused=True), None)
         examples = [{"input_ids": row, "labels": row} for row in rows]
         trainer = Trainer(
             model=model, args=arguments, train_dataset=examples, callbacks=[Callback()], optimizers=optimizers

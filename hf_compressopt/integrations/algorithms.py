@@ -24,5 +24,6 @@ ALGORITHMS: dict[str, type[CompressedOptimizer]] = {
 ORDINARY: dict[str, type[torch.optim.Optimizer]] = {"lamb": Lamb, "fused_adam": FusedAdam}
 #: All of them, as a view of the two tables.
 OPTIMIZERS: MutableMapping[str, type[torch.optim.Optimizer]] = ChainMap(ORDINARY, ALGORITHMS)  # type: ignore[arg-type]
-#: Partitioned AdamW by name, with its ZeRO stage. Any other element-wise optimizer takes zero_stage in its optim_args.
+#: Partitioned AdamW by name, with its ZeRO stage; in Trainer it is the AdamW that is Trainer's default.
+#: Any other element-wise optimizer takes zero_stage in its optim_args.
 ZERO_NAMES = {"zero1_adamw": 1, "zero2_adamw": 2}

@@ -94,7 +94,7 @@ def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model
         wrapped = copy.copy(args)
         wrapped.optim_args = options.others or None
         if name in ZERO_NAMES:
-            wrapped.optim = training_args.OptimizerNames.ADAMW_TORCH
+            wrapped.optim = training_args.OptimizerNames(training_args.TrainingArguments.default_optim)
         inner, kwargs = original(wrapped, model)
         check_taken(name, options, kwargs)
     if not options.zero:

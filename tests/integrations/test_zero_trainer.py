@@ -1,4 +1,4 @@
-"""Trainer with `--optim zero1_adamw` and `zero2_adamw` beside `adamw_torch` under DDP."""
+"""Trainer with `--optim zero1_adamw` and `zero2_adamw` beside its default AdamW under DDP."""
 
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,14 @@ def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Pa
     arguments, more = VARIANTS[name]
     arguments = {"output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 1e-3, **arguments}
     runs = [
-        Run({**arguments, "optim": "adamw_torch"}, **{**more, "evaluate_first": False}),
+        Run(arguments, **{**more, "evaluate_first": False}),
         Run({**arguments, "optim": "zero1_adamw"}, **more),
         Run({**arguments, "optim": "zero2_adamw", "optim_args": "reduce_bucket_size=3000"}, **more),
     ]
     plain, *partitioned = run_ranks(2, run_all, runs, timeout=240)[0]
     assert plain["optimizer"] == "AdamW" and plain["model_class"] == "DistributedDataParallel"
     for result in partitioned:
+        assert result["fused"] == plain["fused"] is True
         assert result["optimizer"] == "ZeroOptimizer" and result["model_class"] != "DistributedDataParallel"
         # a norm of shards is rounded in another way than torch's: a clipped step may differ in its last bit
         assert losses(result) == pytest.approx(losses(plain), abs=5e-7) and len(losses(plain)) == 6

@@ -176,6 +176,7 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         "rows": trainer.watch.rows,
         "history": trainer.state.log_history,
         "optimizer": type(inner).__name__,
+        "fused": bool(inner.param_groups[0].get("fused")),
         "freeze_step": getattr(inner, "freeze_step", None),
         "metrics": inner.metrics() if hasattr(inner, "metrics") else {},
         "model_class": type(getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)).__name__,
