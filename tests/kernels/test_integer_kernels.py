@@ -51,6 +51,8 @@ def test_pieces_of_several_threads(device: torch.device, bits: int) -> None:
 def test_outputs_beyond_the_caches(device: torch.device, bits: int) -> None:
     cases.check_average_compress(device, 4_300_003, 2, bits)
     cases.check_decompress(device, 4_300_003, 1, bits)
+    cases.check_add(device, 4_300_003, 1, bits, segments=7, decay=0.0, scale=1.0)
+    cases.check_add(device, 4_300_003, 2, bits, segments=7, decay=0.0, scale=2.0)
 
 
 @BITS

@@ -16,6 +16,10 @@ struct FloatErrors {
     const float *read(int64_t j, int64_t begin, int64_t, float *) const { return values + j * chunk + begin; }
     /* Where to leave the new errors of a tile, before they are written. */
     float *place(int64_t j, int64_t begin, float *) const { return values + j * chunk + begin; }
+    template <class Use>
+    void with(int64_t j, int64_t begin, int64_t, const Use &use) const {
+        use(Lying{values + j * chunk + begin});
+    }
     void write(int64_t, int64_t, int64_t, float *) const {}
     void write_padding() const {}
     static void fetch(const float *ahead) { prefetch_far(ahead); }

@@ -8,15 +8,13 @@ namespace {
 
 /* ---- compression ------------------------------------------------------------------------------------------------- */
 
-/* out <- z + error of n elements from the bucket's first on. */
-template <class Errors>
-inline void add_error(const Combination &source, const float *error, int64_t first, int64_t n, float *out) {
+/* out <- z + error of n elements from the bucket's first on; error(i, lanes) are the errors from first + i on. */
+template <class Error>
+inline void add_error(const Combination &source, const Error &error, int64_t first, int64_t n, float *out) {
     source.each_run(first, first + n, [&](int64_t start, int64_t some, const auto &value) {
-        const float *e = error + (start - first);
-        float *to = out + (start - first);
-        each_vector(some, [&](int64_t i, auto lanes) {
-            Errors::fetch(e + i + kIntegerAhead);
-            lanes.put(to + i, value(i, lanes) + lanes.get(e + i));
+        int64_t from = start - first;
+        each_vector(some, [=](int64_t i, auto lanes) {
+            lanes.put(out + from + i, value(i, lanes) + error(from + i, lanes));
         });
     });
 }
@@ -32,8 +30,12 @@ inline int32_t compress_integers(const co_combination *z, const Errors &errors, 
     if (new_error != nullptr) new_error->write_padding();
     to.each_tile(exec, bytes, [&](int64_t j, int64_t begin, int64_t end) {
         alignas(64) float u[kIntegerTile], scratch[kIntegerTile];
-        const float *error = errors.read(j, begin, end, scratch);
-        add_error<Errors>(source, error, j * to.chunks.chunk + begin, end - begin, u);
+        int64_t first = j * to.chunks.chunk + begin, last = first + end - begin;
+        auto add = [&](const auto &error) { add_error(source, error, first, end - begin, u); };
+        source.undivided(first, last) ? errors.with(j, begin, end, add)
+                                      : add(Lying{errors.read(j, begin, end, scratch)});
+        /* while this tile is quantized memory brings the next one */
+        source.fetch(last, least(last + kIntegerTile, numel));
         if (new_error == nullptr) {
             write_blocks<Rest::kNone>(u, to.from(j, begin), end - begin, nullptr);
             return;
@@ -158,11 +160,20 @@ inline int32_t decode_integers(const co_integers *y, float *out, const co_exec *
     return CO_OK;
 }
 
-/* outputs of [begin, end) <- values * scale; values points to the element begin. */
-inline void write_outputs(const Segments &outputs, int64_t begin, int64_t end, const float *values, float scale) {
+/* outputs of [begin, end) <- values * scale; values points to the element begin, and may change if float32 outputs go
+ * past the caches. */
+inline void write_outputs(const Segments &outputs, int64_t begin, int64_t end, float *values, float scale,
+                          bool past_caches = false) {
     Vec by = set1(scale);
     outputs.each(begin, end, [&](const co_segment &segment, int64_t offset, int64_t start, int64_t n) {
         if (segment.data == nullptr) return;
+        if (past_caches && segment.dtype == CO_FLOAT32) {
+            float *from = values + (start - begin);
+            if (scale != 1.0f) {
+                each_vector(n, [=](int64_t i, auto lanes) { lanes.put(from + i, lanes.get(from + i) * by); });
+            }
+            return stream_copy(static_cast<float *>(element(segment.data, segment.dtype, offset)), from, n);
+        }
         with_dtype(segment.dtype, [&](auto type) {
             auto *to = static_cast<typename decltype(type)::type *>(element(segment.data, segment.dtype, offset));
             const float *from = values + (start - begin);
@@ -193,12 +204,13 @@ inline int32_t add_integers(const co_integers *y, const co_segment *out, int64_t
     Segments outputs(out, count);
     if (outputs.missing()) return out_of_memory();
     IntegerMessages<kBits> from = integer_messages<kBits>(y->messages, y->numel, y->world_size, y->stride);
+    bool past_caches = 4 * y->numel >= kStreamBytes;
     from.each_tile(exec, 9 * y->numel, [&](int64_t j, int64_t begin, int64_t end) {
         int64_t first = j * from.chunks.chunk + begin, n = end - begin;
         alignas(64) float values[kIntegerTile];
         from.from(j, begin).decode(n, values);
         if (decay == 0.0f) {
-            write_outputs(outputs, first, first + n, values, scale);
+            write_outputs(outputs, first, first + n, values, scale, past_caches);
         } else {
             add_to_outputs(outputs, first, first + n, values, decay, scale);
         }

@@ -56,6 +56,11 @@ struct Combination {
         });
     }
 
+    /* Whether the elements [begin, end) lie in one tensor, so that each_run has one piece of them. */
+    bool undivided(int64_t begin, int64_t end) const {
+        return z.grads == nullptr || segments.starts.at[segments.starts.find(begin) + 1] >= end;
+    }
+
     /* out <- z + error, whose squares are added to the sum; error(i, lanes) are the errors from element begin + i on. */
     template <class Error>
     void add_to(int64_t begin, int64_t end, const Error &error, float *out, NormSum &sum) const {
@@ -92,8 +97,9 @@ struct Combination {
         run(x, g, segment.dtype, factor(segment), rest(begin), add);
     }
 
-    /* Fetches what z will need of the elements [begin, end). */
+    /* Fetches what z will need of the elements [begin, end), if there are any. */
     void fetch(int64_t begin, int64_t end) const {
+        if (begin >= end) return;
         if (z.x != nullptr) fetch(z.x + begin, z.x + end);
         if (z.rest != nullptr) fetch(z.rest + begin, z.rest + end);
         if (z.grads == nullptr) return;
