@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, IntegerSlot, as_it_is
+from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, as_it_is
 from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.slots import IntegerSlot
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.ddp_hook import HasPlan
-from hf_compressopt.collectives.gradient_round import GradientRound, Slot, require_same_slots
+from hf_compressopt.collectives.gradient_round import GradientRound
+from hf_compressopt.collectives.slots import Slot, require_same_slots
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import FlatLayout
 

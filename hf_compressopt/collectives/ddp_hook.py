@@ -11,14 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.gradient_round import (
-    BucketRounds,
-    GradientRound,
-    Slot,
-    as_it_is,
-    plain_slots,
-    require_same_slots,
-)
+from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, as_it_is
+from hf_compressopt.collectives.slots import Slot, plain_slots, require_same_slots
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.schedules import StepPlan

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hf_compressopt.collectives.exchange import run_tasks
-from hf_compressopt.collectives.gradient_round import Arrived, IntegerSlot
 from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.slots import Arrived, IntegerSlot
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FlatLayout, bucket_numel_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.collectives.gradient_round import Slot
+from hf_compressopt.collectives.slots import Slot
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.group_state import GroupState, ParamGroups

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.exchange import ErrorFeedback, Exchanged, lazy_all_reduce
-from hf_compressopt.collectives.gradient_round import Arrived, Slot
 from hf_compressopt.collectives.phases import Task, WorkerErrors
 from hf_compressopt.collectives.settled_exchange import PendingErrors
+from hf_compressopt.collectives.slots import Arrived, Slot
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Errors, Segment, all_finite, sum_of_squares
 from hf_compressopt.optim.group_state import GroupState

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.gradient_round import IntegerSlot, Slot, plain_slots
+from hf_compressopt.collectives.slots import IntegerSlot, Slot, plain_slots
 from hf_compressopt.kernels.integer_messages import INTEGER_BITS
 from hf_compressopt.optim.functional import floor_variance_
 from hf_compressopt.optim.group_state import GroupState, ParamGroups
