@@ -172,6 +172,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             topology=TopologyOptions(topology, node_size, node_bits),
         )
         groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
+        self._fused_warmup = warmup_bits < 32
         self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
         self.early_messages = EarlyMessages(clip == "late", groups, self._tensors, self._prepare)
         self._consensus.early = self.early_messages
@@ -182,7 +183,6 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
 
     #: Whether the servers' last message is the momentum, and takes its place in the compact state.
     momentum_is_message = False
-    _fused_warmup = False
     #: The gradients that leave and are freed while backward runs, with ``zero_stage=2``.
     freed: FreedGradients | None = None
     #: Legal values of ``clip``.
@@ -269,7 +269,8 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
-        options += [self._clip, self.max_grad_norm, self.warmup_bits, self.compact, self.zero_stage]
+        options += [self._clip, self.max_grad_norm, self.warmup_bits, self._fused_warmup, self.compact]
+        options += [self.zero_stage]
         self._consensus.comparison.check(plan, before, [type(self).__name__, self._step, repr(options)])
         return plan
 

@@ -41,7 +41,8 @@ class OnebitAdam(CompressedOptimizer):
         params: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
         lr: Learning rate.
         fused_warmup: Take the steps of the warmup stage in one pass of a native kernel: faster, and torch's AdamW
-            except for rounding; with False its bits. (The compressed stage is native anyway.)
+            except for rounding; with False its bits. None does so unless ``warmup_bits`` is 32. (The compressed stage
+            is native anyway.)
         max_update: Learning rates that an element of a parameter moves at most in a step of the compressed stage,
             beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
         state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale;
@@ -63,21 +64,23 @@ class OnebitAdam(CompressedOptimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
-        fused_warmup: bool = False,
+        fused_warmup: bool | None = None,
         max_update: float | None = MAX_UPDATE,
         state: str = "compact",
         **options: Any,
     ) -> None:
         """See the class."""
-        if not isinstance(fused_warmup, bool):
-            raise TypeError(f"fused_warmup must be True or False, got {fused_warmup!r}")
+        if fused_warmup is not None and not isinstance(fused_warmup, bool):
+            raise TypeError(f"fused_warmup must be True, False or None, got {fused_warmup!r}")
         check_max_update(max_update)
-        self._fused_warmup, self.max_update = fused_warmup, max_update
+        self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
         frees = options.get("zero_stage") == 2
         if frees and options.get("clip", "sketch") == "sketch":
             options["clip"] = "late"
         super().__init__(params, lr, state=state, **options)
+        if fused_warmup is not None:
+            self._fused_warmup = fused_warmup
         if frees:
             self.early_messages.always = True
             groups = ParamGroups(self._states, self.communicator, self._follow_parameters)

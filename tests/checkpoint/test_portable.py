@@ -33,8 +33,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "uncorrected": ("FusedAdam", {"bias_correction": False}, 3),
     "zero1": ("AdamW", {"stage": 1, "reduce_bucket_size": 300}, 3),
     "zero2": ("AdamW", {"stage": 2, "reduce_bucket_size": 500}, 3),
-    "warmup": ("OnebitAdam", {"freeze_step": 100}, 3),
-    "auto": ("OnebitAdam", {"freeze_step": "auto"}, 3),
+    "warmup": ("OnebitAdam", {"freeze_step": 100, "fused_warmup": False}, 3),
+    "auto": ("OnebitAdam", {"freeze_step": "auto", "fused_warmup": False}, 3),
     "switching": ("OnebitAdam", {"freeze_step": 3}, 3),
     "compressed": ("OnebitAdam", {"freeze_step": 3}, 6),
     "onebit_lamb": ("OnebitLamb", {"freeze_step": 3}, 6),
@@ -243,7 +243,7 @@ def test_load_state_gives_adamw_and_its_like_what_consolidate_writes(case: str, 
 
 
 FREEZING: dict[str, dict[str, Any]] = {
-    "OnebitAdam": {"freeze_step": 5},
+    "OnebitAdam": {"freeze_step": 5, "fused_warmup": False},
     "OnebitLamb": {"freeze_step": 5},
     "ZeroOneAdam": {**ZERO_ONE, "var_freeze_step": 5},
 }

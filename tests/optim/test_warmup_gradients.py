@@ -126,7 +126,7 @@ def give(params: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -
 def first_stage(
     rank: int, world_size: int, bits: int, dtype: torch.dtype, state_form: str = "compact"
 ) -> dict[str, Any]:
-    params, optimizer = make(bits, dtype=dtype, state=state_form)
+    params, optimizer = make(bits, dtype=dtype, state=state_form, fused_warmup=False)
     history, averages = [], []
     for step in range(4):
         give(params, rank, step)
