@@ -8,6 +8,7 @@ an error or Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -220,11 +221,14 @@ def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     answers, sys.stdout = sys.stdout, sys.stderr  # Trainer prints
-    dist.init_process_group("gloo")
-    for line in sys.stdin:
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    for number, line in enumerate(sys.stdin):
+        # the threads of a group wake up a hundred times a second: none is left from one order to the next
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world_size)
         print(RESULT + json.dumps(do(json.loads(line))), file=answers, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 @contextmanager
