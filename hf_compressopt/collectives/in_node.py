@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.collectives.node_memory import TICKET, Claim, NodeMemory
+from hf_compressopt.collectives.node_memory import Claim, NodeMemory
+from hf_compressopt.collectives.node_pipes import NodePipes
 from hf_compressopt.collectives.sums import sum_of_rows
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
@@ -40,13 +41,16 @@ def in_shared_memory(node: Communicator, everyone: Communicator, limit: int = _L
     if not (isinstance(node, TorchCommunicator) and node.name == "gloo" and node.device.type == "cpu"):
         return node
     memory, error = NodeMemory(node.world_size, node.rank, limit), None
+    pipes = NodePipes(node.world_size, node.rank, node.timeout())
     try:
-        rows = node.gather_together(lambda: asdict(memory.claim(gethostname())))
-        node.run_together(lambda: memory.open([Claim(**row) for row in rows]))
+        rows = node.gather_together(lambda: (asdict(memory.claim(gethostname())), pipes.make()))
+        claims, made = [Claim(**row) for row, _ in rows], [ends for _, ends in rows]
+        node.run_together(lambda: memory.open(claims))
+        node.run_together(lambda: pipes.open([claim.process for claim in claims], made))
     except OSError as caught:
         error = caught
     if not (reason := everyone.gather_errors(error)):
-        return NodeCommunicator(node, memory)
+        return NodeCommunicator(node, memory, pipes)
     if everyone.rank == 0:
         logger.info("the ranks of a node send each other values by gloo, without shared memory: %s", error or reason)
     return node
@@ -55,17 +59,18 @@ def in_shared_memory(node: Communicator, everyone: Communicator, limit: int = _L
 class NodeCommunicator(Communicator):
     """The ranks of one host. What they sum and gather goes through shared memory, all else through gloo.
 
-    A rank writes what it sends into a block of its own, and sends the others a ticket; these read it where it is. If a
-    rank has no memory for an operation, its ticket says so: then all ranks send this one, and all later ones, by gloo.
+    A rank writes what it sends into a block of its own, and sends the others a ticket through pipes; these read it
+    where it is. If a rank has no memory for an operation, its ticket says so: then all ranks send this one, and all
+    later ones, by gloo.
     """
 
     shares_memory = True
 
-    def __init__(self, ranks: TorchCommunicator, memory: NodeMemory) -> None:
-        """Take the ranks, and the memory in which they have opened each other's first blocks."""
+    def __init__(self, ranks: TorchCommunicator, memory: NodeMemory, pipes: NodePipes) -> None:
+        """Take the ranks, the memory in which they have opened each other's first blocks, and the pipes likewise."""
         self.name, self.rank, self.world_size, self.device = ranks.name, ranks.rank, ranks.world_size, ranks.device
         self.process_group, self.traffic = ranks.process_group, ranks.traffic
-        self._gloo, self._memory = ranks, memory
+        self._gloo, self._memory, self._pipes = ranks, memory, pipes
 
     def sum_parts(
         self, sizes: Sequence[int], write: Callable[[Tensor], object], like: Tensor, factor: float = 1.0
@@ -168,7 +173,7 @@ class NodeCommunicator(Communicator):
         return self._counted().part(ranks)
 
     def _operation(self, numel: int, dtype: torch.dtype, write: Callable[[Tensor], object]) -> _Operation:
-        return _Operation(self._memory, self._uncounted(), numel, dtype, write)
+        return _Operation(self._memory, self._pipes, numel, dtype, write)
 
     def _counted(self) -> TorchCommunicator:
         """Return the ranks over gloo, with the counters of this communicator."""
@@ -188,7 +193,7 @@ class _Operation:
     def __init__(
         self,
         memory: NodeMemory,
-        ranks: TorchCommunicator,
+        pipes: NodePipes,
         numel: int,
         dtype: torch.dtype,
         write: Callable[[Tensor], object],
@@ -197,25 +202,24 @@ class _Operation:
         nbytes = numel * dtype.itemsize
         block = memory.block(nbytes)
         own = torch.empty(nbytes, dtype=torch.uint8) if block is None else block.memory[:nbytes]
-        self._own, self._memory, self._ranks = own.view(dtype), memory, ranks
+        self._own, self._memory, self._pipes = own.view(dtype), memory, pipes
         try:
             write(self._own)
         except BaseException:
             if block is not None:
                 memory.give_back(block)
             raise
-        self._number, ticket = memory.begin(block)
-        self._tickets = torch.empty(ranks.world_size * TICKET, dtype=torch.int64)
-        self._handle = ranks.gather_tickets(self._tickets, torch.tensor(ticket))
+        self._number, self._ticket = memory.begin(block)
+        pipes.send(2 * self._number, self._ticket)
         self.rows: list[Tensor] = []
 
     def arrived(self) -> bool:
         """Wait for all ranks, and fill ``rows`` with what each has written; False if one had no memory for it."""
-        self._handle.wait()
-        tickets = self._tickets.view(-1, TICKET).tolist()
-        blocks = self._memory.rows(self._number, tickets)
+        tickets = self._pipes.receive(2 * self._number, self._ticket)
+        blocks = self._memory.rows(tickets)
         if self._memory.any_new(tickets):  # without it a rank might end before another one has opened its block
-            self._ranks.gather_tickets(self._tickets, torch.tensor(tickets[self._ranks.rank]), "opened").wait()
+            self._pipes.send(2 * self._number + 1, self._ticket)
+            self._pipes.receive(2 * self._number + 1, self._ticket)
         if blocks is None:
             if not self._memory.off and self._memory.rank == 0:
                 logger.info("the ranks of a node go on without shared memory: one of them cannot get more of it")

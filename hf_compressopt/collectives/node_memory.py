@@ -27,8 +27,6 @@ _MIB = 1 << 20
 _NAME = "hf_compressopt"
 #: Bytes at the start of the first block by which others recognize it.
 _SECRET = 16
-#: Numbers in a ticket: operation, block, descriptor, bytes, whether the block is new, operations finished.
-TICKET = 6
 
 
 @dataclass
@@ -159,26 +157,28 @@ class NodeMemory:
         return self._blocks[-1]
 
     def begin(self, block: Block | None) -> tuple[int, list[int]]:
-        """Begin an operation. Returns its number, and this rank's ticket for it; None is no block."""
+        """Begin an operation; None is no block.
+
+        Returns:
+            The number of the operation, and this rank's ticket for it: block, descriptor, bytes, whether the block is
+            new, and the operations that this rank has finished.
+        """
         number = self._begun
         self._begun += 1
         if block is None:
-            return number, [number, -1, 0, 0, 0, self._read[self.rank]]
+            return number, [-1, 0, 0, 0, self._read[self.rank]]
         block.free_after, new, block.new = number + 1, block.new, False
         place = [block.number, block.descriptor, block.memory.numel(), int(new)]
-        return number, [number, *place, self._read[self.rank]]
+        return number, [*place, self._read[self.rank]]
 
-    def rows(self, number: int, tickets: Sequence[Sequence[int]]) -> list[Tensor] | None:
+    def rows(self, tickets: Sequence[Sequence[int]]) -> list[Tensor] | None:
         """Return the block of each rank for an operation, uint8; None if a rank has none.
 
         Raises:
-            RuntimeError: If the ranks have begun other operations.
             OSError: If a block cannot be opened.
         """
         rows: list[Tensor] = []
-        for rank, (theirs, block, descriptor, nbytes, _, read) in enumerate(tickets):
-            if theirs != number:
-                raise RuntimeError(f"rank {rank} of the node is at operation {theirs}, this rank at {number}")
+        for rank, (block, descriptor, nbytes, _, read) in enumerate(tickets):
             self._read[rank] = max(self._read[rank], read)
             if block < 0:
                 continue

@@ -100,12 +100,12 @@ class TorchCommunicator(Communicator):
             raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
         found = copy(self)
         found.process_group = dist.new_group(
-            [everyone[rank] for rank in ranks], timeout=self._timeout(), use_local_synchronization=True
+            [everyone[rank] for rank in ranks], timeout=self.timeout(), use_local_synchronization=True
         )
         found.rank, found.world_size = dist.get_rank(found.process_group), len(ranks)
         return found
 
-    def _timeout(self) -> timedelta | None:
+    def timeout(self) -> timedelta | None:
         """Return how long a collective may take before it fails; None if the backend does not tell."""
         group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
         try:
@@ -158,17 +158,6 @@ class TorchCommunicator(Communicator):
             return self._exchange(places, [part] * self.world_size, "all_gather")
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
-
-    def gather_tickets(self, output: Tensor, ticket: Tensor, kind: str = "tickets") -> Handle:
-        """As :meth:`all_gather`, over gloo, for a few bytes of host memory that do not wait for earlier messages."""
-        places = torch.split(output, [ticket.numel()] * self.world_size)
-        works = self._start(places, [ticket] * self.world_size, kind)
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        return Handle(wait, kind, self.traffic)
 
     def _sends_apart(self, tensor: Tensor) -> bool:
         """Return whether :meth:`_exchange` carries tensors like this one."""
