@@ -66,7 +66,7 @@ class ZeroConfig:
         param_compression: "int4" or "int8": give the updated parameters to all ranks in messages of 4 or 8 bits per
             element: what the float32 masters, which each rank keeps of its part, are ahead of them.
         topology: "flat", "two-level" or "auto": the way of gradients and parameters between nodes of several ranks.
-            Gradients of grad_compression, and param groups with a process group of their own, are always flat.
+            Param groups with a process group of their own are always flat.
         node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
 
     Raises:
