@@ -52,7 +52,7 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("topology", ONEBIT, {"topology": "two-level", "node_size": ALL_RANKS}, True),
     ("node_size", ONEBIT, {"node_size": ALL_RANKS}, True),
     ("node_bits", ONEBIT, {"node_size": ALL_RANKS, "node_bits": 16}, True),
-    ("fused_warmup", ONEBIT, {"fused_warmup": False}, True),  # by rounding
+    ("fused_warmup", ONEBIT, {"fused_warmup": True}, True),  # by rounding
     ("var_update_scaler", ZERO_ONE, {"var_update_scaler": 1}, True),
     ("local_step_scaler", ZERO_ONE, {"local_step_scaler": 1}, True),
     ("local_step_clipper", ZERO_ONE, {"local_step_clipper": 1}, True),
