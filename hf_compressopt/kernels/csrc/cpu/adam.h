@@ -11,7 +11,7 @@ constexpr int64_t kNormPiece = 65536;
 constexpr int64_t kAdamBytesPerThread = 4 << 20; /* so much may lie in a cache, where one thread is quick */
 
 /* Elements to prefetch ahead, since the hardware's own prefetching ends with the page. */
-constexpr int64_t kAdamAhead = 256, kNormAhead = 2048;
+constexpr int64_t kAdamAhead = 256, kNormAhead = 768;
 
 /* What happens to a gradient before Adam sees it. */
 struct GradChange {
@@ -203,7 +203,9 @@ int32_t square_sums(const co_segment *segments, int64_t count, double *sums, con
     }
     Array<double, 256> parts(pieces.at[count]);
     if (parts.data == nullptr) return out_of_memory();
-    parallel(exec, bytes, pieces.at[count], 1, [&](int64_t piece) {
+    /* From the last piece to the first: the first ones are read next, by other kernels, from a cache. */
+    parallel(exec, bytes, pieces.at[count], 1, [&](int64_t from_last) {
+        int64_t piece = pieces.at[count] - 1 - from_last;
         int64_t i = pieces.find(piece), begin = (piece - pieces.at[i]) * kNormPiece;
         const co_segment &segment = segments[i];
         int64_t n = least(kNormPiece, segment.numel - begin);

@@ -7,15 +7,16 @@ namespace compressopt {
 namespace CO_VECTOR {
 namespace {
 
-/* left <- z + old - sent of n elements, at most kIntegerTile, from the bucket's first on. left may be old. */
-template <class Errors>
+/* left <- z + old - sent of n elements, at most kIntegerTile, from the bucket's first on. left may be old. What lies
+ * ahead is fetched. */
 inline void leave_rest(const Combination &source, int64_t first, int64_t n, const float *old, const float *sent,
-                       float *left) {
+                       float *left, const Ahead &ahead) {
     source.each_run(first, first + n, [&](int64_t start, int64_t some, const auto &value) {
-        const float *e = old + (start - first), *q = sent + (start - first);
-        float *to = left + (start - first);
+        int64_t from = start - first;
+        const float *e = old + from, *q = sent + from;
+        float *to = left + from;
         each_vector(some, [&](int64_t i, auto lanes) {
-            Errors::fetch(e + i + kIntegerAhead);
+            ahead.fetch(2 * (from + i));
             lanes.put(to + i, value(i, lanes) + lanes.get(e + i) - lanes.get(q + i));
         });
     });

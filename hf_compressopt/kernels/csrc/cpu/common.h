@@ -90,6 +90,34 @@ enum class Rest { kNone, kStored, kStreamed };
 /* Into the second-level cache. */
 inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
 
+/* Streams of memory that loops fetch while they work on something else, a line at a time: of many fetches at once the
+ * last ones wait for the first, and the work with them. A loop fetches half of what it works on; two loops follow each
+ * other. */
+class Ahead {
+  public:
+    void add(const void *from, int64_t bytes) { streams_[count_++] = {static_cast<const char *>(from), bytes}; }
+    /* Fetches what a loop that is at element i, a multiple of 32, must fetch for two vectors. */
+    void fetch(int64_t i) const {
+        for (int k = 0; k < count_; ++k) {
+            prefetch_far(streams_[k].from + (static_cast<uint64_t>(i * streams_[k].bytes) >> 1));
+        }
+    }
+    /* What is to be fetched from the element i on. */
+    Ahead from(int64_t i) const {
+        Ahead rest = *this;
+        for (int k = 0; k < count_; ++k) rest.streams_[k].from += i * streams_[k].bytes;
+        return rest;
+    }
+
+  private:
+    struct Stream {
+        const char *from;
+        int64_t bytes; /* of an element */
+    };
+    Stream streams_[4];
+    int count_ = 0;
+};
+
 /* Copy past the caches. */
 inline void stream_copy(float *out, const float *in, int64_t n) {
     int64_t head = least(n, static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(out) / 4) & (kLanes - 1)));
@@ -105,10 +133,11 @@ class NormSum {
     /* Adds value(i, lanes) for n elements. Only in the last call for a sum may n be no multiple of 32. What value has
      * captured by value stays in registers. */
     template <class Value>
-    void add(int64_t n, Value value) {
+    void add(int64_t n, Value value, const Ahead &ahead = Ahead()) {
         SquareSum even = even_, odd = odd_; /* in registers: value may write to memory */
         int64_t i = 0;
         for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+            ahead.fetch(i);
             even.add(value(i, Full{}));
             odd.add(value(i + kLanes, Full{}));
         }

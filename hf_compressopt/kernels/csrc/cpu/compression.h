@@ -24,10 +24,11 @@ inline uint32_t quantize(float *u, const Scale &scale, Lanes lanes) {
 }
 
 /* The same of a block, or of a part of one whose length is a multiple of 8 or that is the last. */
-inline void quantize(float *u, int64_t n, float s, uint8_t *signs) {
+inline void quantize(float *u, int64_t n, float s, uint8_t *signs, const Ahead &ahead = Ahead()) {
     Scale scale(s);
     int64_t i = 0;
     for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        ahead.fetch(i);
         uint32_t bits = quantize(u + i, scale, Full{});
         bits |= quantize(u + i + kLanes, scale, Full{}) << kLanes;
         memcpy(signs + i / 8, &bits, 4);
@@ -80,8 +81,8 @@ struct Compressor {
         return run;
     }
 
-    /* One pass over memory: a block stays in a cache from its sum to its errors. All the while errors are fetched half
-     * a block ahead, so that memory does not wait for the quantizing; the hardware fetches the other streams well. */
+    /* One pass over memory: a block stays in a cache from its sum to its errors. All the while another one is fetched, so
+     * that memory does not wait for the quantizing. */
     void short_blocks(const FloatErrors &) const {
         float *error = errors.values;
         int64_t step = ceil_div(kPiece, scale_block) * scale_block, steps = ceil_div(chunks.chunk, step);
@@ -89,31 +90,29 @@ struct Compressor {
             int64_t j = piece / steps, begin = piece % steps * step, end = least(begin + step, chunks.size(j));
             for (; begin < end; begin += scale_block) {
                 int64_t n = least(scale_block, end - begin), first = j * chunks.chunk + begin;
-                const float *ahead = error + first + n / 2;
-                auto fetch = [&](int64_t elements) {
-                    for (int64_t i = 0; i < elements / 2; i += kLanes) prefetch(ahead + i);
-                    ahead += elements / 2;
-                };
+                Ahead ahead = ahead_of(first, n), later = ahead.from(n / 2);
                 NormSum sum;
-                for (int64_t at = first; at < first + n; at += kStep) {
-                    int64_t stop = least(at + kStep, first + n);
-                    fetch(stop - at);
-                    source.add_to(at, stop, Lying{error + at}, error + at, sum);
+                for (int64_t at = 0; at < n; at += kStep) {
+                    float *u = error + first + at;
+                    source.add_to(first + at, first + least(at + kStep, n), Lying{u}, u, sum, ahead.from(at / 2));
                 }
                 float scale = root_mean_square(sum.total(), n);
                 write_scale(j, begin / scale_block, scale);
                 uint8_t *block_signs = signs(j) + begin / 8;
                 for (int64_t at = 0; at < n; at += kStep) {
-                    int64_t some = least(kStep, n - at);
-                    fetch(some);
-                    quantize(error + first + at, some, scale, block_signs + at / 8);
+                    float *u = error + first + at;
+                    quantize(u, least(kStep, n - at), scale, block_signs + at / 8, later.from(at / 2));
                 }
             }
         });
     }
 
-    /* The same with errors that are read to a cache, a run of blocks at a time, and written from there. What is fetched
-     * ahead is what is added to them. */
+    /* What to fetch while n elements are compressed. */
+    Ahead ahead_of(int64_t first, int64_t n) const {
+        return streams_from(source, errors, first + (n < kLeastAhead ? kLeastAhead : n), chunks.numel);
+    }
+
+    /* The same with errors that are read to a cache, a run of blocks at a time, and written from there. */
     template <class Other>
     void short_blocks(const Other &) const {
         int64_t whole = run_of(errors), run = ceil_div(kStep, whole) * whole;
@@ -126,28 +125,25 @@ struct Compressor {
     }
 
     void compress_run(int64_t j, int64_t begin, int64_t n, float *u) const {
-        int64_t first = j * chunks.chunk + begin, written = 0, ahead = first + n / 2;
+        int64_t first = j * chunks.chunk + begin, written = 0;
+        Ahead ahead = ahead_of(first, n), later = ahead.from(n / 2);
         bool whole = scale_block % kLanes == 0; /* vectors lie in a block each */
         if (!whole) errors.read(j, begin, begin + n, u);
-        auto fetch = [&](int64_t elements) {
-            source.fetch(least(ahead, chunks.numel), least(ahead + elements / 2, chunks.numel));
-            ahead += elements / 2;
-        };
         for (int64_t block = 0; block < n; block += scale_block) {
             int64_t stop = least(block + scale_block, n);
             NormSum sum;
             for (int64_t at = block; at < stop; at += kStep) {
                 int64_t to = least(at + kStep, stop);
-                auto add = [&](const auto &error) { source.add_to(first + at, first + to, error, u + at, sum); };
-                fetch(to - at);
+                auto add = [&](const auto &error) {
+                    source.add_to(first + at, first + to, error, u + at, sum, ahead.from(at / 2));
+                };
                 whole ? errors.with(j, begin + at, begin + to, add) : add(Lying{u + at});
             }
             float scale = root_mean_square(sum.total(), stop - block);
             write_scale(j, (begin + block) / scale_block, scale);
             for (int64_t at = block; at < stop; at += kStep) {
                 int64_t to = least(at + kStep, stop);
-                fetch(to - at);
-                quantize(u + at, to - at, scale, signs(j) + (begin + at) / 8);
+                quantize(u + at, to - at, scale, signs(j) + (begin + at) / 8, later.from(at / 2));
                 for (; written + kIntegerTile <= to || (to == n && written < n); written += kIntegerTile) {
                     errors.write(j, begin + written, begin + least(written + kIntegerTile, n), u + written);
                 }
@@ -217,7 +213,7 @@ struct Compressor {
     }
 
     void add(int64_t j, int64_t begin, int64_t end, float *u, NormSum &sum) const {
-        source.add_to(j * chunks.chunk + begin, j * chunks.chunk + end, Lying{u}, u, sum);
+        source.add_to(j * chunks.chunk + begin, j * chunks.chunk + end, Lying{u}, u, sum, Ahead());
     }
 
     /* use(first and last element, scale) of the parts of blocks in [begin, end) */
@@ -287,7 +283,7 @@ inline void commit_signs(const Combination &source, const Errors &errors, const 
         sent.write(first, first + n, values);
         const float *old = errors.read(j, begin, begin + n, scratch);
         float *left = errors.place(j, begin, scratch);
-        leave_rest<Errors>(source, first, n, old, values, left);
+        leave_rest(source, first, n, old, values, left, streams_from(source, errors, first + kLeastAhead, chunks.numel));
         errors.write(j, begin, begin + n, left);
     });
 }

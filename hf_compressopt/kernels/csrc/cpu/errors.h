@@ -22,6 +22,8 @@ struct FloatErrors {
     }
     void write(int64_t, int64_t, int64_t, float *) const {}
     void write_padding() const {}
+    /* Adds the errors from an element of the bucket on. */
+    void add_stream(int64_t first, Ahead *ahead) const { ahead->add(values + first, 4); }
     static void fetch(const float *ahead) { prefetch_far(ahead); }
     FloatErrors another(const co_errors &errors) const { return {errors.values, chunk}; } /* of the same bucket */
 };
@@ -69,6 +71,7 @@ struct IntegerErrors {
         write_blocks<Rest::kNone>(place, messages.from(j, begin), end - begin, nullptr);
     }
     void write_padding() const { messages.write_padding(); }
+    void add_stream(int64_t first, Ahead *ahead) const { messages.add_stream(first, ahead); }
     static void fetch(const float *) {}
     IntegerErrors another(const co_errors &errors) const {
         return {{errors.messages, messages.chunks, messages.stride}};
@@ -90,6 +93,7 @@ struct KeptFloats {
     }
     void write(int64_t, int64_t, int64_t, float *) const {}
     void write_padding() const {}
+    void add_stream(int64_t first, Ahead *ahead) const { ahead->add(values + first, 4); }
 };
 
 struct KeptIntegers {
@@ -105,7 +109,20 @@ struct KeptIntegers {
     }
     void write(int64_t, int64_t, int64_t, float *) const {}
     void write_padding() const {}
+    void add_stream(int64_t first, Ahead *ahead) const { messages.add_stream(first, ahead); }
 };
+
+constexpr int64_t kLeastAhead = 2048; /* elements between what is worked on and what is fetched */
+
+/* What a source and errors are made of from an element on, unless it lies beyond the last. */
+template <class Source, class Errors>
+inline Ahead streams_from(const Source &source, const Errors &errors, int64_t next, int64_t numel) {
+    Ahead ahead;
+    if (next >= numel) return ahead;
+    source.add_streams(next, &ahead);
+    errors.add_stream(next, &ahead);
+    return ahead;
+}
 
 /* use(the errors of a bucket of world_size chunks) */
 template <class Use>

@@ -8,12 +8,15 @@ namespace {
 
 /* ---- compression ------------------------------------------------------------------------------------------------- */
 
-/* out <- z + error of n elements from the bucket's first on; error(i, lanes) are the errors from first + i on. */
+/* out <- z + error of n elements from the bucket's first on; error(i, lanes) are the errors from first + i on. Half of
+ * what lies ahead is fetched. */
 template <class Error>
-inline void add_error(const Combination &source, const Error &error, int64_t first, int64_t n, float *out) {
+inline void add_error(const Combination &source, const Error &error, int64_t first, int64_t n, float *out,
+                      const Ahead &ahead) {
     source.each_run(first, first + n, [&](int64_t start, int64_t some, const auto &value) {
         int64_t from = start - first;
         each_vector(some, [=](int64_t i, auto lanes) {
+            if (i % (2 * kLanes) == 0) ahead.fetch(from + i);
             lanes.put(out + from + i, value(i, lanes) + error(from + i, lanes));
         });
     });
@@ -31,17 +34,16 @@ inline int32_t compress_integers(const co_combination *z, const Errors &errors, 
     to.each_tile(exec, bytes, [&](int64_t j, int64_t begin, int64_t end) {
         alignas(64) float u[kIntegerTile], scratch[kIntegerTile];
         int64_t first = j * to.chunks.chunk + begin, last = first + end - begin;
-        auto add = [&](const auto &error) { add_error(source, error, first, end - begin, u); };
+        Ahead ahead = streams_from(source, errors, first + kLeastAhead, numel), later = ahead.from((end - begin) / 2);
+        auto add = [&](const auto &error) { add_error(source, error, first, end - begin, u, ahead); };
         source.undivided(first, last) ? errors.with(j, begin, end, add)
                                       : add(Lying{errors.read(j, begin, end, scratch)});
-        /* while this tile is quantized memory brings the next one */
-        source.fetch(last, least(last + kIntegerTile, numel));
         if (new_error == nullptr) {
-            write_blocks<Rest::kNone>(u, to.from(j, begin), end - begin, nullptr);
+            write_blocks<Rest::kNone>(u, to.from(j, begin), end - begin, nullptr, later);
             return;
         }
         float *left = new_error->place(j, begin, scratch);
-        write_blocks<Rest::kStored>(u, to.from(j, begin), end - begin, left);
+        write_blocks<Rest::kStored>(u, to.from(j, begin), end - begin, left, later);
         new_error->write(j, begin, end, left);
     });
     return CO_OK;
@@ -234,7 +236,8 @@ inline int32_t commit_integers(const co_combination *z, const Errors &errors, co
         sent.from(j, begin).decode(n, values);
         const float *old = errors.read(j, begin, end, scratch);
         float *left = errors.place(j, begin, scratch);
-        leave_rest<Errors>(source, first, n, old, values, left);
+        Ahead ahead = streams_from(source, errors, first + kLeastAhead, y->numel);
+        leave_rest(source, first, n, old, values, left, ahead);
         errors.write(j, begin, end, left);
         average.from(j, begin).decode(n, values);
         write_outputs(outputs, first, first + n, values, output_scale);

@@ -99,6 +99,12 @@ struct IntegerMessages {
         return {message + at * kBits / 8, message + integers_nbytes(chunks.size(j), kBits) + at / kIntegerBlock * 2};
     }
 
+    /* Adds the integers from an element of the bucket on. */
+    void add_stream(int64_t first, Ahead *ahead) const {
+        int64_t j = first / chunks.chunk;
+        ahead->add(from(j, first - j * chunks.chunk).integers, kBits / 8);
+    }
+
     void write_padding() const {
         for (int64_t j = 0; j < chunks.count; ++j) {
             int64_t n = chunks.size(j), used = integers_nbytes(n, kBits) + 2 * ceil_div(n, kIntegerBlock);
@@ -143,7 +149,7 @@ inline void write_slowly(const float *u, BlockScale by, uint8_t *integers, float
 /* Writes the message of n <= kIntegerTile elements. u is aligned to 64 bytes, and has room for whole blocks.
  * rest: where u - Q(u) goes, unless nowhere. */
 template <Rest kRest, int kBits>
-inline void write_blocks(float *u, Message<kBits> message, int64_t n, float *rest) {
+inline void write_blocks(float *u, Message<kBits> message, int64_t n, float *rest, const Ahead &ahead = Ahead()) {
     int64_t blocks = ceil_div(n, kIntegerBlock), whole = n / kIntegerBlock;
     if (whole < blocks) memset(u + n, 0, static_cast<size_t>(blocks * kIntegerBlock - n) * 4);
     uint32_t most[kTileBlocks];
@@ -154,6 +160,7 @@ inline void write_blocks(float *u, Message<kBits> message, int64_t n, float *res
     for (int64_t b = 0; b < blocks; ++b) {
         uint16_t bits = by[b].bits();
         memcpy(message.scales + 2 * b, &bits, 2);
+        for (int64_t i = 0; i < kIntegerBlock; i += 2 * kLanes) ahead.fetch(b * kIntegerBlock + i);
         const float *from = u + b * kIntegerBlock;
         uint8_t *to = message.integers + b * message.kBlockBytes;
         float *left = kRest == Rest::kNone ? nullptr : rest + b * kIntegerBlock;

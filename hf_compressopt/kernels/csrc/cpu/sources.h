@@ -61,15 +61,17 @@ struct Combination {
         return z.grads == nullptr || segments.starts.at[segments.starts.find(begin) + 1] >= end;
     }
 
-    /* out <- z + error, whose squares are added to the sum; error(i, lanes) are the errors from element begin + i on. */
+    /* out <- z + error, whose squares are added to the sum; error(i, lanes) are the errors from element begin + i on.
+     * Half of what lies ahead is fetched. */
     template <class Error>
-    void add_to(int64_t begin, int64_t end, const Error &error, float *out, NormSum &sum) const {
+    void add_to(int64_t begin, int64_t end, const Error &error, float *out, NormSum &sum, const Ahead &ahead) const {
         auto add = [&](const auto &value) {
-            sum.add(end - begin, [value, error, out](int64_t i, auto lanes) {
+            auto put = [value, error, out](int64_t i, auto lanes) {
                 Vec u = value(i, lanes) + error(i, lanes);
                 lanes.put(out + i, u);
                 return u;
-            });
+            };
+            sum.add(end - begin, put, ahead);
         };
         alignas(64) float scratch[kStep];
         if (z.grads == nullptr) {
@@ -97,20 +99,15 @@ struct Combination {
         run(x, g, segment.dtype, factor(segment), rest(begin), add);
     }
 
-    /* Fetches what z will need of the elements [begin, end), if there are any. */
-    void fetch(int64_t begin, int64_t end) const {
-        if (begin >= end) return;
-        if (z.x != nullptr) fetch(z.x + begin, z.x + end);
-        if (z.rest != nullptr) fetch(z.rest + begin, z.rest + end);
+    /* Adds what z is made of, from the element begin on: of a tensor, as if it did not end. */
+    void add_streams(int64_t begin, Ahead *ahead) const {
+        if (z.x != nullptr) ahead->add(z.x + begin, 4);
+        if (z.rest != nullptr) ahead->add(z.rest + begin, 4);
         if (z.grads == nullptr) return;
-        segments.each(begin, end, [](const co_segment &segment, int64_t offset, int64_t, int64_t n) {
-            if (segment.data == nullptr) return;
-            fetch(element(segment.data, segment.dtype, offset), element(segment.data, segment.dtype, offset + n));
-        });
-    }
-    static void fetch(const void *begin, const void *end) {
-        const char *p = static_cast<const char *>(begin);
-        for (; p < static_cast<const char *>(end); p += 64) prefetch_far(p);
+        int64_t s = segments.starts.find(begin);
+        const co_segment &segment = segments.table[s];
+        const void *g = data(segment, begin - segments.starts.at[s]);
+        if (g != nullptr) ahead->add(g, segment.dtype == CO_FLOAT32 ? 4 : 2);
     }
 
     /* x of [begin, end): where it lies, or decoded to scratch; or NULL. */
@@ -197,23 +194,24 @@ struct Mean {
           stride(message_nbytes(numel, block)),
           offset(signs_offset(numel, block)) {}
     bool missing() const { return false; }
-    void fetch(int64_t, int64_t) const {} /* few bytes, which add_to fetches */
+    void add_streams(int64_t, Ahead *) const {} /* few bytes, which add_to fetches */
     int64_t bytes() const { return world_size / 8; }
 
     /* out <- mean + error of elements [begin, end) of one block, at most kStep, whose squares are added to the sum; begin
      * is a multiple of 8, and error(i, lanes) are the errors from element begin + i on. */
     template <class Error>
-    void add_to(int64_t begin, int64_t end, const Error &error, float *out, NormSum &sum) const {
+    void add_to(int64_t begin, int64_t end, const Error &error, float *out, NormSum &sum, const Ahead &ahead) const {
         const uint8_t *scales = messages + (scale_block == 0 ? 0 : 4 * (begin / scale_block));
         const uint8_t *signs = messages + offset + begin / 8;
         Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
         int64_t n = end - begin;
         auto add = [&](const auto &sum_at, const auto &addend) {
-            sum.add(n, [=](int64_t i, auto lanes) {
+            auto put = [=](int64_t i, auto lanes) {
                 Vec u = sum_at(i, lanes) * inverse + addend(i, lanes);
                 lanes.put(out + i, u);
                 return u;
-            });
+            };
+            sum.add(n, put, ahead);
         };
         /* The signs of so few messages are decoded in registers. AVX-512 adds two by the table in less time, but for
          * errors that lie in memory as floats. */
@@ -224,7 +222,6 @@ struct Mean {
             SignedScale second{Scale(load_scale(scales + stride)), signs + stride};
             return add([=](int64_t i, auto lanes) { return first(i, lanes) + second(i, lanes); }, error);
         }
-        each_vector(n, [=](int64_t i, auto lanes) { lanes.put(out + i, error(i, lanes)); });
         static_assert(kStep % kTransposed == 0);
         alignas(64) uint8_t patterns[kStep];
         alignas(64) float sums[kStep]; /* of the rounds before */
@@ -232,7 +229,7 @@ struct Mean {
             write_patterns(j, signs, n, patterns);
             with_sums(j, scales, patterns, sums, [&](const auto &sum_at) {
                 if (j + kRound >= world_size) {
-                    add([=](int64_t i, auto) { return sum_at(i); }, Lying{out});
+                    add([=](int64_t i, auto) { return sum_at(i); }, error);
                 } else {
                     for (int64_t i = 0; i < n; i += kLanes) store(sums + i, sum_at(i));
                 }

@@ -6,6 +6,8 @@ namespace compressopt {
 namespace CO_VECTOR {
 namespace {
 
+constexpr int64_t kParamsAhead = 2048; /* elements */
+
 struct Denominator {
     Vec eps;
     bool inside;
@@ -87,6 +89,7 @@ inline void descend(const PartOfTile &part, const co_descent &descent, const Dir
     with_dtype(part.segment.dtype, [&](auto type) {
         auto *p = static_cast<typename decltype(type)::type *>(part.param);
         each_vector(part.n, [=](int64_t i, auto lanes) {
+            prefetch_far(p + i + kParamsAhead);
             lanes.put(p + i, lanes.get(p + i) * decay - lr * direction(i, lanes));
         });
     });
