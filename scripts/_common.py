@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,13 +47,13 @@ def medians(
     before: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of each variant. The variants take turns; the first round does not count."""
+    """Median seconds of each variant, in an order by chance, alike on all ranks. The first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds + 1):
-        for name, variant in variants.items():
+    for number in range(rounds + 1):
+        for name in random.Random(number).sample(list(variants), len(variants)):
             before()
             start = clock()
-            variant()
+            variants[name]()
             times[name].append(clock() - start)
     return {name: statistics.median(values[1:]) for name, values in times.items()}
 

@@ -59,6 +59,7 @@ from hf_compressopt.kernels.variance import LogVariance, encode_variance_
 CPU = torch.device("cpu")
 BLOCK = 4096
 AVERAGED = (2, 4, 8)  # messages
+LARGE_BUCKETS = 50.0  # MiB of float32 values; the default is 25
 IN_8_BITS = 1 + 2 / 128  # bytes of an error
 DESCENT = Descent(1e-3, 1 - 1e-5, 1e-8, False)
 
@@ -402,11 +403,11 @@ def benchmark_step(rank: int, world_size: int, numel: int, rounds: int, store: s
         compare_steps(rank, world_size, [numel // 100] * 100, rounds)
 
 
-def compressed_step(rank: int, numels: list[int], state: str) -> Callable[[], Any]:
+def compressed_step(rank: int, numels: list[int], state: str, bucket_cap_mb: float = 25.0) -> Callable[[], Any]:
     """The step of an optimizer in its compressed stage."""
     torch.manual_seed(0)
     params = parameters(numels)
-    optimizer = OnebitAdam(params, lr=1e-6, weight_decay=0.01, freeze_step=2, state=state)
+    optimizer = OnebitAdam(params, lr=1e-6, weight_decay=0.01, freeze_step=2, state=state, bucket_cap_mb=bucket_cap_mb)
     for _ in range(2):
         optimizer.step()  # the same gradients on all ranks, as if they were averaged
     torch._foreach_mul_([p.grad for p in params], 1.0 + rank)
@@ -416,6 +417,7 @@ def compressed_step(rank: int, numels: list[int], state: str) -> Callable[[], An
 
 def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) -> None:
     compact, wide = (compressed_step(rank, numels, state) for state in ("compact", "float32"))
+    large = compressed_step(rank, numels, "compact", LARGE_BUCKETS)
     torch.manual_seed(0)
     baseline_params = parameters(numels)
     flat = torch.cat([p.grad for p in baseline_params])  # the best case: all gradients in one buffer
@@ -432,12 +434,19 @@ def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) ->
         with kernels_from("reference"):
             wide()
 
-    variants = {"compact": compact, "float32": wide, "reference": reference_step, "all_reduce": all_reduce_and_adam}
+    variants = {
+        "compact": compact,
+        "large": large,
+        "float32": wide,
+        "reference": reference_step,
+        "all_reduce": all_reduce_and_adam,
+    }
     result = medians(variants, rounds, before=dist.barrier)
     if rank == 0:
         rows = [["step", "ms", "of all_reduce + AdamW"]]
         names = {
             "compact": f"OnebitAdam, compressed, state=compact, {kernels.implementation(CPU)}",
+            "large": f"the same, bucket_cap_mb={LARGE_BUCKETS:g}",
             "float32": f"OnebitAdam, compressed, state=float32, {kernels.implementation(CPU)}",
             "reference": "OnebitAdam, compressed, state=float32, reference kernels",
             "all_reduce": "all_reduce + torch AdamW, fused",
