@@ -41,6 +41,8 @@ class CompactSuite:
         for numel in cases.NUMELS:
             for world_size in (1 + numel % 4, 5 + numel % 5):
                 cases.check_average_compress(device, numel, world_size, scale_block)
+        for world_size in (9, 16, 17):  # more messages than are summed in one round, and in two
+            cases.check_average_compress(device, 5003, world_size, scale_block)
 
     def test_blocks_beyond_the_caches(self, device: torch.device) -> None:
         for numel, scale_block in ((150_001, 100_000), (150_001, None), (140_000, 65_536), (140_000, 65_544)):

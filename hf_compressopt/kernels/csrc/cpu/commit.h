@@ -16,7 +16,7 @@ inline void leave_rest(const Combination &source, int64_t first, int64_t n, cons
         const float *e = old + from, *q = sent + from;
         float *to = left + from;
         each_vector(some, [&](int64_t i, auto lanes) {
-            ahead.fetch(2 * (from + i));
+            ahead.fetch(from + i);
             lanes.put(to + i, value(i, lanes) + lanes.get(e + i) - lanes.get(q + i));
         });
     });

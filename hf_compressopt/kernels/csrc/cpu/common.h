@@ -91,18 +91,21 @@ enum class Rest { kNone, kStored, kStreamed };
 inline void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 /* Streams of memory that loops fetch while they work on something else, a line at a time: of many fetches at once the
- * last ones wait for the first, and the work with them. A loop fetches half of what it works on; two loops follow each
- * other. */
+ * last ones wait for the first, and the work with them. One loop fetches all of it, or each of two loops one half. */
 class Ahead {
   public:
     void add(const void *from, int64_t bytes) { streams_[count_++] = {static_cast<const char *>(from), bytes}; }
-    /* Fetches what a loop that is at element i, a multiple of 32, must fetch for two vectors. */
+    /* For every vector of a loop, which is at element i. */
     void fetch(int64_t i) const {
+        for (int k = 0; k < count_; ++k) prefetch_far(streams_[k].from + i * streams_[k].bytes);
+    }
+    /* For every second vector of one of two loops. */
+    void fetch_half(int64_t i) const {
         for (int k = 0; k < count_; ++k) {
             prefetch_far(streams_[k].from + (static_cast<uint64_t>(i * streams_[k].bytes) >> 1));
         }
     }
-    /* What is to be fetched from the element i on. */
+    /* The same from the element i on. */
     Ahead from(int64_t i) const {
         Ahead rest = *this;
         for (int k = 0; k < count_; ++k) rest.streams_[k].from += i * streams_[k].bytes;
@@ -131,13 +134,13 @@ inline void stream_copy(float *out, const float *in, int64_t n) {
 class NormSum {
   public:
     /* Adds value(i, lanes) for n elements. Only in the last call for a sum may n be no multiple of 32. What value has
-     * captured by value stays in registers. */
+     * captured by value stays in registers. Half of what lies ahead is fetched. */
     template <class Value>
     void add(int64_t n, Value value, const Ahead &ahead = Ahead()) {
         SquareSum even = even_, odd = odd_; /* in registers: value may write to memory */
         int64_t i = 0;
         for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-            ahead.fetch(i);
+            ahead.fetch_half(i);
             even.add(value(i, Full{}));
             odd.add(value(i + kLanes, Full{}));
         }

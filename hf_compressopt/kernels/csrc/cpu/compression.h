@@ -28,7 +28,7 @@ inline void quantize(float *u, int64_t n, float s, uint8_t *signs, const Ahead &
     Scale scale(s);
     int64_t i = 0;
     for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-        ahead.fetch(i);
+        ahead.fetch_half(i);
         uint32_t bits = quantize(u + i, scale, Full{});
         bits |= quantize(u + i + kLanes, scale, Full{}) << kLanes;
         memcpy(signs + i / 8, &bits, 4);

@@ -24,7 +24,6 @@ struct FloatErrors {
     void write_padding() const {}
     /* Adds the errors from an element of the bucket on. */
     void add_stream(int64_t first, Ahead *ahead) const { ahead->add(values + first, 4); }
-    static void fetch(const float *ahead) { prefetch_far(ahead); }
     FloatErrors another(const co_errors &errors) const { return {errors.values, chunk}; } /* of the same bucket */
 };
 
@@ -72,7 +71,6 @@ struct IntegerErrors {
     }
     void write_padding() const { messages.write_padding(); }
     void add_stream(int64_t first, Ahead *ahead) const { messages.add_stream(first, ahead); }
-    static void fetch(const float *) {}
     IntegerErrors another(const co_errors &errors) const {
         return {{errors.messages, messages.chunks, messages.stride}};
     }

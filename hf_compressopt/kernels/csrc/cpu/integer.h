@@ -16,7 +16,7 @@ inline void add_error(const Combination &source, const Error &error, int64_t fir
     source.each_run(first, first + n, [&](int64_t start, int64_t some, const auto &value) {
         int64_t from = start - first;
         each_vector(some, [=](int64_t i, auto lanes) {
-            if (i % (2 * kLanes) == 0) ahead.fetch(from + i);
+            if (i % (2 * kLanes) == 0) ahead.fetch_half(from + i);
             lanes.put(out + from + i, value(i, lanes) + error(from + i, lanes));
         });
     });
@@ -89,17 +89,17 @@ inline void add_messages(Message<kBits> first, int64_t stride, int32_t world_siz
     }
 }
 
-/* out <- the mean of the messages of n elements + error. */
-template <class Errors, int kBits>
-inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, int64_t n, const float *error,
-                     float *out) {
+/* out <- the mean of the messages of n elements + error. What lies ahead is fetched. */
+template <int kBits>
+inline void add_mean(Message<kBits> first, int64_t stride, int32_t world_size, int64_t n, const float *error, float *out,
+                     const Ahead &ahead) {
     Vec inverse = set1(static_cast<float>(1.0 / static_cast<double>(world_size)));
     alignas(64) float error_part[kIntegerBlock];
     add_messages(first, stride, world_size, n, out, [&](int64_t at, int64_t some) {
         const float *e = error + at;
         if (some < kIntegerBlock) e = static_cast<float *>(copy_part(error_part, sizeof(error_part), e, 4 * some));
-        return [e, inverse](int i, Vec sum) {
-            Errors::fetch(e + i + kIntegerAhead);
+        return [e, inverse, at, &ahead](int i, Vec sum) {
+            ahead.fetch(at + i);
             return sum * inverse + load(e + i);
         };
     });
@@ -123,7 +123,9 @@ inline int32_t average_integers(const uint8_t *messages, const Errors &error, co
     to.each_tile(exec, numel * (1 + 2 * Errors::kBytes + world_size), [&](int64_t j, int64_t begin, int64_t end) {
         alignas(64) float u[kIntegerTile], scratch[kIntegerTile];
         const float *old = error.read(j, begin, end, scratch);
-        add_mean<Errors>(from.from(0, begin), from.stride, world_size, end - begin, old, u);
+        Ahead ahead;
+        if (begin + kLeastAhead < numel) error.add_stream(begin + kLeastAhead, &ahead);
+        add_mean(from.from(0, begin), from.stride, world_size, end - begin, old, u, ahead);
         float *left = new_error.place(j, begin, scratch);
         if (streamed) {
             write_blocks<Rest::kStreamed>(u, to.from(0, begin), end - begin, left);

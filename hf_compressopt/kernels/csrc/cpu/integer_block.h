@@ -9,7 +9,6 @@ namespace {
 constexpr int64_t kIntegerBlock = 128;
 constexpr int64_t kIntegerTile = 1024;      /* elements that stay in the first-level cache */
 constexpr int64_t kTileBlocks = kIntegerTile / kIntegerBlock;
-constexpr int64_t kIntegerAhead = 1024;     /* elements that are fetched before they are wanted */
 constexpr uint32_t kHugePattern = 0x7f000000; /* of 2^127: beyond it a block counts as not finite */
 constexpr float kTinyScale = 0x1p-120f;     /* below it a block counts as zero */
 static_assert(kPiece % kIntegerTile == 0 && kIntegerTile % kIntegerBlock == 0);
@@ -160,7 +159,7 @@ inline void write_blocks(float *u, Message<kBits> message, int64_t n, float *res
     for (int64_t b = 0; b < blocks; ++b) {
         uint16_t bits = by[b].bits();
         memcpy(message.scales + 2 * b, &bits, 2);
-        for (int64_t i = 0; i < kIntegerBlock; i += 2 * kLanes) ahead.fetch(b * kIntegerBlock + i);
+        for (int64_t i = 0; i < kIntegerBlock; i += 2 * kLanes) ahead.fetch_half(b * kIntegerBlock + i);
         const float *from = u + b * kIntegerBlock;
         uint8_t *to = message.integers + b * message.kBlockBytes;
         float *left = kRest == Rest::kNone ? nullptr : rest + b * kIntegerBlock;
