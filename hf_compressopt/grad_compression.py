@@ -26,6 +26,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, as_it_is
 from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.owners import take_over
 from hf_compressopt.collectives.slots import IntegerSlot
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -142,6 +143,7 @@ class GradientCompression:
         self._new_errors: GroupErrors | None = None  # of the step under way
         self._buckets = BucketRounds()
         self._checked = False
+        take_over(self.params, "GradientCompression")
 
     @property
     def worker_error(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.backward_pass import frees_gradients
+from hf_compressopt.collectives.owners import are_owned
 
 _GUARDED = "_compressopt_guards"
 _INSTEAD = {
@@ -40,7 +40,7 @@ def _guarded(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         known = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if frees_gradients(known):
+        if are_owned(known):
             raise RuntimeError(
                 "torch.nn.utils cannot clip the gradients under ZeRO, which are shared out among the ranks: "
                 f"{_INSTEAD[name]}"

@@ -95,8 +95,10 @@ class FreedGradients:
             numbers = {param: number for number, param in enumerate(params)}
             members = [{numbers[row.state.params[p.index]] for p in row.bucket.pieces} for row in self._make_rows()]
             if self._pass is not None:
-                self._pass.detach()
-            self._pass, self._hooked = BackwardPass(params, members, self._communicator, self), len(params)
+                self._pass.hooks.require_attached()
+                self._pass.hooks.detach()
+            self._pass = BackwardPass(params, members, self._communicator, self, "compressed optimizer (zero_stage=2)")
+            self._hooked = len(params)
         return self._pass
 
     def _make_rows(self) -> list[LeftBucket]:
@@ -118,8 +120,14 @@ class FreedGradients:
         return self._pass is not None and self._pass.done
 
     def complete(self) -> None:
-        """Let the gradients of the coming step leave, if they have not. All ranks call."""
-        self.attach().complete()
+        """Let the gradients of the coming step leave, if they have not. All ranks call.
+
+        Raises:
+            RuntimeError: If another optimizer has taken over some of the parameters.
+        """
+        current = self.attach()
+        current.hooks.require_attached()
+        current.complete()
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.access import AccessByParameter
 from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.groups import ParamGroups, detach_earlier
+from hf_compressopt.zero.groups import ParamGroups
 from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import hyperparameters
@@ -103,7 +103,6 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         for number, group in enumerate(groups):
             check_parameters(group["params"], number, self.config)
         guard_torch_clipping()
-        detach_earlier(groups)
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         self.traffic = Traffic()
         topology = self.config.topology_options()
@@ -144,7 +143,10 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         Raises:
             TypeError: For parameters of a kind that is not supported.
             ValueError: If several elements of a parameter share memory.
+            RuntimeError: If the optimizer was detached.
         """
+        if hasattr(self, "partition") and len(self.param_groups) >= self._first_groups:
+            self.partition.reducer.require_attached()
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         try:
@@ -249,11 +251,7 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
                 the optimizer was detached.
             ValueError: If the ranks differ in their parameters or options, on all ranks.
         """
-        if self.partition.reducer.detached:
-            raise RuntimeError(
-                "this ZeroOptimizer gets no gradients any more: it was detached, or a newer ZeroOptimizer was made "
-                "with some of its parameters; use the newer one, and give each parameter to one optimizer only"
-            )
+        self.partition.reducer.require_attached()
         options = [self.optimizer_class.__name__, self.steps, self.clip_grad, repr(self.loss_scale)]
         self.partition.check_ranks_agree(options)
         return self._averages.finish(self.param_groups)
