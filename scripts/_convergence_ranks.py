@@ -17,9 +17,8 @@ from _convergence_text import Texts
 from _convergence_training import train
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.communicator import Communicator, Handle, Traffic
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.collectives.traffic import Traffic
 
 _Result = TypeVar("_Result")
 _Operands = tuple[Any, ...]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.filling import fill
-from hf_compressopt.collectives.group_errors import values_of
+from hf_compressopt.collectives.errors import values_of
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import CheckpointIndex
 from hf_compressopt.format.reader import ShardFiles

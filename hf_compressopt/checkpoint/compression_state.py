@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_compressopt.checkpoint.checkpointable import LoadPlan
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.fsdp.compression import FSDPCompression

@@ -14,7 +14,7 @@ from hf_compressopt.checkpoint.checkpointable import LoadPlan
 from hf_compressopt.checkpoint.compression_state import compression_header
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.compact_tensors import BYTES, CODE, MESSAGE, TOP, room_for_messages
 from hf_compressopt.checkpoint.header import Header
-from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.kernels import Average
@@ -139,7 +139,7 @@ class GroupBuffers:
 
     def _is_mine(self, average: Average) -> bool:
         """Return whether this run cuts a bucket into such messages."""
-        form = self.state.feedback[0].format
+        form = self.state.form
         return (average.world_size, average.scale_block) == (self.state.communicator.world_size, form.scale_block)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, room_for, value_of_parameter
 from hf_compressopt.checkpoint.header import Header
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_dist import make_communicator
-from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_count, check_names, check_plain, group_from_plain, plain_group

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.decoded import Decoded
-from hf_compressopt.collectives.group_errors import keep_, values_of
+from hf_compressopt.collectives.errors import keep_, values_of
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.zero.parameters import PartitionedParameters

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
-from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.communicator import Communicator, Handle, Traffic
 from hf_compressopt.collectives.mpi import MpiCommunicator
-from hf_compressopt.collectives.traffic import Traffic
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,6 +36,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 class TorchCommunicator(Communicator):
     """A torch.distributed process group, or one rank alone if torch.distributed is not in use."""
+
+    has_parts = True
 
     def __init__(
         self,

@@ -12,10 +12,8 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.ddp_hook import HasEarlySlots, HasSlots
-from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.optim.freed_gradients import FreedGradients
+from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.schedules import Schedule, StepPlan
 
 
@@ -43,8 +41,8 @@ class FollowsPlan(SavesShards, Protocol):
     """An optimizer that says of every step whether DDP averages its gradients, by a schedule fitted to the run."""
 
     traffic: Traffic
-    warmup_gradients: HasSlots
-    early_messages: HasEarlySlots
+    warmup_gradients: Any
+    early_messages: Any
     schedule: Schedule
     warmup_bits: int
     zero_stage: int

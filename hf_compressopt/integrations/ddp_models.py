@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt.collectives.ddp_hook import attach_ddp, find_sync
+from hf_compressopt.collectives.ddp import attach_ddp, find_sync
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions, compress_hook
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,

@@ -14,8 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.agreement import DIGEST_BOUND
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.group_state import GroupState, by_communicator, has_own_groups
 from hf_compressopt.optim.logs import write_log

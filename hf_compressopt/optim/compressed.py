@@ -9,32 +9,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce, run_tasks
-from hf_compressopt.collectives.phases import Task
+from hf_compressopt.collectives.ddp import average_group
+from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, run_tasks
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.compact import STATE, follow_moments
-from hf_compressopt.optim.early_messages import EarlyMessages
 from hf_compressopt.optim.family_options import check_family_options, check_zero_stage
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer
-from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.functional import adam_options, adam_step_
 from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group_state import GroupState, ParamGroups, by_communicator, mean_variance_norm
 from hf_compressopt.optim.interval import AlikeParameters
+from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.local_gradients import LocalGradients, end_step
 from hf_compressopt.optim.logs import report_switch
 from hf_compressopt.optim.metrics import Measured
 from hf_compressopt.optim.options import resolve_communicator
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
-from hf_compressopt.optim.sharded_stage import end_first_stage, take_sharded_step
+from hf_compressopt.optim.sharded import FreedGradients, end_first_stage, take_sharded_step
 from hf_compressopt.optim.sketched_norm import CLIPS, ESTIMATE
-from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_bits
+from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import MIN_FREEZE_STEP, StepPlan
 
 
@@ -319,10 +317,10 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         grads: Sequence[Tensor | None],
     ) -> Task[None]:
         """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
-        message = self._prepare(plan, state, bucket, grads)
-        average = self.early_messages.take(state, bucket, message, feedback)
-        if average is None:  # the message has not left during backward
-            average = yield from compressed_all_reduce(message, feedback, state.communicator)
+        average = self.early_messages.take(state, bucket, feedback)
+        if average is None:  # the message was not sent during backward
+            message = self._prepare(plan, state, bucket, grads)
+            average = yield from all_reduce(message, feedback, state.form, state.communicator)
         self._apply(plan, state, bucket, state.masked(bucket, average))
 
     def _end_warmup(self, plan: StepPlan) -> None:

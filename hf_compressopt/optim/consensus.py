@@ -10,16 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_compressopt.collectives.agreement import DIGEST_BOUND
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
 from hf_compressopt.optim.alignment import Comparison, digest_of
-from hf_compressopt.optim.early_messages import EarlyMessages
-from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.gradient_noise import GradientNoise
 from hf_compressopt.optim.gradients import Grads, StepGradients
 from hf_compressopt.optim.group_state import GroupState, has_own_groups
+from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.optim.sketched_norm import MeanNorm, measure
 from hf_compressopt.schedules import StepPlan
 

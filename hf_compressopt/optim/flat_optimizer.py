@@ -12,19 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.owners import take_over
-from hf_compressopt.collectives.topology import FLAT, TopologyOptions
+from hf_compressopt.collectives.topology import FLAT, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
-from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.optim.compact import follow_moments
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import ExtraState, GroupState
 from hf_compressopt.optim.options import check_last_group, check_names, in_lists
 from hf_compressopt.optim.shard_stub import STATE_KEY, load_with_hooks, make_stub, switched
 from hf_compressopt.optim.state_dict import load_full, own_state
-from hf_compressopt.optim.warmup_gradients import WarmupGradients
+from hf_compressopt.optim.warmup import WarmupGradients
 from hf_compressopt.schedules import Schedule, Stage, StepPlan, Warmup
 
 

@@ -167,7 +167,7 @@ class StepGradients:
         One small all-reduce, of which all ranks take part; without ``ask`` nothing is sent.
 
         Args:
-            digests: Numbers to compare; see :meth:`~hf_compressopt.collectives.agreement.Agreement.sum_and_compare`.
+            digests: Numbers to compare; see ``Communicator.sum_and_compare``.
             overflow: Whether this rank knows already that an element of its gradients is not finite.
             part: Gradients of some parameters, whose squares are summed in the same message.
             mean: What this rank knows of the mean gradient of ``part``. Then the norm of ``part`` is that of the mean.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Segment, SignFormat, Variance
 from hf_compressopt.kernels.memory import dense_values
@@ -63,6 +63,7 @@ class GroupState:
             ranks may hold other parameters. Else None.
         shared_out: Whether the ranks share out the moments of the first stage.
         own_params: This rank's own parameters, while others stand in their place.
+        form: The form of the messages of the compressed stage.
         still: For each parameter, whether it does not move after the warmup stage; see :meth:`find_still`.
     """
 
@@ -89,7 +90,7 @@ class GroupState:
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
-        self._form = SignFormat(scale_block)
+        self.form = SignFormat(scale_block)
         self.shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
@@ -120,7 +121,7 @@ class GroupState:
     @property
     def feedback(self) -> list[ErrorFeedback]:
         """The errors of each bucket."""
-        return [ErrorFeedback(*pair, self._form) for pair in self.errors.pairs]
+        return self.errors.feedback
 
     # -- moments ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.group_state import GroupState
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.optim.consensus import Consensus
-from hf_compressopt.optim.early_messages import EarlyMessages
+from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.logs import write_log
-from hf_compressopt.optim.warmup_gradients import WarmupGradients
+from hf_compressopt.optim.warmup import WarmupGradients
 from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import GroupState
-from hf_compressopt.optim.warmup_gradients import WarmupGradients
+from hf_compressopt.optim.warmup import WarmupGradients
 from hf_compressopt.schedules import Schedule, StepPlan
 
 

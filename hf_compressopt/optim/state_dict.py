@@ -9,19 +9,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.optim.early_messages import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.functional import is_zero
 from hf_compressopt.optim.gradient_noise import NOISE, check_noise
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.late import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.moment_shards import PIECES, check_pieces, take_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.optim.shard_stub import STATE_KEY
-from hf_compressopt.optim.warmup_gradients import WarmupGradients
+from hf_compressopt.optim.warmup import WarmupGradients
 from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
 
 logger = logging.getLogger(__name__)

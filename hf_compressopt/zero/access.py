@@ -14,7 +14,7 @@ from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.config import ZeroConfig, require_accelerator
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
 from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
-from hf_compressopt.zero.transport import in_host_memory, write_span
+from hf_compressopt.zero.reducer import in_host_memory, write_span
 from hf_compressopt.zero.update import share_masters
 
 Mine = Sequence[tuple[UpdateBucket, Part]]  # this rank's parts of one parameter

@@ -15,7 +15,7 @@ from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import IntegerFormat
 from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
 from hf_compressopt.zero.loss_scale import LossScale
-from hf_compressopt.zero.transport import Precision
+from hf_compressopt.zero.reducer import Precision
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
-from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.shard_stub import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts

@@ -14,13 +14,12 @@ from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.functional import bit_sum
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.feedback import SliceErrors
 from hf_compressopt.zero.loss_scale import LossScale
+from hf_compressopt.zero.low_bit import SliceErrors
 from hf_compressopt.zero.partition import partition, slice_numel
 from hf_compressopt.zero.parts import Part, UpdateBucket
 from hf_compressopt.zero.ranks import Ranks
-from hf_compressopt.zero.reducer import GradientReducer
-from hf_compressopt.zero.slices import SliceGradients
+from hf_compressopt.zero.reducer import GradientReducer, SliceGradients
 from hf_compressopt.zero.supported import check_parameters
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_compressopt.flat import Span
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.optim.lamb import Lamb
-from hf_compressopt.zero.transport import in_host_memory, write_span
+from hf_compressopt.zero.reducer import in_host_memory, write_span
 
 #: Keys of a param group that are not the wrapped optimizer's.
 OWN_KEYS = ("params", "param_names", "process_group", "model_parallel")

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
-from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.collectives.two_levels import with_topology
 
 
 class Ranks:
