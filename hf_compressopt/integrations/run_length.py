@@ -48,8 +48,7 @@ def warn_if_nothing_is_compressed(optimizer: FollowsPlan, steps: int) -> None:
     elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
             "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "
-            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller %s, or 'auto'",
+            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller freeze_step, or 'auto'",
             name,
             steps,
-            getattr(optimizer, "freeze_option", "freeze_step"),
         )

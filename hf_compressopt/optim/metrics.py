@@ -61,7 +61,9 @@ class Measured:
 
     def describe(self) -> str:
         """Return one line for the log: class, size, schedule, ranks, kernels."""
-        options = {**self.schedule.options(), "warmup_bits": self.warmup_gradients.bits}
+        bounds = ("max_freeze_step", "min_freeze_step")
+        options = {name: value for name, value in self.schedule.options().items() if name not in bounds}
+        options["warmup_bits"] = self.warmup_gradients.bits
         options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         return describe(type(self).__name__, self._states, options, self.communicator, self.scale_block)
 
