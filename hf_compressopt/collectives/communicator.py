@@ -49,8 +49,6 @@ class Communicator(Agreement):
         traffic: Counts bytes and seconds.
         process_group: The torch.distributed group that it was made for; None for all ranks.
         levels: The groups of the compressed exchange in two levels; None if it is flat.
-        shares_memory: Whether the ranks share memory. A collective of theirs takes little but the time of processors,
-            so that a task need not let others go on before it waits.
     """
 
     name: str
@@ -60,7 +58,6 @@ class Communicator(Agreement):
     traffic: Traffic
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
-    shares_memory: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import copy
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from queue import SimpleQueue
 from secrets import token_hex
+from threading import Thread
 from typing import Any, cast
 
 import torch
@@ -69,10 +71,10 @@ class TorchCommunicator(Communicator):
             raise ValueError("this rank is not a member of process_group: make the optimizer on its members only")
         self.name = backend_of(process_group, self.device)
         if self.name == "gloo":
-            _rest_at_exit()
+            _prepare_gloo()
 
     def duplicate(self) -> TorchCommunicator:
-        """See the base class: a gloo group, whatever carries this one."""
+        """See the base class: a gloo group with the timeout of this one, whatever carries this one."""
         duplicate = copy(self)
         duplicate.device, duplicate.traffic = torch.device("cpu"), Traffic()
         if self.world_size > 1:
@@ -82,11 +84,12 @@ class TorchCommunicator(Communicator):
             prefix = f"compressopt/{self.all_gather_object(token_hex(8))[0]}"
             store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
             group = dist.ProcessGroup(store, self.rank, self.world_size)
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, default_pg_timeout)
+            timeout = self.timeout() or default_pg_timeout
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
             group._register_backend(duplicate.device, dist.ProcessGroup.BackendType.GLOO, gloo)
             duplicate.process_group = group
             duplicate.name = "gloo"
-            _rest_at_exit()
+            _prepare_gloo()
         return duplicate
 
     def part(self, ranks: Sequence[int]) -> TorchCommunicator:
@@ -173,7 +176,7 @@ class TorchCommunicator(Communicator):
         A send occupies its thread until the system has taken the data, milliseconds for some megabytes. So a thread of
         its own starts them, in the order of the calls.
         """
-        started = _sender(os.getpid()).submit(self._start, outputs, inputs, kind)
+        started = _sender(os.getpid()).submit(partial(self._start, outputs, inputs, kind))
 
         def wait() -> None:
             for work in started.result():
@@ -202,10 +205,43 @@ class TorchCommunicator(Communicator):
         return Handle(lambda: None, kind, self.traffic)
 
 
+class _Sender:
+    """A thread that starts sends, in the order of the calls, until the process ends.
+
+    It is a daemon and no ThreadPoolExecutor: Python shuts executors down before it joins threads and runs exit
+    handlers, and saves that are under way then, or begin in a handler, still send.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], list[dist.Work]], Future[list[dist.Work]]]] = SimpleQueue()
+        Thread(target=self._run, name=f"compressopt-sender-{os.getpid()}", daemon=True).start()
+
+    def submit(self, start: Callable[[], list[dist.Work]]) -> Future[list[dist.Work]]:
+        """Let the thread call ``start``."""
+        started: Future[list[dist.Work]] = Future()
+        self._queue.put((start, started))
+        return started
+
+    def _run(self) -> None:
+        while True:
+            start, started = self._queue.get()
+            try:
+                started.set_result(start())
+            except BaseException as error:
+                started.set_exception(error)
+            del start, started  # they hold tensors
+
+
 @cache
-def _sender(process: int) -> ThreadPoolExecutor:
-    """Return the thread of a process that starts its sends."""
-    return ThreadPoolExecutor(1, f"compressopt-sender-{process}")
+def _sender(process: int) -> _Sender:
+    """Return the sender of a process: a forked one has no threads of its parent's."""
+    return _Sender()
+
+
+def _prepare_gloo() -> None:
+    """Start the sender, as an exit handler cannot, and let threads come to rest before the interpreter shuts down."""
+    _sender(os.getpid())
+    _rest_at_exit()
 
 
 @cache
