@@ -14,6 +14,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_compressopt.amp import GradScaler, innermost
+from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations.capabilities import (
     FollowsPlan,
@@ -278,6 +279,7 @@ def register() -> None:
 
     Calling it again changes nothing. With other optimizers every Accelerator works as before.
     """
+    guard_torch_clipping()
     if not is_wrapped(Accelerator, "prepare"):
         for name in ("prepare", "prepare_model", "prepare_optimizer"):
             wrap(Accelerator, name, partial(_attach_and_prepare, name))
@@ -332,6 +334,7 @@ def attach(
 
 def _make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None, announce: bool) -> CompressOptAccelerator:
     """Change the accelerator's class, in place."""
+    guard_torch_clipping()
     cls = type(accelerator)
     if cls is Accelerator:
         accelerator.__class__ = CompressOptAccelerator

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback, trainer, training_args
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.integrations.accelerate import attach
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.capabilities import FollowsPlan, follows_plan, owns_gradients, saves_shards
@@ -38,6 +39,7 @@ def register() -> None:
     Afterwards ``--optim onebit_adam`` (with ``--optim_args "name=value,..."``), ``optimizer_cls_and_kwargs=`` and
     ``optimizers=`` take them; any other optimizer works as before.
     """
+    guard_torch_clipping()
     for name in (*OPTIMIZERS, *ZERO_NAMES):
         add_member(training_args.OptimizerNames, name)
     if is_wrapped(Trainer, "create_optimizer"):

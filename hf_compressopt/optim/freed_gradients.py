@@ -26,7 +26,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.group_errors import scale_
 from hf_compressopt.collectives.phases import Task
 from hf_compressopt.collectives.settled_exchange import PendingErrors, settled_all_reduce
-from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
+from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, IntegerFormat, all_finite, sum_of_squares
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
@@ -75,7 +75,8 @@ class FreedGradients:
         self._pass: BackwardPass | None = None
         self._left, self._hooked = LeftGradients(), 0
         self.attach()
-        guard_torch_clipping()
+        if not clips:
+            warn_unguarded()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
