@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from hf_compressopt.integrations.transformers import register
     from hf_compressopt.integrations.unmodified import adopt_accelerators
 
-    register()
     try:
+        register()
         adopt_accelerators()
     except ValueError as error:
         print(error, file=sys.stderr)

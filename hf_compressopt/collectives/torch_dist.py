@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from secrets import token_hex
 from threading import Thread
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ from hf_compressopt.collectives.traffic import Traffic
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Of messages between two ranks; other programs hardly take them.
 _TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02, "tickets": 0x636F03, "opened": 0x636F04}
+#: The groups of some ranks of a process group: all optimizers of the group share them, since none can be given back.
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -101,18 +104,18 @@ class TorchCommunicator(Communicator):
         everyone = dist.get_process_group_ranks(self.process_group)
         if everyone != sorted(everyone):
             raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
-        found = copy(self)
-        found.process_group = dist.new_group(
-            [everyone[rank] for rank in ranks], timeout=self.timeout(), use_local_synchronization=True
-        )
+        chosen, found = tuple(everyone[rank] for rank in ranks), copy(self)
+        made = _PARTS.setdefault(self._group, {})
+        if chosen not in made:
+            made[chosen] = dist.new_group(list(chosen), timeout=self.timeout(), use_local_synchronization=True)
+        found.process_group = made[chosen]
         found.rank, found.world_size = dist.get_rank(found.process_group), len(ranks)
         return found
 
     def timeout(self) -> timedelta | None:
         """Return how long a collective may take before it fails; None if the backend does not tell."""
-        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
         try:
-            return group._get_backend(self.reached().device).options._timeout
+            return self._group._get_backend(self.reached().device).options._timeout
         except (RuntimeError, AttributeError):
             return None
 
@@ -162,6 +165,13 @@ class TorchCommunicator(Communicator):
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
 
+    def _broadcast(self, data: Tensor) -> None:
+        self._group.broadcast(data, 0).wait()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+
     def _sends_apart(self, tensor: Tensor) -> bool:
         """Return whether :meth:`_exchange` carries tensors like this one."""
         return self.name == "gloo" and tensor.device.type == "cpu"
@@ -186,7 +196,7 @@ class TorchCommunicator(Communicator):
 
     def _start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> list[dist.Work]:
         """Start all receives and then all sends, and copy this rank's own part."""
-        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+        group = self._group
         peers, tag = [(self.rank + step) % self.world_size for step in range(1, self.world_size)], _TAGS[kind]
         works = [group.recv([outputs[peer]], peer, tag) for peer in reversed(peers) if outputs[peer].numel()]
         works += [group.send([inputs[peer]], peer, tag) for peer in peers if inputs[peer].numel()]
