@@ -117,3 +117,41 @@ def test_wrong_arguments_are_refused_in_words() -> None:
         sums = torch.zeros(1, 3, dtype=torch.float64)
         native.lamb_moments_(LambMoments(cases.Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
     native.combine_(Combination.of(torch.zeros(0)), torch.zeros(0))
+
+
+@pytest.fixture
+def as_cuda(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """The emulated GPU as CUDA device 0, with nothing known of it yet."""
+    (tmp_path / "libcompressopt_cuda.so").symlink_to(directory / "libcompressopt_cpu.so")
+    monkeypatch.setattr(library, "_DIRECTORY", tmp_path)
+    monkeypatch.setattr(library, "_found", {})
+    monkeypatch.setattr(library, "_warned", set())
+    emulator = library._library("cuda")
+    yield emulator
+    emulator.emulator_set_out_of_memory(0)
+    emulator.emulator_set_driver(13000)
+
+
+@pytest.mark.parametrize(
+    ("hinder", "values", "reason", "later"),
+    [
+        ("emulator_set_out_of_memory", (1, 0), "loading the kernels on CUDA device 0: ", True),
+        ("emulator_set_driver", (12080, 13000), "the NVIDIA driver is too old: it supports CUDA 12.8", False),
+    ],
+)
+def test_a_gpu_without_native_kernels_is_told_once_and_one_that_was_busy_gets_them_later(
+    as_cuda: ctypes.CDLL,
+    caplog: pytest.LogCaptureFixture,
+    hinder: str,
+    values: tuple[int, int],
+    reason: str,
+    later: bool,
+) -> None:
+    cuda = torch.device("cuda", 0)
+    getattr(as_cuda, hinder)(values[0])
+    assert [library.available(cuda) for _ in range(3)] == [False] * 3
+    getattr(as_cuda, hinder)(values[1])
+    assert library.available(cuda) is later
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(f"cuda:0 gets the reference kernels, in PyTorch and slower: {reason}")

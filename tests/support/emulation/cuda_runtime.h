@@ -18,6 +18,7 @@
 #define __grid_constant__ &
 #define __launch_bounds__(...)
 #define __CUDA_ARCH_LIST__ 900
+#define CUDART_VERSION 13000
 
 struct dim3 {
     unsigned x, y, z;
@@ -29,6 +30,8 @@ namespace emulator {
 extern dim3 thread_index, block_index;
 // Run body() as each thread of each block. Returns false where threads wait for others that do not come.
 bool run(unsigned blocks, unsigned threads, const std::function<void()>& body);
+extern int driver_version;    // what the driver supports
+extern bool out_of_memory;    // no kernel can be loaded
 void wait_for_block();
 // Each lane of the warp hands in a value, and gets that of another.
 uint64_t exchange(uint64_t value, unsigned from_lane);
@@ -57,6 +60,7 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
 // Compiled with -ffp-contract=off.
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
@@ -124,10 +128,12 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-inline cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
-inline cudaError_t cudaRuntimeGetVersion(int* version) { return *version = 13000, cudaSuccess; }
+inline cudaError_t cudaDriverGetVersion(int* version) { return *version = emulator::driver_version, cudaSuccess; }
+inline cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 9, cudaSuccess; }
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)()) { return cudaSuccess; }
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)()) {
+    return emulator::out_of_memory ? cudaErrorMemoryAllocation : cudaSuccess;
+}
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus*, unsigned long long*) {
     return cudaSuccess;

@@ -11,6 +11,9 @@
 
 namespace emulator {
 
+int driver_version = CUDART_VERSION;
+bool out_of_memory = false;
+
 dim3 thread_index, block_index;
 
 namespace {
@@ -138,4 +141,7 @@ bool run(unsigned blocks, unsigned threads, const std::function<void()>& body) {
 
 }  // namespace emulator
 
-extern "C" __attribute__((visibility("default"))) void emulator_set_order(int order) { emulator::order = order; }
+#define EMULATOR_API extern "C" __attribute__((visibility("default")))
+EMULATOR_API void emulator_set_order(int order) { emulator::order = order; }
+EMULATOR_API void emulator_set_driver(int version) { emulator::driver_version = version; }
+EMULATOR_API void emulator_set_out_of_memory(int out_of_memory) { emulator::out_of_memory = out_of_memory != 0; }

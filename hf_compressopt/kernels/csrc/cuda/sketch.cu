@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                 while (!whole && there && runs.entries[k].stop() <= i) ++k;
                 const float number = there ? element(runs.entries[k], i) : 0.0f;
                 const unsigned sign = static_cast<unsigned>(words[r][inside / kSignWord] >> inside % kSignWord) << 31;
-                squares += double{number} * double{number};  // the product is exact: contraction changes nothing
+                squares = __fma_rn(double{number}, double{number}, squares);  // the product is exact: the bits of two operations
                 value[r][j] = __uint_as_float(__float_as_uint(number) ^ sign);
             }
         }
