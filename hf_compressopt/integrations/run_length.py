@@ -30,7 +30,7 @@ def describe_schedule(optimizer: FollowsPlan) -> str:
     """Say how the schedule was chosen, and with which step the next stage begins."""
     schedule, steps = optimizer.schedule, _steps.get(optimizer)
     last = schedule.last_warmup_step
-    latest = "" if isinstance(schedule.freezes_at, int) else " at the latest"
+    latest = "" if isinstance(schedule.freeze_step, int) else " at the latest"
     begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
     return "; ".join(filter(None, [_fits.get(optimizer, ""), begins]))
 

@@ -39,7 +39,7 @@ from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_
 from hf_compressopt.schedules import AUTO, StepPlan
 
 
-class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, FlatOptimizer):
+class CompressedOptimizer(Scheduled, Measured, LocalGradients, AlikeParameters, FlatOptimizer):
     """The base of the compressed optimizers: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
 
     An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message

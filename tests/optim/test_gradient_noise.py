@@ -54,7 +54,7 @@ def test_it_is_that_of_the_gradients(world_size: int) -> None:
         noise = (square - mean) * world_size / (world_size - 1)
         total, weight = 0.95 * total + 0.05 * (1 - noise / square), 0.95 * weight + 0.05
         assert norm == pytest.approx(math.sqrt(mean), rel=0.05)
-        assert scale == pytest.approx(weight / total - 1, rel=0.15 if step > 10 else 0.5)
+        assert scale == pytest.approx(weight / total - 1, rel=0.25 if step > 10 else 0.5)
     assert scale == pytest.approx(true, rel=0.15)
 
 

@@ -1,5 +1,6 @@
 """clip="sketch": local gradients are clipped by the norm of their mean, which every rank finds from a small message."""
 
+import logging
 import math
 from typing import Any
 
@@ -167,3 +168,25 @@ def unlike(rank: int, world_size: int) -> None:
 def test_ranks_must_clip_alike() -> None:
     errors = run_ranks_expecting_error(2, unlike)
     assert all("differ from rank 0" in error for error in errors.values())
+
+
+def few_parameters(rank: int, world_size: int, numel: int, scale_block: int) -> tuple[float, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_compressopt").addHandler(handler)
+    p = torch.nn.Parameter(torch.zeros(numel))
+    optimizer = OnebitAdam([p], freeze_step=1, scale_block=scale_block)
+    for step in range(4):
+        p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + (rank if step else 0)))
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    logging.getLogger("hf_compressopt").removeHandler(handler)
+    return optimizer.metrics()["compression_ratio"], [line for line in lines if "gradients in 4 bits" in line]
+
+
+@pytest.mark.parametrize(("numel", "scale_block", "warns"), [(26_624, 512, 0), (400, 4096, 1), (26_624, 8, 1)])
+def test_messages_that_are_larger_than_4_bits_are_warned_of_once(numel: int, scale_block: int, warns: int) -> None:
+    (ratio, said), (_, silent) = run_ranks(2, few_parameters, numel, scale_block)
+    assert (ratio < 7.75) == bool(warns) and len(said) == warns and not silent
+    assert ratio > 9 or warns
