@@ -144,14 +144,15 @@ class Communicator(Agreement):
         """Copy rank 0's ``tensor`` to all ranks, in place. All ranks call; blocking; not counted."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
-        flat = in_memory("the tensor", tensor).view(-1).view(torch.uint8)
-        sent = flat.repeat(self.world_size) if self.rank == 0 else flat[:0]
-        sizes = [flat.numel() if self.rank == 0 else 0] * self.world_size
-        received = torch.empty_like(flat)
-        from_root = [flat.numel()] + [0] * (self.world_size - 1)
-        with self.traffic.paused(), torch.no_grad():
-            self.all_to_all(received, sent, output_splits=from_root, input_splits=sizes).wait()
-            tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+        values = in_memory("the tensor", tensor)
+        with torch.no_grad():
+            self._broadcast(values.view(-1).view(torch.uint8))
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
+
+    @abstractmethod
+    def _broadcast(self, data: Tensor) -> None:
+        """Copy rank 0's ``data``, [n] uint8, to all ranks, in place, without copies of it for each."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; not counted."""

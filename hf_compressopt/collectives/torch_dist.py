@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from secrets import token_hex
 from threading import Thread
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,21 @@ from hf_compressopt.collectives.traffic import Traffic
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Of messages between two ranks; other programs hardly take them.
 _TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02, "tickets": 0x636F03, "opened": 0x636F04}
+#: The groups of some ranks of a process group: all optimizers of the group share them, since none can be given back.
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def announced(name: str, least: int = 1) -> int:
+    """Read a whole number from a launcher's environment variable; a variable that is not set is ``least``.
+
+    Raises:
+        ValueError: If it is no whole number, or too small.
+    """
+    text = os.environ.get(name, str(least))
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}: a launcher sets it")
+    return int(text)
 
 
 class TorchCommunicator(Communicator):
@@ -53,15 +68,16 @@ class TorchCommunicator(Communicator):
 
         Raises:
             RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
+            ValueError: If WORLD_SIZE is no number, or this rank is no member of the group.
         """
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
         self.process_group = process_group
         if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
-            announced = int(os.environ.get("WORLD_SIZE", "1"))
-            if announced > 1 and not alone:
+            ranks = 1 if alone else announced("WORLD_SIZE")
+            if ranks > 1:
                 raise RuntimeError(
-                    f"WORLD_SIZE is {announced}, but torch.distributed is not initialized: call "
+                    f"WORLD_SIZE is {ranks}, but torch.distributed is not initialized: call "
                     "torch.distributed.init_process_group() (Trainer and Accelerate do) before making the optimizer"
                 )
             self.name, self.rank, self.world_size = "none", 0, 1
@@ -101,18 +117,18 @@ class TorchCommunicator(Communicator):
         everyone = dist.get_process_group_ranks(self.process_group)
         if everyone != sorted(everyone):
             raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
-        found = copy(self)
-        found.process_group = dist.new_group(
-            [everyone[rank] for rank in ranks], timeout=self.timeout(), use_local_synchronization=True
-        )
+        chosen, found = tuple(everyone[rank] for rank in ranks), copy(self)
+        made = _PARTS.setdefault(self._group, {})
+        if chosen not in made:
+            made[chosen] = dist.new_group(list(chosen), timeout=self.timeout(), use_local_synchronization=True)
+        found.process_group = made[chosen]
         found.rank, found.world_size = dist.get_rank(found.process_group), len(ranks)
         return found
 
     def timeout(self) -> timedelta | None:
         """Return how long a collective may take before it fails; None if the backend does not tell."""
-        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
         try:
-            return group._get_backend(self.reached().device).options._timeout
+            return self._group._get_backend(self.reached().device).options._timeout
         except (RuntimeError, AttributeError):
             return None
 
@@ -162,6 +178,13 @@ class TorchCommunicator(Communicator):
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
 
+    def _broadcast(self, data: Tensor) -> None:
+        self._group.broadcast(data, 0).wait()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+
     def _sends_apart(self, tensor: Tensor) -> bool:
         """Return whether :meth:`_exchange` carries tensors like this one."""
         return self.name == "gloo" and tensor.device.type == "cpu"
@@ -186,7 +209,7 @@ class TorchCommunicator(Communicator):
 
     def _start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> list[dist.Work]:
         """Start all receives and then all sends, and copy this rank's own part."""
-        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+        group = self._group
         peers, tag = [(self.rank + step) % self.world_size for step in range(1, self.world_size)], _TAGS[kind]
         works = [group.recv([outputs[peer]], peer, tag) for peer in reversed(peers) if outputs[peer].numel()]
         works += [group.send([inputs[peer]], peer, tag) for peer in peers if inputs[peer].numel()]

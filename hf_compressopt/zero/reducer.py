@@ -163,6 +163,7 @@ class GradientReducer:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
             gradients.device = self._params[next(iter(gradients.cut.places))][0].device
+            gradients.communicator.device = gradients.device
             if gradients.errors is not None:
                 gradients.errors.to(gradients.device)
         if self._params:
