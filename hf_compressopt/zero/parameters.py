@@ -77,15 +77,6 @@ class PartitionedParameters:
     ) -> None:
         """Make the communicators, and lay out the trainable parameters of param groups.
 
-        Args:
-            groups: The param groups.
-            config: The options.
-            traffic: Counters of the optimizer.
-            inner: The wrapped optimizer's class and its options.
-            loss_scale: Factor of the loss.
-            process_group: All ranks; None is the default group.
-            model_parallel_group: The ranks that share one copy of the model, or None.
-
         Raises:
             ValueError: If the group does not have the transport, or not the topology.
             RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
@@ -121,12 +112,7 @@ class PartitionedParameters:
     # -- layout -------------------------------------------------------------------------------------------------------
 
     def add(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None:
-        """Lay out the trainable parameters of some param groups that are not known yet.
-
-        Args:
-            groups: All param groups.
-            numbers: Numbers of the groups to look through.
-        """
+        """Lay out the trainable parameters that are not known yet of the param groups of these numbers."""
         first, known = len(self.known), {id(tensor) for tensor in self.tensors}
         for number in numbers:
             for found in self._in_group(groups[number], number):

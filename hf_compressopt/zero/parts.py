@@ -339,14 +339,9 @@ class UpdateBucket:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         state_dtype: torch.dtype | None,
     ) -> None:
-        """Make the wrapped optimizer.
+        """Make the wrapped optimizer of parts of the slices of these numbers, with the options of ``groups``.
 
-        Args:
-            slices: Numbers of the slices.
-            parts: This rank's parts of them.
-            groups: All param groups.
-            make: Makes an optimizer from param groups.
-            state_dtype: dtype of element-wise state between steps; None leaves it as it is.
+        ``state_dtype`` is the dtype of element-wise state between steps; None leaves it as it is.
         """
         self.slices = {number: [part for part in parts if part.slice == number] for number in slices}
         self.parts, self._state_dtype = list(parts), state_dtype
