@@ -5,9 +5,8 @@ What this cannot show: speed, the GPU's memory model beyond the order of threads
 
 import ctypes
 import shutil
-import subprocess
+import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,26 +14,19 @@ import torch
 
 from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.c_operands import ErrorsRecord
-from hf_compressopt.kernels.operands import Combination, Segment
+from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.updates import LambMoments, LambOptions
+from tests.support import emulated
 from tests.support import kernel_cases as cases
 from tests.support.compact_suite import CompactSuite
+from tests.support.emulated import Emulator
 from tests.support.integer_suite import IntegerSuite
 from tests.support.kernel_suite import KernelSuite
 from tests.support.made_once import made_once
 from tests.support.sketch_suite import SketchSuite
 
 CPU = torch.device("cpu")
-EMULATION = Path(__file__).parents[1] / "support" / "emulation"
-SOURCES = Path(library.__file__).parent / "csrc" / "cuda"
-FLAGS = [
-    *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
-    *("-Wno-psabi", "-Wno-unknown-pragmas", "-x", "c++"),
-]
-# A misaligned access, which a GPU refuses, and an overflowing index are reported on stderr.
-CHECKS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-static-libubsan"]
-ORDERS = {"downwards": 1, "at random": 20}  # of the threads of a block, and of blocks
-BOTH = [pytest.param("downwards"), pytest.param("at random", marks=pytest.mark.full)]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels are compiled with g++, not found here")
 
@@ -42,19 +34,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a library of that name that runs the CUDA kernels."""
-    return made_once(tmp_path_factory, "emulation", build)
-
-
-def build(folder: Path) -> None:
-    sources = [*SOURCES.glob("*.cu"), EMULATION / "emulator.cpp"]
-    objects = [folder / f"{source.name}.o" for source in sources]
-
-    def compile_one(source: Path, out: Path) -> None:
-        run("g++", *FLAGS, *CHECKS, f"-I{EMULATION}", "-c", str(source), "-o", str(out))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, sources, objects))
-    run("g++", "-shared", *CHECKS, *map(str, objects), "-o", str(folder / "libcompressopt_cpu.so"))
+    return made_once(tmp_path_factory, "emulation", emulated.build)
 
 
 @pytest.fixture
@@ -62,22 +42,28 @@ def device() -> torch.device:
     return CPU
 
 
-def run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.fixture(autouse=True, params=BOTH)
-def emulation(
-    request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[None]:
-    monkeypatch.setattr(library, "_DIRECTORY", directory)
-    library._library.cache_clear()
-    library._library("cpu").emulator_set_order(ORDERS[request.param])
-    yield
-    library._library.cache_clear()
+@pytest.fixture
+def emulator(directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Emulator]:
+    """The emulated GPU as the CPU's library, whose buffers are guarded."""
+    yield from installed(directory, monkeypatch)
     reported = capfd.readouterr().err
     assert "runtime error" not in reported, reported
+
+
+def installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    emulator = Emulator(directory)
+    monkeypatch.setattr(library, "_DIRECTORY", directory)
+    monkeypatch.setattr(cases.Arena, "place", staticmethod(emulator.place))
+    library._library.cache_clear()
+    yield emulator
+    library._library.cache_clear()
+    emulator.release()
+
+
+@pytest.fixture(autouse=True, params=SEEDS)
+def order(request: pytest.FixtureRequest, emulator: Emulator) -> None:
+    """The order of threads: another one in each launch, of each test and of each parameter."""
+    emulator.seed(zlib.crc32(request.node.nodeid.encode()) + request.param)
 
 
 class TestKernels(KernelSuite):
@@ -115,5 +101,5 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     with pytest.raises(RuntimeError, match="the same index"):
         options = LambOptions(0.9, 0.999, 1e-6, 0.0, False)
         sums = torch.zeros(1, 3, dtype=torch.float64)
-        native.lamb_moments_(LambMoments(cases.Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
+        native.lamb_moments_(LambMoments(Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
     native.combine_(Combination.of(torch.zeros(0)), torch.zeros(0))
