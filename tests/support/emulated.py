@@ -1,7 +1,10 @@
 """The CUDA kernels as a library that runs on the CPU, by ``emulation/``, and buffers that no kernel may leave."""
 
 import ctypes
+import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -107,3 +110,17 @@ class Emulator:
     def calls(self, function: str) -> int:
         """How often a function of the runtime has been called."""
         return int(self._library.emulator_calls(function.encode()))
+
+
+def races(folder: Path, *arguments: str) -> str:
+    """Run programs/emulated_races.py with the library of a folder, built with ``RACES``. Returns the races' reports."""
+    found = subprocess.run(["g++", "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True)
+    program = Path(__file__).with_name("programs") / "emulated_races.py"
+    command = [sys.executable, str(program), str(folder), *arguments]
+    if shutil.which("setarch"):
+        command = ["setarch", "-R", *command]  # ThreadSanitizer has fixed places in memory
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "LD_PRELOAD": found.stdout.strip(), "TSAN_OPTIONS": "exitcode=0", "PYTHONPATH": root}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-8000:]
+    return result.stderr if "WARNING: ThreadSanitizer" in result.stderr else ""

@@ -19,6 +19,7 @@
 #define __grid_constant__ &
 #define __launch_bounds__(...)
 #define __CUDA_ARCH_LIST__ 900
+#define CUDART_VERSION 13000
 
 struct dim3 {
     unsigned x, y, z;

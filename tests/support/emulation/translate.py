@@ -15,7 +15,7 @@ _SET = re.compile(r"setp\.(ne|eq)\.s32 (\w+), %(\d+), (\d+)")
 
 
 def translate(csrc: Path, to: Path, replace: dict[str, str] | None = None) -> None:
-    """Write the C++ of ``csrc/cuda``, and the headers beside it, to ``to``; replacements come first, and must be met."""
+    """Write the C++ of ``csrc/cuda``, and the headers beside it, to ``to``; replacements must be met."""
     pending = dict(replace or {})
     tables = 0
     for source in [*csrc.glob("*.h"), *csrc.glob("cuda/*")]:
