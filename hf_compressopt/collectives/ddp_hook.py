@@ -241,7 +241,7 @@ def attach_ddp(
     check_owners(model, optimizers)
     sync = find_sync(model)
     if sync is None:
-        device = optimizers[0].communicator.device if optimizers else next(model.parameters()).device
+        device = next(model.parameters()).device  # that of an optimizer may be where its model was before
         named, ignored = model.module.named_parameters(), model.parameters_to_ignore
         averaged = [param for name, param in named if name not in ignored]
         sync = GradientSync(TorchCommunicator(model.process_group, device=device), params=averaged)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.owners import take_over
 from hf_compressopt.collectives.topology import FLAT, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
@@ -100,6 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         check_last_group(self.param_groups, one_device=True)
         group = self.param_groups[-1]
+        take_over(group["params"], type(self).__name__)
         device = group["params"][0].device if group["params"] else self.communicator.device
         state = GroupState(
             group,

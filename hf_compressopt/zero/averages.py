@@ -22,6 +22,7 @@ class GradientAverages:
 
     Attributes:
         factor: Factor of the averages when they are used: the loss scale taken out, and clipping.
+        were_clipped: Whether :meth:`clip` was ever called.
     """
 
     def __init__(self, partition: PartitionedParameters, loss_scale: LossScale) -> None:
@@ -31,7 +32,7 @@ class GradientAverages:
             partition: The parameters.
             loss_scale: Factor of the loss, to be taken out of the averages.
         """
-        self.factor = 1.0
+        self.factor, self.were_clipped = 1.0, False
         self._partition, self._reducer, self._loss_scale = partition, partition.reducer, loss_scale
         self._norm: Tensor | None = None  # [] float64, of the averages as they are; None if it is not known
         self._norm_of_pass = 0
@@ -59,6 +60,7 @@ class GradientAverages:
 
     def clip(self, norm: Tensor, max_norm: float) -> None:
         """Clip averages of this norm, [], to another one when they are used."""
+        self.were_clipped = True
         factor = float(clip_factor(norm, max_norm))
         if math.isfinite(factor) and factor < 1.0:
             self.factor *= factor

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
+from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.shard_stub import load_with_hooks, switched
@@ -28,7 +28,7 @@ from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.access import AccessByParameter
 from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.groups import ParamGroups, detach_earlier
+from hf_compressopt.zero.groups import ParamGroups
 from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import hyperparameters
@@ -102,8 +102,6 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         groups = ParamGroups(params, defaults).param_groups
         for number, group in enumerate(groups):
             check_parameters(group["params"], number, self.config)
-        guard_torch_clipping()
-        detach_earlier(groups)
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         self.traffic = Traffic()
         topology = self.config.topology_options()
@@ -129,14 +127,26 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         config = self.config
         if isinstance(config.communicator, Communicator) or self.communicator.levels is not None:
             config = replace(config, communicator=deepcopy(self.communicator, memo), comm_backend_name=None)
-        first = groups[: self._first_groups]
-        copied = type(self)(first, self.optimizer_class, config, **self._process_groups, **self._given)
+        made_by = type(self), groups, self._first_groups, self.optimizer_class, config
+        copied = _remake(*made_by, self._process_groups, self._given, deepcopy(self.state_dict()))
         memo[id(self)] = copied
-        for group in groups[self._first_groups :]:
-            copied.add_param_group(group)
-        copied.load_state_dict(deepcopy(self.state_dict()))
         copied.partition.reducer.copy_averages(self.partition.reducer)
         return copied
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Pickle parameters, options and state, but like torch no gradients; for the same rank of as many ranks.
+
+        Raises:
+            TypeError: If it has process groups or a communicator of its own, which no other process has.
+        """
+        groups = [*self._process_groups.values(), *(group.get("process_group") for group in self.param_groups)]
+        if any(group is not None for group in groups) or isinstance(self.config.communicator, Communicator):
+            raise TypeError(
+                "a ZeroOptimizer with a process_group, model_parallel_group or Communicator of its own cannot be "
+                "pickled: save its state_dict(), or call hf_compressopt.save_state(), and load into one made anew"
+            )
+        made_by = type(self), self.param_groups, self._first_groups, self.optimizer_class, self.config
+        return _remake, (*made_by, self._process_groups, self._given, self.state_dict())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group. All ranks add it at the same point of the training.
@@ -144,7 +154,10 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         Raises:
             TypeError: For parameters of a kind that is not supported.
             ValueError: If several elements of a parameter share memory.
+            RuntimeError: If the optimizer was detached.
         """
+        if hasattr(self, "partition") and len(self.param_groups) >= self._first_groups:
+            self.partition.reducer.require_attached()
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         try:
@@ -182,6 +195,8 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
             return loss
         if self.clip_grad > 0:
             self.clip_grad_norm_(self.clip_grad)
+        elif not self._averages.were_clipped:
+            warn_unguarded()
         update_parameters(self.partition, self._averages, self.param_groups)
         self.steps += 1
         self.step_was_skipped = False
@@ -249,11 +264,7 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
                 the optimizer was detached.
             ValueError: If the ranks differ in their parameters or options, on all ranks.
         """
-        if self.partition.reducer.detached:
-            raise RuntimeError(
-                "this ZeroOptimizer gets no gradients any more: it was detached, or a newer ZeroOptimizer was made "
-                "with some of its parameters; use the newer one, and give each parameter to one optimizer only"
-            )
+        self.partition.reducer.require_attached()
         options = [self.optimizer_class.__name__, self.steps, self.clip_grad, repr(self.loss_scale)]
         self.partition.check_ranks_agree(options)
         return self._averages.finish(self.param_groups)
@@ -344,3 +355,21 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
             "skipped_steps": float(self.skipped_steps),
             "loss_scale": self.loss_scale.value,
         }
+
+
+def _remake(
+    cls: type[ZeroOptimizer],
+    groups: list[dict[str, Any]],
+    first: int,
+    optimizer_class: type[torch.optim.Optimizer],
+    config: ZeroConfig,
+    process_groups: dict[str, dist.ProcessGroup | None],
+    options: dict[str, Any],
+    state: dict[str, Any],
+) -> ZeroOptimizer:
+    """Make a copy: of the first param groups, then of those that were added."""
+    made = cls(groups[:first], optimizer_class, config, **process_groups, **options)
+    for group in groups[first:]:
+        made.add_param_group(group)
+    made.load_state_dict(state)
+    return made

@@ -164,6 +164,36 @@ def test_the_device_is_switched_only_if_another_one_is_current_and_switched_back
         emulator.set(devices=1, device=0)
 
 
+@pytest.fixture
+def cuda(emulator: Emulator, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The emulated GPU as CUDA device 0, with nothing known of it yet."""
+    (tmp_path / "libcompressopt_cuda.so").symlink_to(directory / emulated.NAME)
+    monkeypatch.setattr(library, "_DIRECTORY", tmp_path)
+    monkeypatch.setattr(library, "_found", {})
+    monkeypatch.setattr(library, "_warned", set())
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "reason", "later"),
+    [
+        (False, "loading the kernels on CUDA device 0: out of memory", True),
+        (True, "the NVIDIA driver is too old: it supports CUDA 12.8", False),
+    ],
+)
+def test_a_gpu_without_native_kernels_is_told_once_and_one_that_was_busy_gets_them_later(
+    cuda: torch.device, emulator: Emulator, caplog: pytest.LogCaptureFixture, old: bool, reason: str, later: bool
+) -> None:
+    emulator.set(driver=12080 if old else 13000)
+    emulator.fail("cudaFuncGetAttributes", emulated.OUT_OF_MEMORY)
+    first = library.available(cuda)
+    emulator.set(driver=13000)
+    assert [first, library.available(cuda), library.available(cuda)] == [False, later, later]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(f"cuda:0 gets the reference kernels, in PyTorch and slower: {reason}")
+
+
 # Faults that a CPU does not mind, in sums.cu or what it includes, and the check that must find each.
 WRITE = "    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;\n"
 LAST = "    __syncthreads();  // of_warp may be written again\n"

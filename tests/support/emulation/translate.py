@@ -10,6 +10,7 @@ _SHARED = re.compile(r"__shared__ ([\w ]+?) (\w+)((?:\[[^\]]*\])*);")
 _ACCESS = re.compile(
     r"(?:@(!?)(\w+) )?(ld|st)\.global\.v([24])\.u32 (?:\{([^}]*)\}, \[%(\d+)\]|\[%(\d+)\], \{([^}]*)\})"
 )
+_SCALAR = re.compile(r"(?:@(!?)(\w+) )?ld\.global\.u(32|16) %(\d+), \[%(\d+)\]")
 _TABLE = "    Filled table;"  # of runs, on the host's stack
 _SET = re.compile(r"setp\.(ne|eq)\.s32 (\w+), %(\d+), (\d+)")
 
@@ -42,8 +43,8 @@ def _shared(match: re.Match[str]) -> str:
 def _instructions(statement: str) -> str:
     """The C++ of an asm statement; what it does not know is an error."""
     text, *lists = _split(statement)
-    operands = [operand for part in lists[:2] for operand in re.findall(r'"=?[rl]"\(([^()]*)\)', part)]
-    outputs = re.findall(r'"=r"\(([^()]*)\)', lists[0])
+    operands = [operand for part in lists[:2] for operand in re.findall(r'"=?&?[rl]"\(([^()]*)\)', part)]
+    outputs = re.findall(r'"=&?r"\(([^()]*)\)', lists[0])
     body = "".join(string[1:-1].replace("\\n", " ") for string in re.findall(_STRING, text))
     body = body[1:-1] if body.startswith("{.reg") else body
     return "{ " + " ".join([*(f"{output} = emulator::kPoison;" for output in outputs), *_lines(body, operands)]) + " }"
@@ -51,8 +52,14 @@ def _instructions(statement: str) -> str:
 
 def _lines(body: str, operands: list[str]) -> Iterator[str]:
     for instruction in filter(None, (part.strip() for part in body.split(";"))):
-        if match := re.fullmatch(r"\.reg \.pred (\w+)", instruction):
-            yield f"bool {match[1]}_ = false;"
+        if match := re.fullmatch(r"\.reg \.pred (\w+(?:, \w+)*)", instruction):
+            yield from (f"bool {name}_ = false;" for name in match[1].split(", "))
+        elif match := re.fullmatch(r"mov\.u32 %(\d+), (\d+)", instruction):
+            yield f"{operands[int(match[1])]} = {match[2]};"
+        elif match := _SCALAR.fullmatch(instruction):
+            negated, predicate, bits, output, address = match.groups()
+            condition = f"if ({negated}{predicate}_) " if predicate else ""
+            yield f"{condition}emulator::load_one<uint{bits}_t>({operands[int(address)]}, &{operands[int(output)]});"
         elif match := _SET.fullmatch(instruction):
             yield f"{match[2]}_ = {operands[int(match[3])]} {'!=' if match[1] == 'ne' else '=='} {match[4]};"
         elif match := _ACCESS.fullmatch(instruction):

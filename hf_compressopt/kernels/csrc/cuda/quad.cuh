@@ -118,6 +118,21 @@ __device__ inline uint4 load_four_or_two(const void* first, int wide) {
         : "memory");
     return a;
 }
+// One element, of four bytes if `wide`, of two if `narrow`, and else 0. One statement, for the same reason.
+__device__ inline unsigned load_one(const void* element, int wide, int narrow) {
+    unsigned a;
+    asm volatile(
+        "{.reg .pred wide, narrow;\n"
+        "setp.ne.s32 wide, %2, 0;\n"
+        "setp.ne.s32 narrow, %3, 0;\n"
+        "mov.u32 %0, 0;\n"
+        "@wide ld.global.u32 %0, [%1];\n"
+        "@narrow ld.global.u16 %0, [%1];}"
+        : "=&r"(a)
+        : "l"(element), "r"(wide), "r"(narrow)
+        : "memory");
+    return a;
+}
 __device__ inline void store_four(void* first, unsigned a, unsigned b, unsigned c, unsigned d) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
