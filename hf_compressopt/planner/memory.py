@@ -6,8 +6,8 @@ from collections.abc import Callable
 from inspect import signature
 
 from hf_compressopt.flat import FLOAT_BYTES, chunk_numel
+from hf_compressopt.kernels import integer_message_nbytes
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_messages import integer_message_nbytes
 from hf_compressopt.kernels.messages import message_nbytes
 from hf_compressopt.optim.compressed import CompressedOptimizer
 

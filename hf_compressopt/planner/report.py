@@ -12,7 +12,7 @@ import torch
 
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of
 from hf_compressopt.integrations.algorithms import ALGORITHMS
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS
+from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.planner.cost import (
     ONEBIT_ADAM,
     ONEBIT_LAMB,

@@ -13,16 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_compressopt.kernels import library, native
-from hf_compressopt.kernels.c_operands import ErrorsRecord
-from hf_compressopt.kernels.operands import Combination, Segment
-from hf_compressopt.kernels.updates import LambMoments, LambOptions
-from tests.support import kernel_cases as cases
-from tests.support.compact_suite import CompactSuite
-from tests.support.integer_suite import IntegerSuite
-from tests.support.kernel_suite import KernelSuite
+from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, Segment, library, native
+from hf_compressopt.kernels.c_abi import ErrorsRecord
+from tests.support.kernel_suite import CompactSuite, KernelSuite
 from tests.support.made_once import made_once
-from tests.support.sketch_suite import SketchSuite
 
 CPU = torch.device("cpu")
 EMULATION = Path(__file__).parents[1] / "support" / "emulation"
@@ -84,16 +78,8 @@ class TestKernels(KernelSuite):
     """The suite, on the emulated GPU."""
 
 
-class TestIntegers(IntegerSuite):
-    """The suite, on the emulated GPU."""
-
-
 @pytest.mark.full
 class TestCompact(CompactSuite):
-    """The suite, on the emulated GPU."""
-
-
-class TestSketch(SketchSuite):
     """The suite, on the emulated GPU."""
 
 
@@ -115,7 +101,7 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     with pytest.raises(RuntimeError, match="the same index"):
         options = LambOptions(0.9, 0.999, 1e-6, 0.0, False)
         sums = torch.zeros(1, 3, dtype=torch.float64)
-        native.lamb_moments_(LambMoments(cases.Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
+        native.lamb_moments_(LambMoments(Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
     native.combine_(Combination.of(torch.zeros(0)), torch.zeros(0))
 
 
