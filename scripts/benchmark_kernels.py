@@ -44,6 +44,7 @@ from hf_compressopt.kernels import (
     AdamUpdate,
     Average,
     Combination,
+    Commit,
     Descent,
     IntegerFormat,
     Segment,
@@ -51,7 +52,6 @@ from hf_compressopt.kernels import (
     message_nbytes,
     num_blocks,
 )
-from hf_compressopt.kernels.commit import Commit
 from hf_compressopt.kernels.errors import CompactErrors, Errors
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.kernels.variance import LogVariance, encode_variance_
