@@ -31,7 +31,6 @@ from hf_compressopt.format.reshard import plan_reads
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
-_FREEZE_STEP = {"OnebitAdam": "freeze_step", "OnebitLamb": "freeze_step", "ZeroOneAdam": "var_freeze_step"}
 _ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_param": MASTER}
 
 
@@ -227,7 +226,8 @@ class AdamView:
         """Return whether the bias corrections of this group are part of its moments."""
         if not self.header.compressed or group.get("non_freeze"):
             return False
-        freeze_step = self.index.header["schedule"][_FREEZE_STEP[self.header.optimizer]]
+        schedule = self.index.header["schedule"]
+        freeze_step = schedule.get("freeze_step", schedule.get("var_freeze_step"))
         return isinstance(freeze_step, int) and self.index.header["step"] >= freeze_step
 
     def _stored_step(self, entry: Entry) -> tuple[str, int] | None:

@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Joinable
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.shard_stub import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
@@ -556,15 +557,20 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
 
-        In two levels bytes are those to other nodes, beside ``bytes_sent_in_node``.
+        ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In two levels
+        bytes are those to other nodes, beside ``bytes_sent_in_node``.
         """
-        inside = sum(self.traffic.node_bytes.values())
+        inside, sent = sum(self.traffic.node_bytes.values()), self.traffic.step_bytes
+        numel = sum(param.numel() for param in self.trainable_parameters)
+        full = 2 * (1 - 1 / self.communicator.world_size) * FLOAT_BYTES * numel
+        on_link = sent * self.communicator.topology.node_size
         return {
             **({"bytes_sent_in_node": float(inside)} if inside else {}),
-            "stage": float(self.stage),
+            "zero_stage": float(self.stage),
             "step": float(self.steps),
             "bytes_sent": float(self.traffic.total_bytes),
-            "bytes_sent_step": float(self.traffic.step_bytes),
+            "bytes_sent_step": float(sent),
+            "compression_ratio": full / on_link if on_link else 1.0,
             "seconds_communication": self.traffic.total_seconds,
             "skipped_steps": float(self.skipped_steps),
             "loss_scale": self.loss_scale.value,
