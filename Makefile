@@ -3,11 +3,15 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.installed
 TOOLS  := build/tools
+# CUDA kernels are for the GPUs of this machine, in the wheel for all; NVCC=/usr/local/cuda-12.9/bin/nvcc chooses one of
+# several CUDAs. Built with CUDA 12.8 or 12.9 they run with drivers from R525 on, with CUDA 13 from R580 on.
+override CMAKE_ARGS += $(if $(NVCC),-DCMAKE_CUDA_COMPILER=$(NVCC))
 
 # The tests that an installed wheel must pass: they need no file outside tests/.
 WHEEL_TESTS := test_cli.py collectives/test_compressed_all_reduce.py optim/test_onebit_adam.py \
                checkpoint/test_checkpoint.py integrations/test_entry.py optim/test_fused_adam.py \
-               $(patsubst tests/%,%,$(wildcard tests/kernels/test_native*.py)) kernels/test_memory.py
+               $(patsubst tests/%,%,$(wildcard tests/kernels/test_native*.py)) kernels/test_memory.py \
+               kernels/test_cuda_library.py
 
 # The tests of Trainer, Accelerate and background saves, for `make test-compat`.
 HOST_TESTS := $(patsubst tests/%,%,$(wildcard tests/integrations/test_*.py)) checkpoint/test_async_save.py
@@ -24,7 +28,7 @@ help:
 	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs, launchers"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them and of torch"
-	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs cmake and a C++ compiler; nvcc for CUDA)"
+	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs a C++ compiler; CUDA where nvcc and a GPU are)"
 	@echo "make wheel     the manylinux wheel and the sdist, checked, and tested where they are installed"
 	@echo "make style     ruff and mypy --strict"
 
@@ -40,13 +44,18 @@ install: $(STAMP) kernels
 
 # Without a compiler everything works by the reference implementation; with one, a failure is an error.
 kernels:
-	@if command -v cmake >/dev/null && command -v c++ >/dev/null; then \
-	    echo "== native libraries, into hf_compressopt/kernels/lib =="; \
-	    cmake -S . -B build/kernels $(CMAKE_ARGS) >/dev/null && \
-	    MAKEFLAGS=--no-print-directory cmake --build build/kernels --parallel $$(getconf _NPROCESSORS_ONLN); \
-	else \
-	    echo "== no native libraries: they need cmake >= 3.25 and a C++ compiler (c++) =="; \
-	fi
+	@if ! command -v c++ >/dev/null; then \
+	    echo "== no native libraries: they need a C++ compiler (c++); the reference implementation does their work =="; exit; \
+	fi; \
+	cmake=cmake; \
+	if ! echo 'cmake_minimum_required(VERSION 3.25)' | cmake -P /dev/stdin >/dev/null 2>&1; then \
+	    cmake=build/cmake/bin/cmake; \
+	    test -x $$cmake || { echo "== cmake >= 3.25, from pip: there is none here =="; $(PYTHON) -m venv build/cmake && \
+	        build/cmake/bin/python -m pip install --quiet --disable-pip-version-check 'cmake>=3.25'; } || exit; \
+	fi; \
+	echo "== native libraries, into hf_compressopt/kernels/lib =="; \
+	$$cmake -S . -B build/kernels $(CMAKE_ARGS) >/dev/null && \
+	MAKEFLAGS=--no-print-directory $$cmake --build build/kernels --parallel $$(getconf _NPROCESSORS_ONLN)
 
 demo: install
 	@echo "== demo: adamw_torch and onebit_adam, 2 processes each, on Python's language reference =="
@@ -60,9 +69,11 @@ test-full: install
 	@echo "== long tests: fuzz, stress, whole runs, launchers =="
 	@$(PYTEST) -o addopts="-ra --strict-markers --ignore=tests/gpu" -m full tests
 
-test-gpu: install
-	@echo "== tests that need a CUDA device =="
-	@$(VENV)/bin/python -m pytest -o addopts="-ra --strict-markers" tests/gpu
+# With the environment if it is there, else with PYTHON, which needs torch, pytest and pytest-timeout: nothing is installed.
+test-gpu: GPU_PYTHON = $(or $(wildcard $(VENV)/bin/python),$(PYTHON))
+test-gpu: kernels
+	@echo "== tests that need a CUDA device, by $(GPU_PYTHON) =="
+	@$(GPU_PYTHON) -m pytest -o addopts="-ra --strict-markers" tests/gpu
 
 build/compat-%/.installed: compat/%.txt pyproject.toml
 	@echo "== installing the $* versions into build/compat-$* (once; some GB of CUDA with torch unless TORCH_INDEX has CPU builds) =="
@@ -96,7 +107,7 @@ $(TOOLS)/.installed: constraints.txt
 wheel: $(TOOLS)/.installed
 	@echo "== sdist, and from it the wheel: an environment of its own, without torch =="
 	@rm -rf dist build/wheel
-	@$(TOOLS)/bin/python -m build --outdir build/wheel .
+	@CMAKE_ARGS='-DCOMPRESSOPT_CUDA_ARCHITECTURES=all $(CMAKE_ARGS)' $(TOOLS)/bin/python -m build --outdir build/wheel .
 	@echo "== manylinux tag, contents =="
 	@PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl
 	@$(TOOLS)/bin/python -m wheel tags --remove --platform-tag=-manylinux2014_x86_64 dist/*.whl  # the older name of 2_17

@@ -1,8 +1,9 @@
 """Build hook of the wheel: CMake makes the native libraries, where there is a C++ compiler.
 
 Where there is none, or the build fails, the wheel is pure Python, and the package computes with its reference
-implementation. An editable install gets the libraries into the source tree. ``CMAKE_ARGS`` in the environment are more
-arguments for CMake, such as ``-DCOMPRESSOPT_CUDA_ARCHITECTURES=none``.
+implementation. An editable install gets the libraries into the source tree. CUDA kernels are compiled for the GPUs of
+this machine. ``CMAKE_ARGS`` in the environment are more arguments for CMake, such as
+``-DCOMPRESSOPT_CUDA_ARCHITECTURES=all``.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class NativeLibraries(BuildHookInterface):
         for more in ([], ["-DCOMPRESSOPT_CUDA_ARCHITECTURES=none"]):
             try:
                 _run_cmake(self.root, self._build_folder / "build", output, more)
+                if more:
+                    (output / "cuda.txt").write_text("not built: it did not compile (pip install -v shows why)\n")
                 return True
             except (OSError, subprocess.CalledProcessError) as error:
                 self.app.display_warning(f"CMake failed{' without CUDA, too' if more else ''}: {error}")

@@ -25,7 +25,8 @@ def collect() -> dict[str, Any]:
 
     Returns:
         ``package``, ``python``, ``packages`` (version or None by name), ``libraries`` (by "cpu" and "cuda": ``path``,
-        ``interface``, ``instruction_set``, None if it does not load, and the ``problem`` or None), ``gpu``,
+        ``interface``, ``instruction_set``, None if it does not load, ``built``, what the build says of it or None, and
+        the ``problem`` or None), ``gpu``,
         ``communicators``, ``kernels`` (the ``setting``, and the kernels in use for ``cpu`` and ``cuda`` tensors; None
         without torch), and ``problems``, a sentence for each thing that cannot work.
     """
@@ -94,7 +95,8 @@ def _library(device_type: str) -> dict[str, Any]:
 
     path = Path(library.__file__).parent / "lib" / f"libcompressopt_{device_type}.so"
     problem = library.why_not(torch.device(device_type, 0))
-    found: dict[str, Any] = {"path": str(path), "problem": problem or None}
+    built = library.what_was_built() if device_type == "cuda" else ""
+    found: dict[str, Any] = {"path": str(path), "built": built or None, "problem": problem or None}
     try:
         found["instruction_set"] = library.instruction_set(device_type)
     except RuntimeError:
@@ -106,7 +108,7 @@ def _library_text(library: dict[str, Any]) -> str:
     if library["interface"] is None:
         return str(library["problem"])
     lines = [f"{library['instruction_set']}; interface {library['interface']}; {library['path']}"]
-    return f"\n{'':<16}".join(filter(None, [*lines, library["problem"]]))
+    return f"\n{'':<16}".join(filter(None, [*lines, library["built"], library["problem"]]))
 
 
 def _driver() -> str | None:

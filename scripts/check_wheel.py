@@ -92,7 +92,8 @@ def problems_of_library(path: Path) -> list[str]:
 
 def expected_files(libraries: list[str]) -> set[str]:
     sources = (path for path in PACKAGE.rglob("*") if path.suffix == ".py" or path.name in _DATA)
-    return {*(str(path.relative_to(REPO_ROOT)) for path in sources), *(f"{LIBRARIES}/{name}" for name in libraries)}
+    built = [*libraries, "cuda.txt"] if libraries else []
+    return {*(str(path.relative_to(REPO_ROOT)) for path in sources), *(f"{LIBRARIES}/{name}" for name in built)}
 
 
 def problems_of_files(wheel: Path, libraries: list[str]) -> list[str]:

@@ -60,6 +60,7 @@ def test_env_works_where_packages_are_missing_or_broken(tmp_path: Path) -> None:
 def test_a_library_that_does_not_load_is_named_with_the_reason(tmp_path: Path) -> None:
     broken = tmp_path / "libcompressopt_cpu.so"
     broken.write_bytes(b"no library" * 100)
+    (tmp_path / "cuda.txt").write_text("not built: nvidia-smi finds no GPU here\n")
     code = f"""
 import pathlib, sys
 from hf_compressopt import cli
@@ -69,7 +70,8 @@ sys.exit(cli.main(["env"]))
 """
     text = run_python(["-c", code]).stdout
     assert f"  cpu           {broken} cannot be loaded: {broken}: invalid ELF header" in text
-    assert f"  cuda          {tmp_path / 'libcompressopt_cuda.so'} does not exist" in text
+    missing = f"{tmp_path / 'libcompressopt_cuda.so'} does not exist: not built: nvidia-smi finds no GPU here"
+    assert f"  cuda          {missing}\n" in text
     assert "  CPU tensors   reference" in text
     done = run_python(["-c", code], HF_COMPRESSOPT_KERNELS="native")
     assert done.returncode == 1

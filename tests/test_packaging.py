@@ -101,9 +101,12 @@ def test_with_a_compiler_the_wheel_has_the_library_without_cuda_where_that_does_
 ) -> None:
     wheel, said = build("wheel", small_source, hatchling)
     assert check_wheel.problems_of_files(wheel, [CPU]) == [], said
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read("hf_compressopt/kernels/lib/cuda.txt").startswith(b"not built: ")
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("hf_compressopt/stray.py", "")
     assert check_wheel.problems_of_files(wheel, []) == [
+        "hf_compressopt/kernels/lib/cuda.txt does not belong there",
         "hf_compressopt/kernels/lib/libcompressopt_cpu.so does not belong there",
         "hf_compressopt/stray.py does not belong there",
         f"is tagged {'-'.join(wheel.stem.split('-')[-3:])}",
@@ -147,7 +150,49 @@ def test_an_editable_install_only_adds_a_path_and_puts_the_library_into_the_tree
         files = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert files == ["_hf_compressopt.pth"]
         assert archive.read(files[0]).decode().split() == [str(small_source)]
-    assert [path.name for path in (small_source / check_wheel.LIBRARIES).iterdir()] == [CPU]
+    assert sorted(path.name for path in (small_source / check_wheel.LIBRARIES).iterdir()) == ["cuda.txt", CPU]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "chosen", "because"),
+    [
+        ("9.0 8.6 9.0", "auto", "86;90", "the GPUs of this machine"),
+        ("12.1 7.5", "auto", "75;120", "the GPUs of this machine"),
+        ("7.0", "auto", "", "nvcc knows 75 80 86 90 120, and this machine has 70"),
+        ("", "auto", "", "nvidia-smi finds no GPU here, -DCOMPRESSOPT_CUDA_ARCHITECTURES=all compiles for all GPUs"),
+        ("9.0", "all", "75;80;86;90;120", "wanted are 75 80 86 89 90 100 120, nvcc knows 75 80 86 90 120"),
+        ("", "80;90", "80;90", "wanted are 80 90, nvcc knows 75 80 86 90 120"),
+        ("9.0", "none", "", "not wanted (COMPRESSOPT_CUDA_ARCHITECTURES=none)"),
+    ],
+)
+def test_cuda_kernels_are_compiled_for_the_gpus_that_are_here_unless_others_are_wanted(
+    tmp_path: Path, gpus: str, wanted: str, chosen: str, because: str
+) -> None:
+    said = "\n".join(gpus.split()) or "No devices were found"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{said}'\nexit {0 if gpus else 6}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "choose.cmake").write_text(
+        f'cmake_minimum_required(VERSION 3.25)\ninclude("{REPO_ROOT}/cmake/Architectures.cmake")\n'
+        f'choose_architectures("{wanted}" "75;80;86;90;120")\nmessage("${{architectures}} | ${{because}}")\n'
+    )
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert run(["cmake", "-P", "choose.cmake"], tmp_path, PATH=path).strip() == f"{chosen} | {because}".strip()
+
+
+@needs_compiler
+@pytest.mark.full
+def test_make_takes_cmake_from_pip_where_it_is_too_old_and_says_for_which_gpus_it_builds(
+    small_source: Path, tmp_path: Path
+) -> None:
+    old = tmp_path / "bin" / "cmake"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\necho cmake version 3.22.1; exit 1\n")
+    old.chmod(0o755)
+    said = run(["make", "kernels", f"PYTHON={sys.executable}"], small_source, PATH=f"{old.parent}:{os.environ['PATH']}",
+               CMAKE_ARGS="-DCOMPRESSOPT_CUDA_ARCHITECTURES=none")  # fmt: skip
+    assert "cmake >= 3.25, from pip" in said and "CUDA kernels: not built: not wanted" in said
+    assert sorted(path.name for path in (small_source / check_wheel.LIBRARIES).iterdir()) == ["cuda.txt", CPU]
 
 
 def test_the_oldest_versions_that_are_tested_are_the_minimums() -> None:

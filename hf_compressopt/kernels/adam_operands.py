@@ -95,4 +95,5 @@ class AdamTensors:
 
 
 def _scalar(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.detach().to(device, torch.float32, non_blocking=True).reshape(()).resolve_neg()
+    to_device = device.type != "cpu"  # the host would read a number before its copy from a device ends
+    return tensor.detach().to(device, torch.float32, non_blocking=to_device).reshape(()).resolve_neg()

@@ -7,6 +7,7 @@ If it is not set, native kernels are used if there is a working library.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
@@ -21,6 +22,11 @@ CHOICES = ("native", "reference")
 _ABI_VERSION = 6
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
+_DEVICE_ERROR = 3  # co_status of a failure that may pass
+
+logger = logging.getLogger(__name__)
+_found: dict[tuple[str, int], str] = {}  # what lastingly hinders native kernels on a device, "" for nothing
+_warned: set[str] = set()
 
 
 class _Exec(ctypes.Structure):
@@ -81,6 +87,15 @@ def available(device: torch.device) -> bool:
     missing = why_not(device)
     if missing and choice == "native":
         raise RuntimeError(f"{VARIABLE}=native, but there are no native kernels for {device}: {missing}")
+    if missing and device.type == "cuda" and missing not in _warned:
+        _warned.add(missing)
+        logger.warning(
+            "%s gets the reference kernels, in PyTorch and slower: %s. `hf-compressopt env` says more; %s=reference "
+            "chooses them without this warning",
+            device,
+            missing,
+            VARIABLE,
+        )
     return not missing
 
 
@@ -88,7 +103,21 @@ def why_not(device: torch.device) -> str:
     """Return the reason why there are no native kernels for a device, or "" if there are."""
     if device.type not in _DEVICES:
         return f"there is no library for {device.type}; there are libraries for {' and '.join(_DEVICES)}"
-    return _why_not(device.type, 0 if device.type == "cpu" else _index(device))
+    key = device.type, 0 if device.type == "cpu" else _index(device)
+    found = _found.get(key)
+    if found is None:
+        found, lasting = _check_device(*key)
+        if lasting:
+            _found[key] = found
+    return found
+
+
+def what_was_built() -> str:
+    """Return for which GPUs the CUDA library was built, or why there is none; "" if the build did not say."""
+    try:
+        return (_DIRECTORY / "cuda.txt").read_text().strip()
+    except OSError:
+        return ""
 
 
 def instruction_set(device_type: str) -> str:
@@ -168,7 +197,8 @@ if hasattr(os, "register_at_fork"):
 def _library(device_type: str) -> ctypes.CDLL:
     path = _DIRECTORY / f"libcompressopt_{device_type}.so"
     if not path.is_file():
-        raise RuntimeError(f"{path} does not exist: this installation was made without it")
+        built = what_was_built() if device_type == "cuda" else ""
+        raise RuntimeError(f"{path} does not exist: {built or 'this installation was made without it'}")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -182,14 +212,14 @@ def _library(device_type: str) -> ctypes.CDLL:
     return library
 
 
-@lru_cache
-def _why_not(device_type: str, index: int) -> str:
+def _check_device(device_type: str, index: int) -> tuple[str, bool]:
+    """Return what hinders native kernels on a device, "" for nothing; and whether that lasts."""
     try:
         library = _library(device_type)
-        _check(library, library.co_check_device(index))
     except RuntimeError as error:
-        return str(error)
-    return ""
+        return str(error), True
+    code = library.co_check_device(index)
+    return ("", True) if code == 0 else (library.co_last_error().decode(), code != _DEVICE_ERROR)
 
 
 def _check(library: ctypes.CDLL, code: int) -> None:

@@ -124,9 +124,10 @@ def test_a_graph_of_fused_adam_replays_as_the_steps_themselves() -> None:
     params, optimizer, lr = start()
     eager_params, eager, eager_lr = start()
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # which makes parameters and gradients
     with torch.cuda.stream(side):  # the first step makes the state
         optimizer.step()
-    side.synchronize()
+    torch.cuda.current_stream().wait_stream(side)
     eager.step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -166,6 +167,7 @@ def test_two_streams_do_not_disturb_each_other() -> None:
     results = []
     for _ in range(20):
         for stream, x in zip(streams, xs, strict=True):
+            stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):
                 results.append((native.sum_of_squares([x], CUDA), *compressed(x)))
     torch.cuda.synchronize()
@@ -187,7 +189,7 @@ def test_work_follows_the_tensors_device_and_leaves_the_current_one() -> None:
 def test_the_host_does_not_wait() -> None:
     x = torch.randn(2_000_003, device=CUDA)
     expected = signs.rms(x.cpu())
-    compressed(x)  # loads the kernels
+    compressed(x, 1, None)  # loads the kernels
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     messages, _ = compressed(x, 1, None)

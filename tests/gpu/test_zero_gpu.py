@@ -26,12 +26,12 @@ def train(dtype: torch.dtype, steps: int = 4, away: bool = False, **options: Any
     return model, optimizer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_offloaded_states_give_the_same_training(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_offloaded_states_give_the_same_training(dtype: torch.dtype, tolerance: float) -> None:
     here, optimizer = train(dtype)
     there, offloaded = train(dtype, offload_optimizer="cpu")
     for p, q in zip(here.parameters(), there.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
     assert all(piece.tensor.is_cpu and piece.tensor.is_pinned() for _, piece in offloaded.partition.parts())
     assert memory_report(offloaded).masters == 4 * sum(p.numel() for p in there.parameters())
     assert memory_report(optimizer).device_allocated > 0

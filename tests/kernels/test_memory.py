@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, kernels
 from hf_compressopt.kernels import library, native, reference
@@ -237,6 +238,28 @@ def test_scaled_gradients_are_written_back_to_lazily_negated_ones() -> None:
         adam_(tensors, AdamStep(0.01, 0.9, 0.999, 1e-8, 0.0, grad_scale=scale, write_grads=True))
         assert torch.equal(grad, torch.full((8,), 0.5))
         torch.testing.assert_close(tensors.exp_avgs[0], torch.full((8,), 0.05))
+
+
+class Copies(TorchDispatchMode):
+    """Collects whether the host waits for each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.non_blocking: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.non_blocking.append(kwargs.get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_the_scalars_that_it_reads_itself() -> None:
+    scalar = torch.tensor(0.5, dtype=torch.float64)
+    step = AdamStep(0.01, 0.9, 0.999, 1e-8, 0.0, grad_scale=scalar, found_inf=scalar, clip_factor=scalar)
+    for device, expected in ((CPU, [False] * 3), (torch.device("meta"), [True] * 3)):
+        with Copies() as copies:
+            step.on(device)
+        assert copies.non_blocking == expected
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["planned with", "given later"])

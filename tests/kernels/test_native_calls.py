@@ -38,20 +38,19 @@ def test_without_a_library_the_reference_works_and_native_is_an_error(
 ) -> None:
     monkeypatch.delenv("HF_COMPRESSOPT_KERNELS", raising=False)
     monkeypatch.setattr(library, "_DIRECTORY", tmp_path)
+    monkeypatch.setattr(library, "_found", {})
     library._library.cache_clear()
-    library._why_not.cache_clear()
     try:
         assert kernels.implementation(CPU) == "reference"
         monkeypatch.setenv("HF_COMPRESSOPT_KERNELS", "native")
         with pytest.raises(RuntimeError, match=r"HF_COMPRESSOPT_KERNELS=native, .* for cpu: .*does not exist"):
             kernels.implementation(CPU)
         (tmp_path / "libcompressopt_cpu.so").write_text("not a library")
-        library._why_not.cache_clear()
+        library._found.clear()
         with pytest.raises(RuntimeError, match="cannot be loaded"):
             kernels.implementation(CPU)
     finally:
         library._library.cache_clear()
-        library._why_not.cache_clear()
     with pytest.raises(RuntimeError, match="there is no library for meta"):
         library.available(torch.device("meta"))
 

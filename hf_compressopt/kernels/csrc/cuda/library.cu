@@ -10,7 +10,7 @@ namespace compressopt {
 namespace {
 
 constexpr int kArchitectures[] = {__CUDA_ARCH_LIST__};  // 750, 800, ...
-constexpr const char* kOldestDriver = "580";            // of CUDA 13
+constexpr const char* kOldestDriver = CUDART_VERSION >= 13000 ? "580" : "525";
 
 thread_local char last_error[512] = "";
 

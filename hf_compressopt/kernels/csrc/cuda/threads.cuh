@@ -65,7 +65,7 @@ __device__ inline double square_sum(const Quad& quad, Span span) {
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) {
         const double value = span.has(k) ? quad.of[k].value : 0.0f;
-        sum += value * value;  // the product is exact: contraction changes nothing
+        sum = __fma_rn(value, value, sum);  // the product is exact: the bits of a product and a sum, by one operation
     }
     return sum;
 }
