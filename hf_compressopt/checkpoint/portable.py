@@ -9,20 +9,28 @@ the checkpoint has them. Its metadata has ``param_groups`` as JSON: for each par
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hf_compressopt.checkpoint.adam import MOMENTS, STEP, AdamView, Entry
+from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry, bytes_of
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
-from hf_compressopt.checkpoint.plain_state import PlainState
-from hf_compressopt.checkpoint.source import bytes_of
+from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -32,11 +40,8 @@ from hf_compressopt.format.index import (
     check_prefix,
     errors_naming,
 )
-from hf_compressopt.format.progress import progress
-from hf_compressopt.format.reader import ShardFiles
-from hf_compressopt.format.record import MASTER
-from hf_compressopt.format.torch_file import PendingTensor, TorchFile
-from hf_compressopt.format.writer import ShardWriter
+from hf_compressopt.format.plan import MASTER
+from hf_compressopt.format.shards import ShardFiles, ShardWriter, progress, publish, temporary_name
 from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.optim.shard_stub import STATE_KEY
 
@@ -50,11 +55,7 @@ _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
-    """Return the index of a folder's checkpoint, or None if there is none.
-
-    Raises:
-        ValueError: If there are several and no prefix is given.
-    """
+    """Return the index of a folder's checkpoint, or None if there is none."""
     folder = Path(directory)
     found = sorted(folder.glob(INDEX_NAME.format(prefix=f"{DEFAULT_PREFIX}*" if prefix is None else prefix)))
     if len(found) > 1:
@@ -66,7 +67,7 @@ def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> 
 def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = False) -> list[str]:
     """Write a checkpoint of any of our optimizers as one file of AdamW's state, in little memory.
 
-    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.adam`. Everything that is read
+    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.adamw`. Everything that is read
     is verified. The file gets its name only when it is whole.
 
     Args:
@@ -284,11 +285,7 @@ def _optimizer(
 
 
 def _check_sizes(values: Iterable[Any]) -> None:
-    """Check that tensors have memory of their own, as of a step of 0 they do not: a small file could fill a disk.
-
-    Raises:
-        ValueError: If they have not.
-    """
+    """Check that tensors have memory of their own, as of a step of 0 they do not: a small file could fill a disk."""
     rooms: dict[int, int] = {}
     wanted: dict[int, int] = {}
     for value in values:
@@ -304,11 +301,7 @@ def _check_sizes(values: Iterable[Any]) -> None:
 
 
 def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tuple[str, Any]]:
-    """Return AdamW's state of a parameter; other keys are left out.
-
-    Raises:
-        ValueError: If a tensor is not shaped like the parameter, or if the step is not a count.
-    """
+    """Return AdamW's state of a parameter; other keys are left out."""
     for kind in _KINDS:
         value = row.get(kind)
         if value is None:
@@ -324,12 +317,7 @@ def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tu
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the hyperparameters of a param group that AdamW has.
-
-    Raises:
-        ValueError: For one outside its range.
-        TypeError: For one of another type.
-    """
+    """Return the hyperparameters of a param group that AdamW has."""
     for key in _HYPERPARAMETERS:
         if (value := group.get(key)) is None:
             continue
@@ -343,3 +331,157 @@ def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             check_at_least(key, value, 0)
             value = float(value)
         yield key, value
+
+
+#: Storages begin at multiples of this, as those of torch.save do.
+_ALIGNMENT = 64
+_ROOT = "archive"
+#: The class by which torch.save names the dtype of a storage.
+_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+}
+
+
+class PendingTensor:
+    """A tensor of a pickle whose bytes are written later.
+
+    Attributes:
+        dtype: Its dtype, a floating-point one of 16 bits or more.
+        shape: Its shape.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Take the description."""
+        self.dtype, self.shape = dtype, shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a tensor of torch's: a view of a storage."""
+        stride = [1]
+        for size in reversed(self.shape[1:]):
+            stride.append(stride[-1] * max(size, 1))
+        strides = tuple(reversed(stride)) if self.shape else ()
+        arguments: tuple[Any, ...] = (_Storage(self), 0, self.shape, strides, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Storage:
+    def __init__(self, tensor: PendingTensor) -> None:
+        self.tensor = tensor
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler of protocol 2, which torch.load(weights_only=True) reads."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[PendingTensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        self.tensors.append(obj.tensor)
+        tensor = obj.tensor
+        return "storage", _STORAGES[tensor.dtype], str(len(self.tensors) - 1), "cpu", prod(tensor.shape)
+
+
+class TorchFile:
+    """A file for torch.load that is being written; a context manager.
+
+    It has a temporary name until :meth:`finish`, and is removed if the context ends without that call.
+
+    Attributes:
+        path: The final name of the file.
+        tensors: The pending tensors, in the order in which their bytes must come.
+    """
+
+    def __init__(self, path: Path, contents: Any) -> None:
+        """Pickle the contents; nothing is written before the context is entered."""
+        self.path, self._temporary = path, temporary_name(path)
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        pickler.dump(contents)
+        self._pickle = buffer.getvalue()
+        self.tensors = tuple(pickler.tensors)
+        self._number = self._left = 0  # the tensor that is due, and how many of its bytes
+
+    def __enter__(self) -> TorchFile:
+        """Begin the file."""
+        self._file = open(self._temporary, "xb")
+        try:
+            self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)
+            for name, data in (("data.pkl", self._pickle), ("byteorder", sys.byteorder.encode())):
+                self._begin(name, len(data))
+                self._record.write(data)
+                self._record.close()
+            self._begin_tensor()
+        except BaseException:
+            self._discard()
+            raise
+        return self
+
+    def write(self, data: memoryview) -> None:
+        """Write the next bytes of the tensor that is due, all of them or a part."""
+        rest = self._left - len(data)
+        if rest < 0:
+            raise ValueError(f"{self.path}: {len(data)} bytes were given, but {self._left} are due")
+        self._record.write(data)
+        self._left = rest
+        if rest == 0:
+            self._record.close()
+            self._number += 1
+            self._begin_tensor()
+
+    def finish(self) -> None:
+        """Make the file durable, and give it its final name."""
+        if self._number < len(self.tensors):
+            raise ValueError(f"{self.path}: {self._left} bytes of tensor {self._number} are missing")
+        self._begin("version", 2)
+        self._record.write(b"3\n")
+        self._record.close()
+        self._archive.close()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        publish(self._temporary, self.path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the file if it was not finished."""
+        self._discard()
+
+    def _discard(self) -> None:
+        self._archive.fp = None  # there is nothing to complete: the file is removed
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):  # the error that led here is the one to tell
+            self._temporary.unlink(missing_ok=True)
+
+    def _begin_tensor(self) -> None:
+        """Begin the record of the next tensor that has bytes; tensors without bytes have empty records."""
+        while self._number < len(self.tensors):
+            self._left = self.tensors[self._number].nbytes
+            self._begin(f"data/{self._number}", self._left)
+            if self._left:
+                return
+            self._record.close()
+            self._number += 1
+        self._left = 0
+
+    def _begin(self, name: str, nbytes: int) -> None:
+        """Begin a record. An extra field in its header makes the bytes begin at a multiple of the alignment."""
+        info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+        info.file_size = nbytes
+        zip64 = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
+        fixed = self._file.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4
+        padding = -fixed % _ALIGNMENT
+        info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        self._record = self._archive.open(info, "w")

@@ -101,12 +101,7 @@ def name_by_place(group: int, place: int) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Check that files whose names start with ``prefix`` can be saved and loaded, and return it.
-
-    Raises:
-        TypeError: If it is no string.
-        ValueError: If it is no plain name.
-    """
+    """Check that files whose names start with ``prefix`` can be saved and loaded, and return it."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string, got {prefix!r}")
     if not _PLAIN_NAME.fullmatch(prefix):
@@ -123,11 +118,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Turn every error of a malformed file, inside the block, into one that names the file.
-
-    Raises:
-        CheckpointError: In the place of any other error of what is read.
-    """
+    """Turn every error of a malformed file, inside the block, into one that names the file."""
     try:
         yield
     except (CheckpointError, MemoryError, OSError):
@@ -164,13 +155,7 @@ class TensorEntry:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> TensorEntry:
-        """Check and take the values of an index.
-
-        Raises:
-            ValueError: If one is not legal.
-            KeyError: If one is missing.
-            TypeError: If one is of another type.
-        """
+        """Check and take the values of an index."""
         if values["dtype"] not in DTYPES:
             raise ValueError(f"the dtype {values['dtype']!r} is not supported")
         shape = tuple(_count(size) for size in values["shape"])
@@ -212,11 +197,7 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, path: Path) -> CheckpointIndex:
-        """Read and validate an index.
-
-        Raises:
-            CheckpointError: If it is missing, damaged, of another format, or inconsistent.
-        """
+        """Read and validate an index."""
         try:
             text = path.read_bytes()
             data = json.loads(text)
@@ -250,11 +231,7 @@ class CheckpointIndex:
         return index
 
     def validate(self) -> None:
-        """Check that names are plain and known, and that the pieces of every tensor cover it once and fit into shards.
-
-        Raises:
-            ValueError: If something is wrong.
-        """
+        """Check that names are plain and known, and that the pieces of every tensor cover it once and fit into shards."""
         if self.block_bytes > MOST_BLOCK_BYTES:
             raise ValueError(f"block_bytes must be from 1 to {MOST_BLOCK_BYTES}, got {self.block_bytes}")
         for shard in self.shards:

@@ -14,11 +14,10 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hf_compressopt.format import writer
+from hf_compressopt.checkpoint.portable import TorchFile
+from hf_compressopt.format import shards as writer
 from hf_compressopt.format.index import BLOCK_BYTES, DTYPES
-from hf_compressopt.format.reader import ShardFile
-from hf_compressopt.format.torch_file import TorchFile
-from hf_compressopt.format.writer import ShardWriter
+from hf_compressopt.format.shards import ShardFile, ShardWriter
 
 
 def data_of(tensor: torch.Tensor) -> bytes:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, groups_to_load, room_for, value_of_parameter
-from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.checkpoint.state import Header, LoadPlan, check_keys, groups_to_load, room_for, value_of_parameter
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.format.index import TensorEntry
-from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
+from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_count, check_names, plain_group
 from hf_compressopt.zero.state_dict import FUNCTIONAL
 
@@ -31,15 +30,7 @@ class PlainState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator | None = None) -> None:
-        """Wrap an optimizer.
-
-        Args:
-            optimizer: The optimizer.
-            communicator: The ranks that hold it; all ranks if None.
-
-        Raises:
-            TypeError: For an optimizer whose state is shared out among the ranks, or belongs to no parameter.
-        """
+        """Wrap an optimizer."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
                 "the state of LBFGS belongs to no parameter, so that a checkpoint cannot hold it: save "

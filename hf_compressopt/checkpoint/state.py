@@ -1,20 +1,69 @@
-"""The protocol by which each optimizer's state becomes a checkpoint, and helpers that its adapters share."""
+"""What a checkpoint knows of an optimizer's state, whichever optimizer it is."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.format.index import TensorEntry
-from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name
+from hf_compressopt.format.index import CheckpointIndex, TensorEntry
+from hf_compressopt.format.plan import MASTER, REPLICA, Per, Plan, StateTensor, TensorKey, dtype_name
+from hf_compressopt.format.shards import ShardFiles
 from hf_compressopt.optim.options import check_plain, group_from_plain
+
+#: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
+PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
+COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
+_ZERO = re.compile(r"ZeroOptimizer\((\w+)\)")
+
+
+@dataclass(frozen=True)
+class Header:
+    """A checkpoint's header.
+
+    Attributes:
+        values: What the index holds.
+        optimizer: Name of the optimizer's class, without ZeRO.
+        compressed: Whether it is a compressed optimizer.
+    """
+
+    values: dict[str, Any]
+    optimizer: str
+    compressed: bool
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Header:
+        """Tell from the values which optimizer has written them."""
+        if "optimizer" in values:
+            return cls(values, str(values["optimizer"]), True)
+        name = str(values.get("class"))
+        zero = _ZERO.fullmatch(name)
+        return cls(values, zero[1] if zero else name, False)
+
+    @property
+    def title(self) -> Any:
+        """The name that the header gives the optimizer, such as "ZeroOptimizer(AdamW)"."""
+        return self.values.get("optimizer", self.values.get("class"))
+
+    @property
+    def is_partitioned(self) -> bool:
+        """True if a ZeroOptimizer of stage 1 or 2 has written it, which saves master copies of 16-bit parameters."""
+        return not self.compressed and self.values.get("stage") != 0
+
+    def param_groups(self, count: int) -> list[Any]:
+        """The hyperparameters of each param group."""
+        saved = self.values.get("param_groups")
+        if not isinstance(saved, list) or len(saved) != count:
+            raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer has {count}")
+        return saved
+
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -45,43 +94,19 @@ class Checkpointable(Protocol):
     communicator: Communicator
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """Names of the trainable parameters, per param group.
-
-        Args:
-            names: A name for each of them, in the optimizer's order; torch's ``param_names`` if None.
-
-        Raises:
-            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
-        """
+        """Names of the trainable parameters, per param group."""
 
     def shared_parameters(self) -> list[list[Tensor]]:
         """The trainable parameters of each param group; none for a group with a process group of its own."""
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """Every state tensor that this rank holds a part of, for a save.
-
-        Args:
-            names: Names of the trainable parameters, per param group.
-
-        Raises:
-            ValueError: If a checkpoint cannot hold one.
-        """
+        """Every state tensor that this rank holds a part of, for a save."""
 
     def header(self) -> dict[str, Any]:
         """Values of a checkpoint beside its tensors, as JSON holds them."""
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """Check that a checkpoint fits, and say what to read. The optimizer does not change.
-
-        Args:
-            names: Names of the trainable parameters, per param group.
-            header: The checkpoint's header.
-            entries: Its tensors, by name.
-
-        Raises:
-            ValueError: If it does not fit.
-            TypeError: Likewise.
-        """
+        """Check that a checkpoint fits, and say what to read. The optimizer does not change."""
 
 
 def describe_parameters(state: Checkpointable, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
@@ -96,12 +121,7 @@ def describe_parameters(state: Checkpointable, names: Sequence[Sequence[str]]) -
 
 
 def checked_names(state: Checkpointable, names: Sequence[str] | None) -> list[list[str]]:
-    """Names of the trainable parameters, per group, that files can hold.
-
-    Raises:
-        TypeError: If one is no string.
-        ValueError: If their number does not fit, or if one occurs twice or is not valid Unicode.
-    """
+    """Names of the trainable parameters, per group, that files can hold."""
     for name in names or ():
         if not isinstance(name, str):
             raise TypeError(f"names must be strings, got {name!r}")
@@ -119,11 +139,7 @@ def checked_names(state: Checkpointable, names: Sequence[str] | None) -> list[li
 def groups_to_load(
     groups: Sequence[dict[str, Any]], header: Header, names: Sequence[Sequence[str]], entries: Mapping[str, TensorEntry]
 ) -> list[dict[str, Any]]:
-    """The hyperparameters of a checkpoint for the param groups of an ordinary or partitioned optimizer.
-
-    Raises:
-        ValueError: If they do not fit the groups or the tensors, or one is outside its range.
-    """
+    """The hyperparameters of a checkpoint for the param groups of an ordinary or partitioned optimizer."""
     saved = header.param_groups(len(groups))
     for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
         check_plain(group, values, number)
@@ -134,11 +150,7 @@ def groups_to_load(
 
 
 def check_keys(state: Mapping[Any, Any], optimizer: str) -> None:
-    """Check that a checkpoint can name what an optimizer has for a parameter.
-
-    Raises:
-        ValueError: For a key that would be read as something else.
-    """
+    """Check that a checkpoint can name what an optimizer has for a parameter."""
     for key in state:
         named = isinstance(key, str) and "/" not in key and key not in (MASTER, REPLICA)
         if not named or TensorKey.parse(key).per is not Per.ELEMENT:
@@ -150,17 +162,7 @@ def check_keys(state: Mapping[Any, Any], optimizer: str) -> None:
 
 
 def value_of_parameter(kind: str, name: str, value: Any, *, replicated: bool = False) -> StateTensor:
-    """Describe what an optimizer has once per parameter: a tensor, or a number of Python's.
-
-    Args:
-        kind: Its key in the optimizer's state.
-        name: Name of the parameter.
-        value: The tensor or number.
-        replicated: Whether every rank holds it.
-
-    Raises:
-        ValueError: For a value of another type, or a number of more than 64 bits.
-    """
+    """Describe what an optimizer has once per parameter: a tensor, or a number of Python's."""
     if isinstance(value, Tensor):
         return StateTensor.of(TensorKey(kind, name, per=Per.SCALAR), value, replicated=replicated)
     key, dtype = TensorKey(kind, name, per=Per.NUMBER), _NUMBERS.get(type(value))
@@ -175,3 +177,56 @@ def room_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
     if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == wanted and live.is_contiguous():
         return live
     return torch.empty(tuple(shape), dtype=wanted, device="cpu")
+
+
+class Decoded:
+    """Stands for a float32 tensor that is decoded when a save writes it.
+
+    Attributes:
+        shape: Its shape.
+        dtype: float32.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, shape: Sequence[int], decode: Callable[[], Tensor]) -> None:
+        """Take the function that returns its values, which need not have the shape."""
+        self.shape, self._decode = tuple(shape), decode
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)
+
+    def detach(self) -> Tensor:
+        """Return the values, decoded now."""
+        return self._decode().view(self.shape)
+
+
+def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
+    """Read what a plan says into ``values`` [numel], on any device. A mean is summed in float64, in rank order."""
+    if len(plan.sources) == 1:
+        _read_source(values, plan, 0, files)
+        return
+    values.zero_()
+    if not plan.sources:
+        return
+    start = 0
+    for window in plan.windows(index.block_bytes):
+        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype, device="cpu")
+        mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu")
+        for source in range(len(window.sources)):
+            _read_source(part, window, source, files)
+            mean += part
+        values[start : start + part.numel()] = mean.div_(len(window.sources))
+        start += part.numel()
+
+
+def _read_source(values: Tensor, plan: Plan, source: int, files: ShardFiles) -> None:
+    for read in plan.sources[source]:
+        out = values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
+        memory = out.numpy().data if out.device.type == "cpu" else None
+        file = files[read.piece.shard]
+        for begin, part in file.blocks(read.piece, read.entry, read.begin, read.end, memory):
+            if memory is None:
+                offset = begin - read.begin
+                out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)

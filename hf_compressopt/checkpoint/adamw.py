@@ -13,7 +13,7 @@ switch does not move in the run, and is a new one for AdamW.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,13 +21,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.compact_tensors import CODE, CompactTensors
-from hf_compressopt.checkpoint.filling import fill
-from hf_compressopt.checkpoint.header import COMPRESSED, PLAIN, Header
-from hf_compressopt.format.index import CheckpointIndex
-from hf_compressopt.format.reader import ShardFiles
-from hf_compressopt.format.record import MASTER, Per, StateTensor, TensorKey
-from hf_compressopt.format.reshard import plan_reads
+from hf_compressopt.checkpoint.compressed import CODE, CompactTensors
+from hf_compressopt.checkpoint.state import COMPRESSED, PLAIN, Header, fill
+from hf_compressopt.format.index import CheckpointIndex, TensorEntry
+from hf_compressopt.format.plan import MASTER, Per, StateTensor, TensorKey, plan_reads
+from hf_compressopt.format.shards import ShardFiles
+
+
+class Stored:
+    """A checkpoint as it was saved.
+
+    Attributes:
+        header: What the optimizer checks and takes over beside tensors.
+        entries: Its tensors, by name.
+    """
+
+    header: Header
+    entries: Mapping[str, TensorEntry]
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        """Take the description from the index."""
+        self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
+        self._compact = CompactTensors(index)
+
+    def check(self, tensor: StateTensor, world_size: int, files: ShardFiles) -> None:
+        """Read and verify what one of ``world_size`` ranks reads, and keep nothing of it."""
+        if tensor in self._compact:
+            for _ in self._compact.error_parts(tensor, files):
+                pass
+            return
+        for source in plan_reads(self.index, tensor, world_size).sources:
+            for read in source:
+                for _ in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
+                    pass
+
+    def read(self, tensor: StateTensor, world_size: int, files: ShardFiles, out: Tensor) -> None:
+        """Read what one of ``world_size`` ranks reads into ``out``, flattened, of its dtype, on any device."""
+        if tensor in self._compact:
+            done = 0
+            for part in self._compact.error_parts(tensor, files):
+                out[done : done + part.numel()] = part
+                done += part.numel()
+            return
+        fill(out, plan_reads(self.index, tensor, world_size), files, self.index)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -67,11 +109,7 @@ class AdamView:
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
-        """Find AdamW's tensors.
-
-        Raises:
-            ValueError: If the checkpoint cannot be one of AdamW.
-        """
+        """Find AdamW's tensors."""
         self.index, self.header, self._compact = index, Header.of(index.header), CompactTensors(index)
         if self.header.optimizer not in (COMPRESSED if self.header.compressed else PLAIN):
             raise ValueError(
@@ -90,11 +128,7 @@ class AdamView:
         self._factors: dict[str, dict[str, float]] = {}
 
     def read(self, entry: Entry, files: ShardFiles, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
-        """Read elements [start, stop) of a tensor, flattened, in parts of a few MiB in order.
-
-        Raises:
-            CheckpointError: If they are not what was saved.
-        """
+        """Read elements [start, stop) of a tensor, flattened, in parts of a few MiB in order."""
         stop = prod(entry.shape) if stop is None else stop
         factor = self._factors_of(entry, files)[entry.key.kind]
         if entry.stored is None:
@@ -249,3 +283,74 @@ class AdamView:
     def _any(self, stored: StateTensor | None, files: ShardFiles) -> bool:
         """Return whether any element of a tensor is not 0."""
         return stored is not None and any(bool(part.any()) for part in self._parts(stored, files, 0, stored.stop))
+
+
+class AdamSource(Stored):
+    """A checkpoint in the form of an ordinary optimizer of Adam's family, for one that did not save it."""
+
+    def __init__(self, view: AdamView, optimizer: str) -> None:
+        """Take its description from the view."""
+        super().__init__(view.index)
+        self._view, values = view, view.header.values
+        self._entries = {_name(entry): entry for entry in view.entries.values()}
+        self.entries = {name: TensorEntry(e.dtype, e.shape, ()) for name, e in self._entries.items()}
+        self.header = Header.of(
+            {
+                "class": f"ZeroOptimizer({optimizer})",
+                "stage": 0,
+                "step": values["step"],
+                "skipped_steps": values["skipped_steps"],
+                "world_size": len(view.index.shards),
+                "loss_scale": values.get("loss_scale", [1.0, 0]),
+                "bytes_sent": values["bytes_sent"],
+                "param_groups": view.param_groups,
+            }
+        )
+
+    def check(self, tensor: StateTensor, world_size: int, files: ShardFiles) -> None:
+        """See the base class; all ranks read the same."""
+        for _ in self._parts(tensor, files):
+            pass
+
+    def read(self, tensor: StateTensor, world_size: int, files: ShardFiles, out: Tensor) -> None:
+        """See the base class; all ranks read the same."""
+        done = 0
+        for part in self._parts(tensor, files):
+            out[done : done + part.numel()] = part
+            done += part.numel()
+
+    def _parts(self, tensor: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        entry = self._entries.get(str(tensor.key))
+        if entry is None:
+            raise ValueError(f"the checkpoint has no tensor {str(tensor.key)!r}")
+        return self._view.read(entry, files, tensor.start, tensor.stop)
+
+
+def _name(entry: Entry) -> str:
+    """The name of a tensor of AdamW's state in a checkpoint of AdamW."""
+    return str(replace(entry.key, per=Per.SCALAR) if entry.key.kind == STEP else entry.key)
+
+
+def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:
+    """Return a checkpoint as an optimizer loads it: as its own class saved it, or else as AdamW's state."""
+    stored = Stored(index)
+    saved, to_compressed = stored.header.optimizer, optimizer in COMPRESSED
+    if saved == optimizer or (stored.header.compressed and to_compressed):
+        return stored
+    if saved not in (*PLAIN, *COMPRESSED) or optimizer not in (*PLAIN, *COMPRESSED):
+        return stored
+    view = AdamView(index)
+    check_decay(view, groups, optimizer)
+    return AdamSource(view, "AdamW" if to_compressed else optimizer)
+
+
+def check_decay(view: AdamView, groups: Sequence[dict[str, Any]], optimizer: str) -> None:
+    """Check that the weight decay of a checkpoint is of the same kind as that of the optimizer that loads it."""
+    for number, (saved, group) in enumerate(zip(view.param_groups, groups, strict=False)):
+        own = group.get("decoupled_weight_decay", group.get("adam_w_mode", optimizer != "Adam"))
+        if saved["weight_decay"] != 0 and saved["decoupled_weight_decay"] != own:
+            raise ValueError(
+                f"the weight decay of param group {number}, {saved['weight_decay']}, is "
+                f"{'decoupled' if saved['decoupled_weight_decay'] else 'L2 regularization'} in the checkpoint, and not "
+                f"in {optimizer}"
+            )

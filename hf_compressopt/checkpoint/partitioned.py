@@ -3,22 +3,136 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, groups_to_load, room_for, value_of_parameter
-from hf_compressopt.checkpoint.header import Header
-from hf_compressopt.checkpoint.zero_errors import error_tensors, take_errors, wanted_errors
+from hf_compressopt.checkpoint.state import (
+    Decoded,
+    Header,
+    LoadPlan,
+    check_keys,
+    groups_to_load,
+    room_for,
+    value_of_parameter,
+)
+from hf_compressopt.collectives.group_errors import keep_, values_of
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
-from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
+from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_ranks, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
 from hf_compressopt.zero.state_dict import check_header, header_of, load_groups, load_header, set_state
 from hf_compressopt.zero.transport import write_span
 from hf_compressopt.zero.update import share_parts
+
+_WORKER = "worker_error"
+
+
+class ReadErrors(NamedTuple):
+    """The errors of a parameter in a checkpoint.
+
+    Attributes:
+        values: [numel] float32 on the host.
+        tensors: The ranges of it that this rank reads.
+    """
+
+    values: Tensor
+    tensors: list[StateTensor]
+
+
+def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> Iterator[StateTensor]:
+    """Describe this rank's errors; they are decoded when they are written."""
+    for number in _numbers(partition):
+        for start, stop in _ranges(partition, number):
+            error = Decoded((stop - start,), partial(_errors_of, partition, number, start, stop))
+            yield _described(partition, called, number, error, start)
+
+
+def wanted_errors(
+    partition: PartitionedParameters, called: Sequence[str], entries: Mapping[str, TensorEntry], saved_ranks: int
+) -> dict[int, ReadErrors]:
+    """Describe what a checkpoint of ``saved_ranks`` ranks has of these errors, and memory for it, by parameter."""
+    found = {}
+    for number in _numbers(partition):
+        key = _key(partition, called, number)
+        if any(str(key.of_rank(rank)) in entries for rank in range(saved_ranks)):
+            room = torch.empty(partition.tensors[number].numel(), dtype=torch.float32, device="cpu")
+            parts = [
+                _described(partition, called, number, room[start:stop], start)
+                for start, stop in _ranges(partition, number)
+            ]
+            found[number] = ReadErrors(room, parts)
+    return found
+
+
+def take_errors(partition: PartitionedParameters, found: Mapping[int, ReadErrors]) -> None:
+    """Take over the errors that were read; those of other parameters become zero."""
+    for gradients in partition.reducer.slices:
+        if gradients.errors is None:
+            continue
+        values = torch.zeros(gradients.errors.kept.numel(), dtype=torch.float32, device="cpu")
+        for number, rows in gradients.error_places.items():
+            for begin, span in rows if number in found else ():
+                values[begin : begin + span.numel] = found[number].values[span.start : span.stop]
+        gradients.errors.drop()
+        keep_(gradients.errors.kept, values.to(gradients.errors.kept.device))
+
+
+def _numbers(partition: PartitionedParameters) -> list[int]:
+    """List the parameters that have errors on this rank."""
+    return sorted({number for g in partition.reducer.slices if g.errors is not None for number in g.error_places})
+
+
+def _ranges(partition: PartitionedParameters, number: int) -> list[tuple[int, int]]:
+    """List the elements [start, stop) of a parameter that have errors on this rank, in order."""
+    slices = (gradients for gradients in partition.reducer.slices if gradients.errors is not None)
+    spans = sorted((span.start, span.stop) for g in slices for _, span in g.error_places.get(number, ()))
+    found = spans[:1]
+    for start, stop in spans[1:]:
+        if start == found[-1][1]:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _described(
+    partition: PartitionedParameters, called: Sequence[str], number: int, error: Decoded | Tensor, start: int
+) -> StateTensor:
+    return StateTensor.of(
+        _key(partition, called, number),
+        error,
+        tuple(partition.tensors[number].shape),
+        start,
+        of_each_rank=True,
+        is_error=True,
+        node_size=partition.ranks.everyone.topology.node_size,
+    )
+
+
+def _key(partition: PartitionedParameters, called: Sequence[str], number: int) -> TensorKey:
+    """Return the name of a parameter's errors: of this node in two levels, which groups of some ranks have not."""
+    levels = partition.known[number].communicator.levels
+    everyone = partition.ranks.everyone
+    return TensorKey(_WORKER, called[number], rank=everyone.rank if levels is None else everyone.topology.node)
+
+
+def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: int) -> Tensor:
+    """Decode the errors of elements [start, stop) of a parameter, float32."""
+    error = torch.empty(stop - start, dtype=torch.float32, device=partition.tensors[number].device)
+    for gradients in partition.reducer.slices:
+        spans = [] if gradients.errors is None else gradients.error_places.get(number, [])
+        spans = [(begin, span) for begin, span in spans if start <= span.start < stop]
+        if spans and gradients.errors is not None:
+            values = values_of(gradients.errors.kept)
+            for begin, span in spans:
+                error[span.start - start : span.stop - start] = values[begin : begin + span.numel]
+    return error
 
 
 class _Staged(NamedTuple):
@@ -88,11 +202,7 @@ class PartitionedState:
         return tensors
 
     def _single(self, kind: str, name: str, value: Any) -> StateTensor:
-        """Describe the values that the wrapped optimizer has once per parameter.
-
-        Raises:
-            ValueError: For a tensor of several elements.
-        """
+        """Describe the values that the wrapped optimizer has once per parameter."""
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"the state {kind!r} of {self._optimizer.optimizer_class.__name__} has the shape {list(value.shape)} "
@@ -139,11 +249,7 @@ class PartitionedState:
     def _wanted(
         self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]
     ) -> Iterator[tuple[_Staged, StateTensor]]:
-        """Describe what a checkpoint holds of this rank's parts, and memory for it.
-
-        Raises:
-            ValueError: If the shape of a tensor is not that of its parameter.
-        """
+        """Describe what a checkpoint holds of this rank's parts, and memory for it."""
         optimizer, of_parameter, called = self._optimizer, keys_by_parameter(entries), self._qualified(names)
         for bucket, part in optimizer.partition.parts():
             name, param = called[part.param], optimizer.partition.tensors[part.param]
@@ -189,11 +295,7 @@ class PartitionedState:
         load_header(optimizer, header.values)
 
     def _settle_parameters(self, staged: Sequence[_Staged], kinds: set[str]) -> None:
-        """Give all ranks the parameters that belong to the masters of a checkpoint with these kinds of tensors.
-
-        They are the replicas, if there are some and this optimizer has replicas, else what the masters round to.
-        Without ``param_compression`` on both sides the host loads the parameters.
-        """
+        """Give all ranks the parameters that belong to the masters of a checkpoint with these kinds of tensors."""
         partition = self._optimizer.partition
         direct = MASTER in kinds and any(row.part.direct and row.key.kind == MASTER for row in staged)
         if MASTER not in kinds or not (
