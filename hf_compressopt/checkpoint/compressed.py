@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import Header, LoadPlan, fill
+from hf_compressopt.checkpoint.state import Header, LoadPlan, State, fill
 from hf_compressopt.collectives.group_errors import GroupErrors, values_of
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import CheckpointIndex, TensorEntry
@@ -88,9 +88,10 @@ class CompactTensors:
         (numel,), keys = wanted.shape, [wanted.key]
         if wanted.of_each_rank:
             keys = [wanted.key.of_rank(rank) for rank in range(self._ranks)]
-        whole = self._place_of(numel, numel, self._error_nbytes)
+        nbytes_of = partial(CompactErrors.nbytes, world_size=self._ranks)
+        whole = self._place_of(numel, numel, nbytes_of)
         for bucket, count in self._buckets(numel, wanted.start, wanted.stop):
-            byte = self._place_of(bucket, numel, self._error_nbytes)
+            byte = self._place_of(bucket, numel, nbytes_of)
             for rank, nbytes in enumerate(chunk_integer_message_nbytes(count, self._ranks, ERROR_BITS)):
                 first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
                 low, high = max(first, wanted.start), min(last, wanted.stop)
@@ -175,9 +176,6 @@ class CompactTensors:
         full, rest = divmod(element, size) if size else (0, 0)
         return full * nbytes_of(size) + nbytes_of(rest)
 
-    def _error_nbytes(self, numel: int) -> int:
-        return CompactErrors.nbytes(numel, self._ranks)
-
     def _message_nbytes(self, numel: int) -> int:
         return self._ranks * chunk_message_nbytes(numel, self._ranks, self._scale_block)[0]
 
@@ -212,11 +210,6 @@ class GroupBuffers:
     state: GroupState
     moments: Moments
     errors: GroupErrors
-
-    @classmethod
-    def of(cls, state: GroupState) -> GroupBuffers:
-        """Return the optimizer's own."""
-        return cls(state, state.moments, state.errors)
 
     @classmethod
     def room(
@@ -286,7 +279,9 @@ class GroupBuffers:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
         state, moments = self.state, self.moments
         starts = [bucket.start for bucket in state.layout.buckets]
-        mine = sorted(moments.last) == starts and all(map(self._is_mine, moments.last.values()))
+        form = state.communicator.world_size, state.feedback[0].format.scale_block if state.feedback else None
+        mine = sorted(moments.last) == starts
+        mine = mine and all((last.world_size, last.scale_block) == form for last in moments.last.values())
         keep = state.compact and frozen  # the first stage takes float32
         moments.decode(momentum=not (keep and mine), variance=not keep)
         if state.compact:
@@ -295,10 +290,9 @@ class GroupBuffers:
         if self.errors is not state.errors:
             state.errors.copy_(self.errors.worker, self.errors.server)
 
-    def _is_mine(self, average: Average) -> bool:
-        """Return whether this run cuts a bucket into such messages."""
-        form = self.state.feedback[0].format
-        return (average.world_size, average.scale_block) == (self.state.communicator.world_size, form.scale_block)
+
+def _own(state: GroupState) -> GroupBuffers:
+    return GroupBuffers(state, state.moments, state.errors)
 
 
 def worker_error(number: int, error: Tensor, rank: int, *, own_group: bool = False) -> StateTensor:
@@ -311,27 +305,17 @@ _MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class FlatState:
-    """The state of a compressed optimizer; FusedAdam is an ordinary one.
-
-    Attributes:
-        communicator: All ranks.
-    """
+class FlatState(State):
+    """The state of a compressed optimizer; FusedAdam is an ordinary one."""
 
     def __init__(self, optimizer: FlatOptimizer) -> None:
         """Wrap an optimizer."""
-        self._optimizer, self.communicator = optimizer, optimizer.communicator
-
-    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """See the protocol."""
-        return self._optimizer.parameter_names(names)
-
-    def shared_parameters(self) -> list[list[Tensor]]:
-        """See the protocol."""
-        return [state.params if state.own_rank is None else [] for state in self._optimizer._states]
+        self._optimizer, groups = optimizer, optimizer._states
+        shared = [group.params if group.own_rank is None else [] for group in groups]
+        super().__init__(optimizer.communicator, [group.names for group in groups], shared)
 
     def header(self) -> dict[str, Any]:
-        """See the protocol."""
+        """See the base class."""
         optimizer = self._optimizer
         return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
 
@@ -339,7 +323,7 @@ class FlatState:
         """See the protocol; they share memory with the optimizer."""
         optimizer = self._optimizer
         optimizer._follow_parameters()
-        tensors = list(self._group_tensors(names, optimizer.last_plan.stage, GroupBuffers.of))
+        tensors = list(self._group_tensors(names, optimizer.last_plan.stage, _own))
         for number, group in enumerate(optimizer.param_groups):
             if (mask := group.get(_MASK)) is not None:
                 tensors.append(self._mask(number, mask))
@@ -360,13 +344,10 @@ class FlatState:
             for name, index in zip(called, range(len(state.params)), strict=True):
                 yield from self._parameter_tensors(state, mine, index, name, own)
             yield from mine.of_group()
-            yield StateTensor.of(
-                TensorKey("step", group=number, rank=state.own_rank), state.steps, replicated=state.own_rank is None
-            )
-            for extra in state.extras:
-                if extra.per != "element":
-                    key = TensorKey(extra.name, group=number, rank=state.own_rank)
-                    yield StateTensor.of(key, state.extra[extra.name], replicated=state.own_rank is None)
+            counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per != "element"}
+            for kind, values in {"step": state.steps, **counts}.items():
+                key = TensorKey(kind, group=number, rank=state.own_rank)
+                yield StateTensor.of(key, values, replicated=state.own_rank is None)
             if mine.errors.worker.numel():
                 yield from mine.of_errors(self.communicator.rank)
 
@@ -392,7 +373,7 @@ class FlatState:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """See the protocol."""
+        """See the base class."""
         groups = self._checked_groups(header)
         if not header.compressed:
             return self._plan_plain(names, groups, entries)
@@ -403,13 +384,8 @@ class FlatState:
             check_mask(mask, optimizer._states[number].params, number)
         schedule = type(optimizer.schedule).of(header.values["schedule"])
         check_tensors(tensors, schedule)
-        ranks, stage, coming = (
-            self.communicator,
-            Stage(header.values["stage"]),
-            schedule.plan(header.values["step"] + 1),
-        )
-        alone = ranks.world_size == 1
-        frozen, at = coming.stage.number > 0, ranks.rank
+        stage, alone = Stage(header.values["stage"]), self.communicator.world_size == 1
+        frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
         buffers = {s: GroupBuffers.room(s, header, entries, at, frozen=frozen) for s in optimizer._states}
         wanted = [t for t in self._group_tensors(names, stage, buffers.__getitem__) if not (alone and t.is_error)]
         wanted += [self._mask(number, mask) for number, mask in masks.items()]
@@ -466,13 +442,7 @@ class FlatState:
             server = TensorKey(SERVER, group=number)
             if state.compressed and str(server) in entries:
                 rooms = [torch.empty(state.layout.numel, dtype=torch.float32, device="cpu") for _ in range(2)]
-                yield (
-                    number,
-                    [
-                        worker_error(number, rooms[0], 0),
-                        StateTensor.of(server, rooms[1], is_error=True),
-                    ],
-                )
+                yield number, [worker_error(number, rooms[0], 0), StateTensor.of(server, rooms[1], is_error=True)]
 
     def _plan_plain(
         self, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]], entries: Mapping[str, TensorEntry]

@@ -1,7 +1,7 @@
 """Save and load an optimizer's state; all ranks call each function.
 
 Every rank writes one safetensors shard, and one rank per folder the index. Every rank reads the tensors that it holds:
-optimizer -> Checkpointable -> StateTensor -> shards and index -> read plan -> StateTensor -> optimizer
+optimizer -> State -> StateTensor -> shards and index -> read plan -> StateTensor -> optimizer
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_compressopt.checkpoint.low_bit import CompressionState, FSDPState
 from hf_compressopt.checkpoint.partitioned import PartitionedState
 from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
-from hf_compressopt.checkpoint.state import Checkpointable
+from hf_compressopt.checkpoint.state import State
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import INDEX_NAME, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
@@ -199,7 +199,7 @@ def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def checkpointable(
     optimizer: Saved,
-) -> Checkpointable:
+) -> State:
     """Return an optimizer as a checkpoint sees it."""
     if isinstance(optimizer, PlainState):
         return optimizer

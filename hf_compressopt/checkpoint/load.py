@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_compressopt.checkpoint.adamw import Stored, source_of
-from hf_compressopt.checkpoint.state import Checkpointable, LoadPlan, checked_names, describe_parameters
+from hf_compressopt.checkpoint.state import LoadPlan, State
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -27,7 +27,7 @@ from hf_compressopt.format.shards import ShardFiles, absent_shards, progress
 
 
 def load(
-    state: Checkpointable, optimizer: torch.optim.Optimizer, folder: Path, names: Sequence[str] | None, prefix: str
+    state: State, optimizer: torch.optim.Optimizer, folder: Path, names: Sequence[str] | None, prefix: str
 ) -> None:
     """Read a checkpoint into an optimizer's state, verified. All ranks call."""
     communicator = state.communicator
@@ -39,7 +39,7 @@ def load(
         def check() -> _Reading:
             with errors_naming(path):
                 by_place = index.header.get(BY_PLACE)
-                grouped = _names_by_place(state, optimizer) if by_place else checked_names(state, names)
+                grouped = _names_by_place(state, optimizer) if by_place else state.checked_names(names)
                 source = source_of(index, _class_of(optimizer), optimizer.param_groups)
                 _check_model(state, index, grouped)
                 out_of_reach = _out_of_reach(places, communicator.rank, index)
@@ -118,21 +118,21 @@ def _class_of(optimizer: torch.optim.Optimizer) -> str:
     return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
 
 
-def _names_by_place(state: Checkpointable, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def _names_by_place(state: State, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the names of the trainable parameters of each param group by their places, as for :data:`BY_PLACE`."""
     names = []
-    for number, (group, params) in enumerate(zip(optimizer.param_groups, state.shared_parameters(), strict=True)):
+    for number, (group, params) in enumerate(zip(optimizer.param_groups, state.params, strict=True)):
         places = {param: place for place, param in enumerate(group["params"])}
         names.append([name_by_place(number, places[param]) for param in params])
     return names
 
 
-def _check_model(state: Checkpointable, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
+def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
     """Check that a checkpoint is whole and of this optimizer's parameters."""
     saved_ranks = index.header["world_size"]
     if saved_ranks != len(index.shards):
         raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
-    mine = describe_parameters(state, names)
+    mine = state.described(names)
     if index.header.get(BY_PLACE):
         _check_places(index.parameters, mine)
     elif mine != index.parameters:

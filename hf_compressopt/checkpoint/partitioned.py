@@ -14,8 +14,10 @@ from hf_compressopt.checkpoint.state import (
     Decoded,
     Header,
     LoadPlan,
+    State,
     check_keys,
     groups_to_load,
+    not_alike,
     room_for,
     value_of_parameter,
 )
@@ -33,18 +35,6 @@ from hf_compressopt.zero.update import share_parts
 _WORKER = "worker_error"
 
 
-class ReadErrors(NamedTuple):
-    """The errors of a parameter in a checkpoint.
-
-    Attributes:
-        values: [numel] float32 on the host.
-        tensors: The ranges of it that this rank reads.
-    """
-
-    values: Tensor
-    tensors: list[StateTensor]
-
-
 def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> Iterator[StateTensor]:
     """Describe this rank's errors; they are decoded when they are written."""
     for number in _numbers(partition):
@@ -55,30 +45,27 @@ def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> It
 
 def wanted_errors(
     partition: PartitionedParameters, called: Sequence[str], entries: Mapping[str, TensorEntry], saved_ranks: int
-) -> dict[int, ReadErrors]:
-    """Describe what a checkpoint of ``saved_ranks`` ranks has of these errors, and memory for it, by parameter."""
-    found = {}
+) -> tuple[dict[int, Tensor], list[StateTensor]]:
+    """Return memory for the errors that a checkpoint of ``saved_ranks`` ranks has, by parameter, and what to read."""
+    rooms, wanted = {}, []
     for number in _numbers(partition):
         key = _key(partition, called, number)
         if any(str(key.of_rank(rank)) in entries for rank in range(saved_ranks)):
-            room = torch.empty(partition.tensors[number].numel(), dtype=torch.float32, device="cpu")
-            parts = [
-                _described(partition, called, number, room[start:stop], start)
-                for start, stop in _ranges(partition, number)
-            ]
-            found[number] = ReadErrors(room, parts)
-    return found
+            rooms[number] = room = torch.empty(partition.tensors[number].numel(), dtype=torch.float32, device="cpu")
+            for start, stop in _ranges(partition, number):
+                wanted.append(_described(partition, called, number, room[start:stop], start))
+    return rooms, wanted
 
 
-def take_errors(partition: PartitionedParameters, found: Mapping[int, ReadErrors]) -> None:
+def take_errors(partition: PartitionedParameters, rooms: Mapping[int, Tensor]) -> None:
     """Take over the errors that were read; those of other parameters become zero."""
     for gradients in partition.reducer.slices:
         if gradients.errors is None:
             continue
         values = torch.zeros(gradients.errors.kept.numel(), dtype=torch.float32, device="cpu")
         for number, rows in gradients.error_places.items():
-            for begin, span in rows if number in found else ():
-                values[begin : begin + span.numel] = found[number].values[span.start : span.stop]
+            for begin, span in rows if number in rooms else ():
+                values[begin : begin + span.numel] = rooms[number][span.start : span.stop]
         gradients.errors.drop()
         keep_(gradients.errors.kept, values.to(gradients.errors.kept.device))
 
@@ -104,15 +91,9 @@ def _ranges(partition: PartitionedParameters, number: int) -> list[tuple[int, in
 def _described(
     partition: PartitionedParameters, called: Sequence[str], number: int, error: Decoded | Tensor, start: int
 ) -> StateTensor:
-    return StateTensor.of(
-        _key(partition, called, number),
-        error,
-        tuple(partition.tensors[number].shape),
-        start,
-        of_each_rank=True,
-        is_error=True,
-        node_size=partition.ranks.everyone.topology.node_size,
-    )
+    own: dict[str, Any] = {"of_each_rank": True, "node_size": partition.ranks.everyone.topology.node_size}
+    shape = tuple(partition.tensors[number].shape)
+    return StateTensor.of(_key(partition, called, number), error, shape, start, is_error=True, **own)
 
 
 def _key(partition: PartitionedParameters, called: Sequence[str], number: int) -> TensorKey:
@@ -144,32 +125,20 @@ class _Staged(NamedTuple):
     local: Tensor
 
 
-class PartitionedState:
-    """The state of a ZeroOptimizer, of which each rank holds some parts.
-
-    Attributes:
-        communicator: All ranks.
-    """
+class PartitionedState(State):
+    """The state of a ZeroOptimizer, of which each rank holds some parts."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         """Wrap an optimizer."""
-        self._optimizer, self.communicator = optimizer, optimizer.communicator
-
-    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """See the protocol."""
-        return self._optimizer.parameter_names(names)
-
-    def shared_parameters(self) -> list[list[Tensor]]:
-        """See the protocol."""
-        partition = self._optimizer.partition
-        grouped: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
+        self._optimizer, partition = optimizer, optimizer.partition
+        shared: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for number in partition.in_order():
             if partition.known[number].owner is None:
-                grouped[partition.known[number].group].append(partition.tensors[number])
-        return grouped
+                shared[partition.known[number].group].append(partition.tensors[number])
+        super().__init__(optimizer.communicator, partition.names_by_group(None, len(shared)), shared)
 
     def header(self) -> dict[str, Any]:
-        """See the protocol."""
+        """See the base class."""
         optimizer = self._optimizer
         size = self.communicator.topology.node_size
         errors = {NODE_SIZE: size} if size > 1 and optimizer.config.grad_form is not None else {}
@@ -225,26 +194,24 @@ class PartitionedState:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """See the protocol."""
+        """See the base class."""
         optimizer = self._optimizer
         optimizer.partition.require_replicas("load_state()")
         check_header(optimizer, header.values)
         own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
         check_ranks(header.values["world_size"], self.communicator.world_size, own)
         groups = groups_to_load(optimizer.param_groups, header, names, entries)
-        staged, wanted = [], []
-        for row, tensor in self._wanted(names, header, entries):
-            staged.append(row)
-            wanted.append(tensor)
+        rows = list(self._wanted(names, header, entries))
+        staged, wanted = [row for row, _ in rows], [tensor for _, tensor in rows]
         ranks = int(header.values["world_size"])
-        errors = wanted_errors(optimizer.partition, self._qualified(names), entries, ranks)
+        errors, of_errors = wanted_errors(optimizer.partition, self._qualified(names), entries, ranks)
 
         def commit() -> None:
             take_errors(optimizer.partition, errors)
             self._commit(staged, header, groups)
             self._settle_parameters(staged, {key.kind for keys in keys_by_parameter(entries).values() for key in keys})
 
-        return LoadPlan([*wanted, *(tensor for found in errors.values() for tensor in found.tensors)], commit)
+        return LoadPlan([*wanted, *of_errors], commit)
 
     def _wanted(
         self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]
@@ -311,11 +278,3 @@ class PartitionedState:
         for _, part in partition.parts():
             if part.is_ahead:
                 part.note_replica(partition.tensors[part.param])
-
-
-def not_alike(key: object) -> str:
-    """The error for a number of a parameter that differs between the parts of it."""
-    return (
-        f"{key} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
-        "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"
-    )

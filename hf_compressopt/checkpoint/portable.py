@@ -17,20 +17,20 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry, bytes_of
+from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
 from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.state import bytes_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -99,7 +99,7 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
                 _write_safetensors(path, view, files)
                 return view.notes
             _write_torch_file(path, view, files)
-    masters = sum(entry.key.kind == MASTER for entry in view.entries.values())
+    masters = sum(entry.key.kind == MASTER for entry in view.found.values())
     left_out = [f"{masters} float32 master copies are left out: AdamW has none; a {_SAFETENSORS} file keeps them"]
     return view.notes + (left_out if masters else [])
 
@@ -110,10 +110,10 @@ def _write_safetensors(path: Path, view: AdamView, files: ShardFiles) -> None:
         for group, parameters in zip(view.param_groups, view.index.parameters, strict=True)
     ]
     metadata = {"format": "pt", "optimizer": "AdamW", "param_groups": json.dumps(groups)}
-    layout = {name: (entry.dtype, entry.shape) for name, entry in view.entries.items()}
+    layout = {name: (entry.dtype, entry.shape) for name, entry in view.found.items()}
     with ShardWriter(path, layout, metadata) as writer, progress(path.name, writer.bytes) as advance:
         for name in writer.keys:
-            for part in view.read(view.entries[name], files):
+            for part in view.read_parts(view.found[name], files):
                 writer.write(name, bytes_of(part))
                 advance(part.nbytes)
         writer.finish()
@@ -129,17 +129,11 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
         packed["param_groups"].append({**group, **_HOW_TO_RUN, "params": numbers})
         for number, parameter in zip(numbers, parameters, strict=True):
             for kind in (STEP, *MOMENTS, "max_exp_avg_sq"):
-                if (entry := view.entries.get(f"{kind}/{parameter['name']}")) is not None:
+                if (entry := view.found.get(f"{kind}/{parameter['name']}")) is not None:
                     tensor = PendingTensor(getattr(torch, entry.dtype), entry.shape)
                     packed["state"].setdefault(number, {})[kind] = tensor
                     entries[tensor] = entry
-    with TorchFile(path, packed) as writer:
-        with progress(path.name, sum(tensor.nbytes for tensor in writer.tensors)) as advance:
-            for tensor in writer.tensors:
-                for part in view.read(entries[tensor], files):
-                    writer.write(bytes_of(part))
-                    advance(part.nbytes)
-        writer.finish()
+    write_torch_file(path, packed, lambda tensor: map(bytes_of, view.read_parts(entries[tensor], files)))
 
 
 # -- the other way ----------------------------------------------------------------------------------------------------
@@ -154,7 +148,7 @@ class _Imported(PlainState):
         self._by_place = by_place
 
     def header(self) -> dict[str, Any]:
-        """See the protocol."""
+        """See the base class."""
         header = super().header()
         return {**header, BY_PLACE: True} if self._by_place else header
 
@@ -285,18 +279,16 @@ def _optimizer(
 
 
 def _check_sizes(values: Iterable[Any]) -> None:
-    """Check that tensors have memory of their own, as of a step of 0 they do not: a small file could fill a disk."""
-    rooms: dict[int, int] = {}
+    """Check that tensors have memory of their own: with strides of 0 a small file could fill a disk."""
     wanted: dict[int, int] = {}
     for value in values:
         if isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 1:
             room = value.untyped_storage()
-            rooms[room.data_ptr()] = room.nbytes()
-            wanted[room.data_ptr()] = wanted.get(room.data_ptr(), 0) + value.numel() * value.element_size()
-            if wanted[room.data_ptr()] > room.nbytes():
+            nbytes = wanted[room.data_ptr()] = wanted.get(room.data_ptr(), 0) + value.nbytes
+            if nbytes > room.nbytes():
                 raise ValueError(
-                    f"its tensors share memory: {wanted[room.data_ptr()]} bytes of them lie in a storage of "
-                    f"{room.nbytes()} bytes; save clones of them"
+                    f"its tensors share memory: {nbytes} bytes of them lie in a storage of {room.nbytes()} bytes; save "
+                    "clones of them"
                 )
 
 
@@ -346,21 +338,11 @@ _STORAGES = {
 
 
 class PendingTensor:
-    """A tensor of a pickle whose bytes are written later.
-
-    Attributes:
-        dtype: Its dtype, a floating-point one of 16 bits or more.
-        shape: Its shape.
-    """
+    """A tensor of a pickle whose bytes are written later; its dtype is a floating-point one of 16 bits or more."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Take the description."""
         self.dtype, self.shape = dtype, shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return prod(self.shape) * self.dtype.itemsize
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a tensor of torch's: a view of a storage."""
@@ -372,9 +354,8 @@ class PendingTensor:
         return torch._utils._rebuild_tensor_v2, arguments
 
 
-class _Storage:
-    def __init__(self, tensor: PendingTensor) -> None:
-        self.tensor = tensor
+class _Storage(NamedTuple):
+    tensor: PendingTensor
 
 
 class _Pickler(pickle.Pickler):
@@ -392,96 +373,47 @@ class _Pickler(pickle.Pickler):
         return "storage", _STORAGES[tensor.dtype], str(len(self.tensors) - 1), "cpu", prod(tensor.shape)
 
 
-class TorchFile:
-    """A file for torch.load that is being written; a context manager.
+def write_torch_file(
+    path: Path, contents: Any, parts_of: Callable[[PendingTensor], Iterable[bytes | memoryview]]
+) -> None:
+    """Write a file for torch.load, durably, with its pending tensors part by part.
 
-    It has a temporary name until :meth:`finish`, and is removed if the context ends without that call.
-
-    Attributes:
-        path: The final name of the file.
-        tensors: The pending tensors, in the order in which their bytes must come.
+    Such a file is a zip archive whose entries are not compressed: a pickle that refers to storages by number, and the
+    bytes of each storage. (PyTorch's notes on serialization describe it.)
     """
+    pickler = _Pickler(buffer := io.BytesIO())
+    pickler.dump(contents)
+    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in pickler.tensors]
+    temporary = temporary_name(path)
 
-    def __init__(self, path: Path, contents: Any) -> None:
-        """Pickle the contents; nothing is written before the context is entered."""
-        self.path, self._temporary = path, temporary_name(path)
-        buffer = io.BytesIO()
-        pickler = _Pickler(buffer)
-        pickler.dump(contents)
-        self._pickle = buffer.getvalue()
-        self.tensors = tuple(pickler.tensors)
-        self._number = self._left = 0  # the tensor that is due, and how many of its bytes
-
-    def __enter__(self) -> TorchFile:
-        """Begin the file."""
-        self._file = open(self._temporary, "xb")
-        try:
-            self._archive = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)
-            for name, data in (("data.pkl", self._pickle), ("byteorder", sys.byteorder.encode())):
-                self._begin(name, len(data))
-                self._record.write(data)
-                self._record.close()
-            self._begin_tensor()
-        except BaseException:
-            self._discard()
-            raise
-        return self
-
-    def write(self, data: memoryview) -> None:
-        """Write the next bytes of the tensor that is due, all of them or a part."""
-        rest = self._left - len(data)
-        if rest < 0:
-            raise ValueError(f"{self.path}: {len(data)} bytes were given, but {self._left} are due")
-        self._record.write(data)
-        self._left = rest
-        if rest == 0:
-            self._record.close()
-            self._number += 1
-            self._begin_tensor()
-
-    def finish(self) -> None:
-        """Make the file durable, and give it its final name."""
-        if self._number < len(self.tensors):
-            raise ValueError(f"{self.path}: {self._left} bytes of tensor {self._number} are missing")
-        self._begin("version", 2)
-        self._record.write(b"3\n")
-        self._record.close()
-        self._archive.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        publish(self._temporary, self.path)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the file if it was not finished."""
-        self._discard()
-
-    def _discard(self) -> None:
-        self._archive.fp = None  # there is nothing to complete: the file is removed
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):  # the error that led here is the one to tell
-            self._temporary.unlink(missing_ok=True)
-
-    def _begin_tensor(self) -> None:
-        """Begin the record of the next tensor that has bytes; tensors without bytes have empty records."""
-        while self._number < len(self.tensors):
-            self._left = self.tensors[self._number].nbytes
-            self._begin(f"data/{self._number}", self._left)
-            if self._left:
-                return
-            self._record.close()
-            self._number += 1
-        self._left = 0
-
-    def _begin(self, name: str, nbytes: int) -> None:
-        """Begin a record. An extra field in its header makes the bytes begin at a multiple of the alignment."""
+    def record(name: str, nbytes: int, parts: Iterable[bytes | memoryview]) -> None:
+        """Write an entry. An extra field in its header makes the bytes begin at a multiple of the alignment."""
         info = zipfile.ZipInfo(f"{_ROOT}/{name}")
         info.file_size = nbytes
         zip64 = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
-        fixed = self._file.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4
-        padding = -fixed % _ALIGNMENT
+        padding = -(file.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4) % _ALIGNMENT
         info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        self._record = self._archive.open(info, "w")
+        with archive.open(info, "w") as entry:
+            for part in parts:
+                entry.write(part)
+                advance(len(part))
+
+    try:
+        with (
+            open(temporary, "xb") as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+            progress(path.name, sum(sizes)) as advance,
+        ):
+            for name, data in (("data.pkl", buffer.getvalue()), ("byteorder", sys.byteorder.encode())):
+                record(name, len(data), [data])
+            for number, (tensor, nbytes) in enumerate(zip(pickler.tensors, sizes, strict=True)):
+                record(f"data/{number}", nbytes, parts_of(tensor))
+            record("version", 2, [b"3\n"])
+            archive.close()
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # the error that led here is the one to tell
+            temporary.unlink(missing_ok=True)
+        raise

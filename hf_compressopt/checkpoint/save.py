@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.checkpoint.adamw import bytes_of
-from hf_compressopt.checkpoint.partitioned import not_alike
-from hf_compressopt.checkpoint.state import Checkpointable, checked_names, describe_parameters
+from hf_compressopt.checkpoint.state import State, bytes_of, not_alike
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
@@ -72,7 +70,7 @@ class Snapshot:
                 file.unlink(missing_ok=True)
 
 
-def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[str] | None, prefix: str) -> Snapshot:
+def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefix: str) -> Snapshot:
     """Begin a save: agree on its number, and on which rank writes what. All ranks call."""
     communicator = state.communicator
     save_id = communicator.all_gather_object(token_hex(8))[0]
@@ -82,7 +80,7 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[str] | No
     grouped: list[list[str]] = []
 
     def begin() -> None:
-        grouped.extend(checked_names(state, names))
+        grouped.extend(state.checked_names(names))
         make_folder(folder)
         begun(empty.shard_file(empty.rank)).touch()
 
@@ -93,7 +91,7 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[str] | No
         """Describe the state; returns the first rank that writes into this folder."""
         tensors, header = state.tensors(grouped), deepcopy(state.header())
         _check_different(tensors)
-        parameters = describe_parameters(state, grouped)
+        parameters = state.described(grouped)
         described.append(replace(empty, tensors=tensors, header=header, parameters=parameters))
         first = next((rank for rank in alone if begun(empty.shard_file(rank)).exists()), None)
         if first is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import CheckpointIndex, TensorEntry
 from hf_compressopt.format.plan import MASTER, REPLICA, Per, Plan, StateTensor, TensorKey, dtype_name
 from hf_compressopt.format.shards import ShardFiles
-from hf_compressopt.optim.options import check_plain, group_from_plain
+from hf_compressopt.optim.options import check_names, check_plain, group_from_plain
 
 #: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
 PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
@@ -84,56 +85,63 @@ class LoadPlan:
     checks: Mapping[TensorKey, Callable[[Tensor], None]] = field(default_factory=dict)
 
 
-class Checkpointable(Protocol):
+class State(ABC):
     """An optimizer's state as a checkpoint sees it.
 
     Attributes:
         communicator: The ranks that save and load it.
+        params: The trainable parameters of each param group; none for a group with a process group of its own.
     """
 
-    communicator: Communicator
+    def __init__(
+        self, communicator: Communicator, names: Sequence[Sequence[str]], params: Sequence[Sequence[Tensor]]
+    ) -> None:
+        """Take the names of the trainable parameters per param group, and those that all ranks hold."""
+        self.communicator, self.params, self._names = communicator, params, names
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """Names of the trainable parameters, per param group."""
+        """Return the names of the trainable parameters per param group: those given in their order, or their own."""
+        found = list(chain.from_iterable(self._names) if names is None else names)
+        check_names(found, sum(map(len, self._names)))
+        rest = iter(found)
+        return [[next(rest) for _ in group] for group in self._names]
 
-    def shared_parameters(self) -> list[list[Tensor]]:
-        """The trainable parameters of each param group; none for a group with a process group of its own."""
+    def checked_names(self, names: Sequence[str] | None) -> list[list[str]]:
+        """Return the names as :meth:`parameter_names` does, if files can hold them."""
+        for name in names or ():
+            if not isinstance(name, str):
+                raise TypeError(f"names must be strings, got {name!r}")
+        grouped = self.parameter_names(names)
+        for name in chain.from_iterable(grouped):
+            try:
+                name.encode()
+            except UnicodeEncodeError:
+                raise ValueError(
+                    f"the parameter name {name!r} is not valid Unicode, so files cannot hold it: give names=..."
+                ) from None
+        return grouped
 
+    def described(self, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
+        """Return name, shape and dtype of the parameters of each param group that all ranks hold."""
+        return [
+            [
+                {"name": name, "shape": list(param.shape), "dtype": dtype_name(param)}
+                for name, param in zip(called, params, strict=False)
+            ]
+            for called, params in zip(names, self.params, strict=True)
+        ]
+
+    @abstractmethod
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """Every state tensor that this rank holds a part of, for a save."""
+        """Describe every state tensor that this rank holds a part of, for a save."""
 
+    @abstractmethod
     def header(self) -> dict[str, Any]:
-        """Values of a checkpoint beside its tensors, as JSON holds them."""
+        """Return the values of a checkpoint beside its tensors, as JSON holds them."""
 
+    @abstractmethod
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
         """Check that a checkpoint fits, and say what to read. The optimizer does not change."""
-
-
-def describe_parameters(state: Checkpointable, names: Sequence[Sequence[str]]) -> list[list[dict[str, Any]]]:
-    """Name, shape and dtype of the parameters of each param group that all ranks hold."""
-    return [
-        [
-            {"name": name, "shape": list(param.shape), "dtype": dtype_name(param)}
-            for name, param in zip(called, params, strict=False)
-        ]
-        for called, params in zip(names, state.shared_parameters(), strict=True)
-    ]
-
-
-def checked_names(state: Checkpointable, names: Sequence[str] | None) -> list[list[str]]:
-    """Names of the trainable parameters, per group, that files can hold."""
-    for name in names or ():
-        if not isinstance(name, str):
-            raise TypeError(f"names must be strings, got {name!r}")
-    grouped = state.parameter_names(names)
-    for name in chain.from_iterable(grouped):
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise ValueError(
-                f"the parameter name {name!r} is not valid Unicode, so files cannot hold it: give names=..."
-            ) from None
-    return grouped
 
 
 def groups_to_load(
@@ -171,6 +179,19 @@ def value_of_parameter(kind: str, name: str, value: Any, *, replicated: bool = F
     return StateTensor.of(key, torch.tensor(value, dtype=dtype, device="cpu"), replicated=replicated)
 
 
+def not_alike(key: object) -> str:
+    """The error for a number of a parameter that differs between the parts of it."""
+    return (
+        f"{key} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
+        "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"
+    )
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
 def room_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
     """Memory that a tensor of a checkpoint is read into: the state's own if it is such a tensor, else new memory."""
     wanted: torch.dtype = getattr(torch, dtype)
@@ -180,12 +201,7 @@ def room_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
 
 
 class Decoded:
-    """Stands for a float32 tensor that is decoded when a save writes it.
-
-    Attributes:
-        shape: Its shape.
-        dtype: float32.
-    """
+    """Stands for a float32 tensor that is decoded when a save writes it."""
 
     dtype = torch.float32
 

@@ -102,21 +102,11 @@ class StateTensor:
 
     @classmethod
     def of(
-        cls,
-        key: TensorKey,
-        local: Any,
-        shape: tuple[int, ...] | None = None,
-        start: int = 0,
-        *,
-        replicated: bool = False,
-        of_each_rank: bool = False,
-        is_error: bool = False,
-        node_size: int = 1,
+        cls, key: TensorKey, local: Any, shape: tuple[int, ...] | None = None, start: int = 0, **kind: Any
     ) -> StateTensor:
-        """Describe a tensor of torch's, by default as a whole one."""
+        """Describe a tensor of torch's, by default as a whole one; ``kind`` are the fields from ``replicated`` on."""
         whole = tuple(local.shape) if shape is None else shape
-        stop = start + local.numel()
-        return cls(key, dtype_name(local), whole, start, stop, local, replicated, of_each_rank, is_error, node_size)
+        return cls(key, dtype_name(local), whole, start, start + local.numel(), local, **kind)
 
     @property
     def is_whole(self) -> bool:

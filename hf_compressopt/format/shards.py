@@ -116,7 +116,10 @@ class ShardFile:
     def blocks(
         self, piece: Piece, entry: TensorEntry, begin: int = 0, end: int | None = None, out: memoryview | None = None
     ) -> Iterator[tuple[int, memoryview]]:
-        """Read bytes [begin, end) of a piece, a block at a time; each block that they touch is read whole and verified."""
+        """Yield bytes [begin, end) of a piece, part by part, with where each begins; valid until the next one.
+
+        Each block that they touch is read whole and verified. ``out``: [end - begin] bytes that they are left in.
+        """
         stored = self.check_piece(piece, entry)
         nbytes, size = stored.end - stored.begin, self._block_bytes
         end = nbytes if end is None else end

@@ -130,5 +130,5 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
         params, own = list(optimizer.trainable_parameters), optimizer.parameter_names()
     else:
         state = PlainState(optimizer)
-        params, own = list(chain.from_iterable(state.shared_parameters())), state.parameter_names()
+        params, own = list(chain.from_iterable(state.params)), state.parameter_names()
     return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]
