@@ -27,9 +27,8 @@ from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, Tensor
 from hf_compressopt.optim.options import check_ranks, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.parameters import PartitionedParameters
-from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
+from hf_compressopt.zero.parts import Part, UpdateBucket, element_state, write_span
 from hf_compressopt.zero.state_dict import check_header, header_of, load_groups, load_header, set_state
-from hf_compressopt.zero.transport import write_span
 from hf_compressopt.zero.update import share_parts
 
 _WORKER = "worker_error"
@@ -91,7 +90,7 @@ def _ranges(partition: PartitionedParameters, number: int) -> list[tuple[int, in
 def _described(
     partition: PartitionedParameters, called: Sequence[str], number: int, error: Decoded | Tensor, start: int
 ) -> StateTensor:
-    own: dict[str, Any] = {"of_each_rank": True, "node_size": partition.ranks.everyone.topology.node_size}
+    own: dict[str, Any] = {"of_each_rank": True, "node_size": partition.communicator.topology.node_size}
     shape = tuple(partition.tensors[number].shape)
     return StateTensor.of(_key(partition, called, number), error, shape, start, is_error=True, **own)
 
@@ -99,7 +98,7 @@ def _described(
 def _key(partition: PartitionedParameters, called: Sequence[str], number: int) -> TensorKey:
     """Return the name of a parameter's errors: of this node in two levels, which groups of some ranks have not."""
     levels = partition.known[number].communicator.levels
-    everyone = partition.ranks.everyone
+    everyone = partition.communicator
     return TensorKey(_WORKER, called[number], rank=everyone.rank if levels is None else everyone.topology.node)
 
 

@@ -283,7 +283,7 @@ def state_bytes(rank: int, world_size: int, params: int, bucket_cap_mb: float) -
         found.append([])
         for form, stops in (("float32", [1]), ("compact", [1, 2])):
             param = torch.nn.Parameter(torch.zeros(params))
-            options = {cls.schedule_class.freeze_option: 1, "bucket_cap_mb": bucket_cap_mb, "state": form}
+            options = {"freeze_step": 1, "bucket_cap_mb": bucket_cap_mb, "state": form}
             optimizer = cls([param], **options)
             for _ in stops:
                 param.grad = torch.ones_like(param)
