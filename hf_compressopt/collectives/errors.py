@@ -12,9 +12,15 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerFormat
+from hf_compressopt.kernels import (
+    Combination,
+    CompactErrors,
+    Errors,
+    IntegerAverage,
+    IntegerFormat,
+    chunk_integer_message_nbytes,
+)
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes
 
 
 def values_of(error: Errors) -> Tensor:
@@ -150,13 +156,14 @@ class GroupErrors:
 
     def worker_values(self) -> Tensor:
         """Return the worker errors as float32 values."""
-        return self._joined(list(chain.from_iterable(errors.worker for errors in self.feedback)))
+        return self.joined(list(chain.from_iterable(errors.worker for errors in self.feedback)))
 
     def server_values(self) -> Tensor:
         """Return the server errors as float32 values."""
-        return self._joined([errors.server for errors in self.feedback])
+        return self.joined([errors.server for errors in self.feedback])
 
-    def _joined(self, errors: Sequence[Errors]) -> Tensor:
+    def joined(self, errors: Sequence[Errors]) -> Tensor:
+        """Return the float32 values of some of the errors, one after another."""
         joined = torch.empty(sum(error.numel() for error in errors), dtype=torch.float32, device=self.worker.device)
         for part, error in zip(torch.split(joined, [error.numel() for error in errors]), errors, strict=True):
             part.copy_(values_of(error))
@@ -172,7 +179,7 @@ class GroupErrors:
             yield 0, self.worker
             return
         ranges = [self.sent_range(bucket) for bucket in self._layout.buckets]
-        parts: Iterable[Tensor] = (self._joined(errors.worker) for errors in self.feedback)
+        parts: Iterable[Tensor] = (self.joined(errors.worker) for errors in self.feedback)
         if not self.compact:  # views, which a load fills
             parts = torch.split(self.worker, [stop - start for start, stop in ranges])
         for (start, _), part in zip(ranges, parts, strict=True):

@@ -1,56 +1,17 @@
 """The index of a checkpoint: the tensors that were saved, and the place of each.
 
-**Format, version 4.** A checkpoint is a folder that holds
-
-1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. If the ranks write
-   into several folders, each folder has one. Of a piece that several ranks have written it names the copy in its own
-   folder, if there is one;
-2. ``compressopt-<save id>-<rank>-of-<ranks>.safetensors``, one per rank, numbers with five digits. Each is an ordinary
-   safetensors file, and its metadata holds ``save_id``.
-
-The index is an object with these keys:
-
-- ``format``: "hf_compressopt"; ``version``: 4; ``save_id``: the hexadecimal number in the shards' names;
-- ``block_bytes``: bytes under one checksum, so that a part of a tensor can be read and verified alone;
-- ``checksum``: its kind, "xxh3_128" (the 128 bits of XXH3, seed 0) or "sha256";
-- ``header``: the optimizer's class, step, stage, schedule, world_size, and the hyperparameters of each param group;
-- ``parameters``: for each param group a list of ``{"name", "shape", "dtype"}``;
-- ``shards``: for each rank ``{"file", "bytes"}``; files are plain names of files beside the index;
-- ``tensors``: for each tensor ``{"dtype", "shape", "pieces"}``; dtype is torch's name, such as "float32".
-
-A piece is ``{"shard", "key", "start", "stop", "checksums"}``: elements [start, stop) of the flattened tensor are the
-tensor ``key`` of shard number ``shard``. ``checksums`` lists the checksums of its bytes in hexadecimal, one for every
-``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. Versions 2 and 3
-are still read. They have no compact tensors. In version 2 the checksum is always SHA-256, and the key of a piece's
-checksums is ``sha256``.
-
-A checksum finds damage. It is no signature, because who can write the shards can write the index too.
-
-The tensors of a compressed optimizer are
-``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
-``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
-``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another); ``server_error/group<g>``
-(likewise). ``rank<r>/`` before a parameter's name marks a tensor that is rank r's own. If the header has ``node_size``,
-the exchange had two levels, with so many ranks per node, and ``worker_error/group<g>/rank<r>`` is node r's, in parts.
-A compact state has ``exp_avg_sq_code/<parameter>`` and ``exp_avg_sq_top/group<g>`` in the place of its variances,
-``exp_avg_message/group<g>`` in that of its momenta, and messages of bytes as its errors; docs/checkpoint_format.md
-describes them.
-
-The tensors of a partitioned optimizer are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
-the pieces that its owners hold. Stage 0 is an ordinary optimizer that is not partitioned, and its tensors are whole.
-``master/<parameter>`` is a float32 copy of a 16-bit parameter. ``scalar:<name>/<parameter>`` and
-``number:<name>/<parameter>`` have one value per parameter, a tensor or a number in the wrapped optimizer. ``from<r>.``
-before a parameter's name says that rank r is the first that holds a copy of it. If the header says ``by_place``,
-parameters are called ``group<g>.<place>``, by their places among all parameters of their param group. Parameters that
-such a checkpoint lacks start from zero, and their dtypes may differ.
+docs/checkpoint_format.md has the format. A checkpoint is a folder with an index, which is written last, and a shard of
+each rank, a safetensors file. The index names for each tensor the pieces that cover it: elements [start, stop) of the
+flattened tensor are a tensor of a shard. Every ``block_bytes`` of a piece have a checksum, so that a part of a tensor
+can be read and verified alone, and the index has a digest of itself. They find damage; they are no signature, because
+who can write the shards can write the index too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
@@ -61,9 +22,7 @@ import xxhash
 
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
-FORMAT, VERSION = "hf_compressopt", 4
-#: Versions that are read.
-READABLE = (2, 3, VERSION)
+FORMAT, VERSION = "hf_compressopt", 5
 #: Key of a header: ranks per node, if the exchange had two levels.
 NODE_SIZE = "node_size"
 #: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
@@ -72,10 +31,8 @@ BY_PLACE = "by_place"
 BLOCK_BYTES = 1 << 22
 #: The most that a reader accepts, since it holds one block in memory.
 MOST_BLOCK_BYTES = 1 << 26
-#: Functions that take bytes and return an object with ``update`` and ``hexdigest``, as those of hashlib do.
-CHECKSUMS: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-#: The checksum of a save. It is as fast as memory; SHA-256 would be slower than disks.
-CHECKSUM = "xxh3_128"
+#: The checksum. It is as fast as memory; SHA-256 would be slower than disks.
+CHECKSUM, checksum_of = "xxh3_128", xxhash.xxh3_128
 
 #: The names of torch's dtypes in safetensors, and the bytes of an element.
 DTYPES = {
@@ -106,12 +63,7 @@ def name_by_place(group: int, place: int) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Check that files whose names start with ``prefix`` can be saved and loaded, and return it.
-
-    Raises:
-        TypeError: If it is no string.
-        ValueError: If it is no plain name.
-    """
+    """Check that files whose names start with ``prefix`` can be saved and loaded, and return it."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string, got {prefix!r}")
     if not _PLAIN_NAME.fullmatch(prefix):
@@ -128,11 +80,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Turn every error of a malformed file, inside the block, into one that names the file.
-
-    Raises:
-        CheckpointError: In the place of any other error of what is read.
-    """
+    """Turn every error of a malformed file, inside the block, into one that names the file."""
     try:
         yield
     except (CheckpointError, MemoryError, OSError):
@@ -147,16 +95,13 @@ def errors_naming(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``.
-
-    ``checksums`` are the checksums of its blocks, in order.
-    """
+    """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``."""
 
     shard: int
     key: str
     start: int
     stop: int
-    checksums: tuple[str, ...]
+    checksums: tuple[str, ...]  # of its blocks, in order
 
 
 @dataclass(frozen=True)
@@ -168,19 +113,12 @@ class TensorEntry:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def read(cls, values: dict[str, Any], version: int = VERSION) -> TensorEntry:
-        """Check and take the values of an index of this version.
-
-        Raises:
-            ValueError: If one is not legal.
-            KeyError: If one is missing.
-            TypeError: If one is of another type.
-        """
+    def read(cls, values: dict[str, Any]) -> TensorEntry:
+        """Check and take the values of an index."""
         if values["dtype"] not in DTYPES:
             raise ValueError(f"the dtype {values['dtype']!r} is not supported")
         shape = tuple(_count(size) for size in values["shape"])
-        key = "sha256" if version == 2 else "checksums"
-        return cls(values["dtype"], shape, tuple(_piece(piece, piece[key]) for piece in values["pieces"]))
+        return cls(values["dtype"], shape, tuple(map(_piece, values["pieces"])))
 
     @property
     def numel(self) -> int:
@@ -203,64 +141,56 @@ class Shard:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The whole index; see the module's docstring for the meaning of its fields."""
+    """The whole index."""
 
     save_id: str
     block_bytes: int
-    checksum: str
     header: dict[str, Any]
     parameters: list[list[dict[str, Any]]]
     shards: list[Shard]
     tensors: dict[str, TensorEntry]
 
-    def to_json(self) -> str:
-        """Return the text of the index file."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+    def to_json(self) -> bytes:
+        """Return the index file."""
+        return sealed({"format": FORMAT, "version": VERSION, "checksum": CHECKSUM, **asdict(self)})
 
     @classmethod
     def read(cls, path: Path) -> CheckpointIndex:
-        """Read and validate an index.
-
-        Raises:
-            CheckpointError: If it is missing, damaged, of another format, or inconsistent.
-        """
+        """Read and validate an index."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_bytes()
+            data = json.loads(text)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: the folder holds no whole checkpoint of the optimizer") from None
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{path} is not an index of {FORMAT}")
-        version = data.get("version")
-        if version not in READABLE:
-            raise CheckpointError(f"{path} is of format version {version!r}; this version reads 2 to {VERSION}")
+        if data.get("version") not in (4, VERSION):
+            raise CheckpointError(f"{path} is of format version {data.get('version')!r}; legal are 4 and {VERSION}")
+        if not _is_whole(text) if data["version"] == VERSION else "digest" in data:
+            raise CheckpointError(f"{path} is damaged, or was edited: its digest is not that of its contents")
         try:
             index = cls(
                 save_id=str(data["save_id"]),
                 block_bytes=_count(data["block_bytes"], low=1),
-                checksum="sha256" if version == 2 else str(data["checksum"]),
                 header=dict(data["header"]),
                 parameters=[[_parameter(parameter) for parameter in group] for group in data["parameters"]],
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
-                tensors={name: TensorEntry.read(entry, version) for name, entry in data["tensors"].items()},
+                tensors={name: TensorEntry.read(entry) for name, entry in data["tensors"].items()},
             )
         except Exception as error:  # the file can hold anything
             raise CheckpointError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
         try:
+            if data["checksum"] != CHECKSUM:
+                raise ValueError(f"checksum must be {CHECKSUM!r}, got {data['checksum']!r}")
             index.validate()
         except ValueError as error:
             raise CheckpointError(f"{path} is not a valid index: {error}") from None
         return index
 
     def validate(self) -> None:
-        """Check that names are plain and known, and that the pieces of every tensor cover it once and fit into shards.
-
-        Raises:
-            ValueError: If something is wrong.
-        """
-        if self.checksum not in CHECKSUMS:
-            raise ValueError(f"checksum must be one of {sorted(CHECKSUMS)}, got {self.checksum!r}")
+        """Check names and sizes, and that the pieces of every tensor cover it once and fit into shards."""
         if self.block_bytes > MOST_BLOCK_BYTES:
             raise ValueError(f"block_bytes must be from 1 to {MOST_BLOCK_BYTES}, got {self.block_bytes}")
         for shard in self.shards:
@@ -285,6 +215,21 @@ class CheckpointIndex:
                 raise ValueError(f"tensor {name!r} has pieces of {reached} of its {entry.numel} elements")
 
 
+def sealed(values: dict[str, Any]) -> bytes:
+    """Return the file of an index with these values, and with its digest."""
+    body = json.dumps({key: value for key, value in values.items() if key != "digest"}, indent=1).encode()[:-2]
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return f',\n "digest": "{checksum_of(body).hexdigest()}"\n}}\n'.encode()
+
+
+def _is_whole(text: bytes) -> bool:
+    body = text[: -len(_seal(b""))]
+    return text == body + _seal(body)
+
+
 def _count(value: Any, low: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"a whole number >= {low} is needed, got {value!r}")
@@ -292,13 +237,10 @@ def _count(value: Any, low: int = 0) -> int:
 
 
 def _parameter(entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": str(entry["name"]),
-        "shape": [_count(size) for size in entry["shape"]],
-        "dtype": str(entry["dtype"]),
-    }
+    shape = [_count(size) for size in entry["shape"]]
+    return {"name": str(entry["name"]), "shape": shape, "dtype": str(entry["dtype"])}
 
 
-def _piece(piece: dict[str, Any], checksums: list[str]) -> Piece:
-    start, stop = _count(piece["start"]), _count(piece["stop"])
-    return Piece(_count(piece["shard"]), str(piece["key"]), start, stop, tuple(map(str, checksums)))
+def _piece(piece: dict[str, Any]) -> Piece:
+    start, stop, checksums = _count(piece["start"]), _count(piece["stop"]), tuple(map(str, piece["checksums"]))
+    return Piece(_count(piece["shard"]), str(piece["key"]), start, stop, checksums)

@@ -52,7 +52,7 @@ from hf_compressopt.collectives.exchange import (
     reduce_scatter,
     run_tasks,
 )
-from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
+from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import Average, Combination, Errors, IntegerFormat, Segment, all_finite, sum_of_squares
 from hf_compressopt.kernels.errors import like_errors, tensor_of
@@ -63,7 +63,7 @@ from hf_compressopt.optim.gradients import Grads, StepGradients, find_fault
 from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.late import Early, EarlyMessages, Key, Prepare
 from hf_compressopt.optim.moment_shards import MomentShards, part_of
-from hf_compressopt.optim.sketched_norm import MeanNorm, Sketch
+from hf_compressopt.optim.sketched_norm import MeanNorm
 from hf_compressopt.schedules import StepPlan
 
 _Counts = tuple[Sequence[float], Sequence[float]]
@@ -183,10 +183,10 @@ def end_first_stage(
             factor = (1 - state.options["betas"][0]) * (clipped if state.shared_out else 1.0)
             state.errors.scale_([factor] * len(state.params))
             freeze = GroupState.freeze_variance if state.moments.shards is None else _gather
-            freeze(state, *counts(state), floor)
+            freeze(state, *counts(state), floor, factor)
 
 
-def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], floor: float) -> None:
+def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
     """Do what :meth:`GroupState.freeze_variance` does, and bring the moments to all ranks, in their compact form."""
     shards, communicator = _shards_of(state), state.communicator
     beta1, beta2 = state.options["betas"]
@@ -199,19 +199,34 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
         sums[span.index] += sum_of(exp_avg_sq)
     communicator.all_reduce(sums).wait()
     total = sums.tolist()
-    tops = torch.full_like(sums, NO_TOP)
     for span, _, exp_avg_sq in shards.parts():
         if floor > 0:
             exp_avg_sq.clamp_(min=floor * total[span.index] / state.layout.numels[span.index])
-        tops[span.index] = max(float(tops[span.index]), top_of_variance(exp_avg_sq))
-    communicator.all_reduce(tops, op="max").wait()
-    points, still = [int(top) for top in tops.tolist()], [s == 0 for s in total]
+    points = _tops(state)
+    missing = [index for index, top in enumerate(points) if top <= NO_TOP]
+    others = state.layout.numel - sum(state.layout.numels[index] for index in missing)
+    unsent = state.unsent_variance(missing, first, second, unit, floor * sum(total) / max(others, 1))
+    if missing:
+        for span, _, exp_avg_sq in shards.parts():
+            exp_avg_sq.clamp_(min=unsent.get(span.index, 0.0))
+        points = _tops(state)
+    still = [top <= NO_TOP for top in points]
     rows = enumerate(state.feedback)
     run_tasks(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
     state.moments.make_codes(points)  # in the memory that the momentum has left, on up to four ranks
     run_tasks(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
     state.moments.shards = None
     state.find_still()
+
+
+def _tops(state: GroupState) -> list[int]:
+    """Return the point of the largest variance of each parameter on any rank. All ranks call."""
+    found = [float(NO_TOP)] * len(state.params)
+    for span, _, exp_avg_sq in _shards_of(state).parts():
+        found[span.index] = max(found[span.index], top_of_variance(exp_avg_sq))
+    tops = torch.tensor(found, dtype=torch.float64, device=state.device)
+    state.communicator.all_reduce(tops, op="max").wait()
+    return [int(top) for top in tops.tolist()]
 
 
 def _gather_momentum(state: GroupState, number: int, feedback: ErrorFeedback, still: Sequence[bool]) -> Task[None]:
@@ -339,7 +354,8 @@ class FreedGradients:
         self._passes: BackwardPasses | None = None
         self._sent, self._params = _SentGradients(), list[Tensor]()
         self.attach()
-        guard_torch_clipping()
+        if not clips:
+            warn_unguarded()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
@@ -579,9 +595,9 @@ class FreedGradients:
             if all(state.shared_out or not state.params for state in others):
                 del mean.sketches[number]  # of nothing
         elif self._sent.sketch is not None:
-            (communicator, y, square), (mine, own) = mean.sketches[number], self._sent.sketch
+            sketch, (mine, own) = mean.sketches[number], self._sent.sketch
             scale = self._backward.loss_scale
-            mean.sketches[number] = Sketch(communicator, y + mine / scale, square + own / scale**2)
+            mean.sketches[number] = sketch._replace(y=sketch.y + mine / scale, square=sketch.square + own / scale**2)
 
     @property
     def knows_norm(self) -> bool:

@@ -21,22 +21,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, in_place_order, in_rank_order, summed
-from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment
+from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment, chunk_messages, scales_of
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_code import chunk_messages
-from hf_compressopt.kernels.integer_messages import scales_of
 from hf_compressopt.kernels.memory import is_direct
-from hf_compressopt.zero.partition import Slice
-
-if TYPE_CHECKING:
-    from hf_compressopt.zero.parts import Part
+from hf_compressopt.zero.parts import Part, Slice
 
 
 class SliceErrors:

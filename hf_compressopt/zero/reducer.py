@@ -22,26 +22,9 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, scatter_sums
 from hf_compressopt.flat import Span
 from hf_compressopt.kernels import IntegerFormat
-from hf_compressopt.zero.loss_scale import LossScale
+from hf_compressopt.zero.config import LossScale, Precision
 from hf_compressopt.zero.low_bit import SliceErrors, send_gradients
-from hf_compressopt.zero.partition import Slice
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The scaling and rounding of gradients.
-
-    Attributes:
-        sent: dtype on the wire; None is the parameter's.
-        kept: dtype of the averages; None is the parameter's.
-        before: Factor of gradients before they are sent. None is 1 / world size if ``after`` is None, and else 1.
-        after: Factor of the sum of the gradients, beside 1 / world size; None leaves the sum as it is.
-    """
-
-    sent: torch.dtype | None = None
-    kept: torch.dtype | None = None
-    before: float | None = None
-    after: float | None = None
+from hf_compressopt.zero.parts import Slice, in_host_memory, write_span
 
 
 @dataclass
@@ -432,19 +415,3 @@ def _gather(params: Sequence[Tensor], cut: Slice, communicator: Communicator) ->
         for span in spans if owner != rank else ():
             begin = place_of(owner) * cut.part_numel + span.offset
             write_span(params[span.index], span.start, span.stop, gathered[begin : begin + span.numel])
-
-
-@torch.no_grad()
-def write_span(param: Tensor, start: int, stop: int, values: Tensor) -> None:
-    """Write elements [start, stop) of the flattened parameter, contiguous or not, rounded to its dtype."""
-    if param.is_contiguous():
-        param.detach().view(-1)[start:stop] = values
-    else:
-        flat = param.detach().reshape(-1)  # a copy
-        flat[start:stop] = values
-        param.copy_(flat.view(param.shape))
-
-
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """Return a copy in page-locked host memory."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

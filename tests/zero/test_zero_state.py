@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from hf_compressopt.format.index import CheckpointError
+from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.harness import run_ranks
 from tests.support.zero_runs import (
     OPTIMIZERS,
@@ -31,6 +32,14 @@ CASES = [
     Case("sgd", {"reduce_bucket_size": 700}, dtype=torch.bfloat16),
     Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
     Case("adamw", {"state_dtype": "bf16"}),
+]
+INT4 = {"grad_compression": "int4", "param_compression": "int4"}
+LOSS_SCALE = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
+SMALL = [
+    Case("adamw", {**INT4, "reduce_bucket_size": 600}, groups=True),
+    Case("sgd", {**INT4, **LOSS_SCALE, "reduce_bucket_size": 900}, dtype=torch.bfloat16),
+    Case("adamw", {"grad_compression": "int8", "stage": 1}),
+    Case("lamb", {"param_compression": "int8"}, dtype=torch.float16),
 ]
 
 
@@ -67,17 +76,26 @@ def resume(rank: int, world_size: int, case: Case, folder: str | None) -> list[s
     return list(different(bits(model), bits(again)))
 
 
-def resume_all(rank: int, world_size: int, folder: str | None) -> list[list[str]]:
-    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(CASES)]
+def resume_all(rank: int, world_size: int, cases: list[Case], folder: str | None) -> list[list[str]]:
+    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(cases)]
 
 
 @pytest.mark.invariant(21)
 @pytest.mark.invariant(24)
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("in_shards", [pytest.param(False, marks=pytest.mark.full), True])
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(world_size: int, in_shards: bool, tmp_path: Path) -> None:
-    for found in run_ranks(world_size, resume_all, str(tmp_path) if in_shards else None):
-        assert found == [[]] * len(CASES)
+@pytest.mark.parametrize(
+    ("world_size", "cases", "in_shards"),
+    [
+        *((world_size, CASES, True) for world_size in (1, 3)),
+        *((3, SMALL, in_shards) for in_shards in (True, False)),
+        *(pytest.param(n, CASES, False, marks=pytest.mark.full) for n in (1, 3)),
+        *(pytest.param(2, SMALL, in_shards, marks=pytest.mark.full) for in_shards in (True, False)),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
+    world_size: int, cases: list[Case], in_shards: bool, tmp_path: Path
+) -> None:
+    for found in run_ranks(world_size, resume_all, cases, str(tmp_path) if in_shards else None):
+        assert found == [[]] * len(cases)
 
 
 def cross_over(rank: int, world_size: int) -> list[str]:
@@ -161,6 +179,11 @@ HOSTILE = {
     "a loss scale that is no number": header("loss_scale", ["a", 1]),
     "param groups that are none": header("param_groups", [3]),
     "a word for a number": hyperparameter("lr", "abc"),
+    "a rate that is no number": hyperparameter("lr", math.nan),
+    "a decay that is no number": hyperparameter("weight_decay", math.nan),
+    "a beta of one": hyperparameter("betas", [0.9, 1.0]),
+    "a beta below zero": hyperparameter("betas", [-1.0, 0.999]),
+    "amsgrad without its maxima": hyperparameter("amsgrad", True),
     "one beta": hyperparameter("betas", [0.9]),
     "a number for a choice": hyperparameter("amsgrad", 0.5),
     "a transposed moment": tensor("exp_avg/p", "shape", [5, 4]),
@@ -181,7 +204,7 @@ def test_a_hostile_index_is_refused_by_name_and_changes_nothing(damage: Any, tmp
     file = tmp_path / "compressopt.index.json"
     index = json.loads(file.read_text())
     damage(index)
-    file.write_text(json.dumps(index))
+    file.write_bytes(sealed(index))
     p.grad = torch.ones_like(p)
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
