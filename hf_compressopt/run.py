@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         print(f"{_USAGE}; {problem}", file=sys.stderr)
         return 2
-    from hf_compressopt.integrations.transformers import register
-    from hf_compressopt.integrations.unmodified import adopt_accelerators
+    from hf_compressopt.integrations.accelerate import adopt_accelerators
+    from hf_compressopt.integrations.trainer import register
 
     try:
         register()

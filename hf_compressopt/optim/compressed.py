@@ -15,7 +15,6 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_re
 from hf_compressopt.collectives.phases import Task
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import Bucket, bucket_numel_of
-from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.compact import STATE, follow_moments
@@ -132,7 +131,6 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         amsgrad: bool = False,
     ) -> None:
         """See the class."""
-        attach_to_hosts()
         bounds = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step}
         schedule = self.schedule_class(**{self.freeze_option: freeze_step}, **bounds)
         check_family_options(
