@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.collectives.torch_dist import TorchCommunicator, announced
 from hf_compressopt.planner import advice, command, link, report, units
 from hf_compressopt.planner.link import Link
 
@@ -114,7 +114,7 @@ class _Place:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} are not set, which a launcher does: {_START}")
-        self.ranks, self.local = _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)
+        self.ranks, self.local = announced("WORLD_SIZE", 1), announced("LOCAL_WORLD_SIZE", 1)
         if self.ranks < 2:
             raise ValueError(f"one rank sends nothing, so there is no link to measure: {_START}")
         if self.ranks % self.local:
@@ -130,7 +130,7 @@ class _Place:
                     f"there are {self.local} ranks on this machine and {torch.cuda.device_count()} GPU(s): start one "
                     "rank for each, or give --use_cpu"
                 )
-            self.device = torch.device("cuda", _variable("LOCAL_RANK", 0))
+            self.device = torch.device("cuda", announced("LOCAL_RANK", 0))
 
     @property
     def nodes(self) -> int:
@@ -157,13 +157,6 @@ class _Place:
             groups = [dist.new_group(list(range(start, start + self.local)), timeout=wait) for start in starts]
             own = groups[self.everyone.rank // self.local]
             self.neighbours = TorchCommunicator(own, device=self.device)
-
-
-def _variable(name: str, least: int) -> int:
-    text = os.environ.get(name, str(least))
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}")
-    return int(text)
 
 
 def _advise(arguments: argparse.Namespace, place: _Place) -> str:

@@ -140,7 +140,10 @@ def _prefix(text: str) -> str:
 
 
 def _complain(command: str, what: object) -> None:
-    print(f"hf-compressopt {command}: {what}", file=sys.stderr)
+    from hf_compressopt.format.inspect import printable
+
+    text = "\n".join(map(printable, str(what).splitlines()))  # names in a file may hold terminal sequences
+    print(f"hf-compressopt {command}: {text}", file=sys.stderr)
 
 
 @dataclass(frozen=True)

@@ -104,12 +104,13 @@ def async_save_state(
     if any(communicator.all_gather_object(background.channel is None or background.failed)):
         background.channel = None
         background.channel = communicator.run_together(communicator.duplicate, snapshot.remove)
+    channel = background.channel
+    assert channel is not None
     copied: Future[Snapshot] = Future()
     try:
         copied.set_result(background.copy.take(snapshot))
     except Exception as error:
         copied.set_exception(error.with_traceback(None))  # the frames of a traceback would keep the optimizer
-    channel = background.channel
 
     def write() -> None:  # here, not while training waits, the ranks learn of one that had no memory for its copy
         write_snapshot(channel.run_together(copied.result, snapshot.remove), channel, quiet=True)

@@ -35,6 +35,18 @@ _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakK
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+def announced(name: str, least: int = 1) -> int:
+    """Read a whole number from a launcher's environment variable; a variable that is not set is ``least``.
+
+    Raises:
+        ValueError: If it is no whole number, or too small.
+    """
+    text = os.environ.get(name, str(least))
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}: a launcher sets it")
+    return int(text)
+
+
 class TorchCommunicator(Communicator):
     """A torch.distributed process group, or one rank alone if torch.distributed is not in use."""
 
@@ -56,15 +68,16 @@ class TorchCommunicator(Communicator):
 
         Raises:
             RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
+            ValueError: If WORLD_SIZE is no number, or this rank is no member of the group.
         """
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
         self.process_group = process_group
         if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
-            announced = int(os.environ.get("WORLD_SIZE", "1"))
-            if announced > 1 and not alone:
+            ranks = 1 if alone else announced("WORLD_SIZE")
+            if ranks > 1:
                 raise RuntimeError(
-                    f"WORLD_SIZE is {announced}, but torch.distributed is not initialized: call "
+                    f"WORLD_SIZE is {ranks}, but torch.distributed is not initialized: call "
                     "torch.distributed.init_process_group() (Trainer and Accelerate do) before making the optimizer"
                 )
             self.name, self.rank, self.world_size = "none", 0, 1

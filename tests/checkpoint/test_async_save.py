@@ -79,7 +79,7 @@ def contents(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """A checkpoint without what differs between two saves of the same."""
     index = json.loads((folder / "compressopt.index.json").read_text())
     shards = [load_file(folder / shard["file"]) for shard in index["shards"]]
-    for key in ("save_id", "shards"):
+    for key in ("save_id", "shards", "digest"):
         del index[key]
     return index, [{key: tensor.tolist() for key, tensor in shard.items()} for shard in shards]
 

@@ -88,6 +88,9 @@ def test_several_ranks_without_torch_distributed_are_refused(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but torch.distributed is not initialized"):
         make()
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    with pytest.raises(ValueError, match="WORLD_SIZE must be a whole number of at least 1, got 'abc'"):
+        make()
 
 
 class Recording:

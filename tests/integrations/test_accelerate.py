@@ -409,9 +409,8 @@ def test_the_form_of_the_state_comes_from_the_plugin_and_from_the_environment(mo
         assert make("onebit_adam").compact and not make("onebit_lamb").compact
     for form in ("compact", "float32"):
         monkeypatch.setenv("COMPRESSOPT_STATE", form)
-        assert CompressOptPlugin().options_from_env("onebit_adam")["state"] == form and make("onebit_adam").compact == (
-            form == "compact"
-        )
+        assert CompressOptPlugin().options_from_env("onebit_adam")["state"] == form
+        assert make("onebit_adam").compact == (form == "compact")
     with pytest.raises(ValueError, match="state must be one of .*'compact', 'float32'.*, got 'small'"):
         make("onebit_adam", state="small")
 

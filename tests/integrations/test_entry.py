@@ -56,6 +56,29 @@ def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
     assert "'nowhere.py' is no file" in done.stderr
 
 
+def test_a_script_imports_from_its_own_folder_and_not_from_the_current_one(tmp_path: Path) -> None:
+    """As with `python script.py`: a stray xxhash.py in the current folder is imported neither here nor there."""
+    script, here = tmp_path / "script" / "show.py", tmp_path / "here"
+    here.mkdir()
+    script.parent.mkdir()
+    script.write_text("import json, sys, beside, xxhash; print(json.dumps(sys.path))")
+    script.with_name("beside.py").touch()
+    (here / "xxhash.py").write_text("raise RuntimeError('a stray module')")
+    paths = []
+    for words in ([], ["-m", "hf_compressopt.run"]):
+        command = [sys.executable, *words, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=here)
+        assert done.returncode == 0, done.stderr
+        paths.append(json.loads(done.stdout))
+    assert paths[0] == paths[1] and paths[0][0] == str(script.parent)
+
+
+def test_a_world_size_that_is_no_number_is_named() -> None:
+    done = run_python(["-m", "hf_compressopt.run", SCRIPT], WORLD_SIZE="abc")
+    assert done.returncode == 2 and "WORLD_SIZE must be a whole number of at least 1, got 'abc'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_importing_the_package_is_cheap() -> None:
     code = "import sys, hf_compressopt; print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"

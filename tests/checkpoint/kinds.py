@@ -1,26 +1,19 @@
-"""Write one small checkpoint of each kind, and what a load of it must give, into fixtures/.
-
-    python tests/checkpoint/make_fixtures.py
-
-The files that lie there were written by version 0.1.0 of the package (index format 3; those called "compact", format
-4). They are kept: a later version must load them to the same bits. Run the script again only to add a kind; it leaves
-the folders that exist as they are.
-"""
+"""One small checkpoint of each kind of optimizer, which tests load, damage and convert."""
 
 import hashlib
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-FIXTURES = Path(__file__).parent / "fixtures"
-EXPECTED = FIXTURES / "expected.json"
+from tests.support.harness import run_ranks
+from tests.support.made_once import made_once
+
 SHAPES = [(5, 7), (11,), (0, 4), ()]
 #: Options of a param group whose loaded values are compared.
 GROUP_OPTIONS = ("lr", "betas", "eps", "weight_decay", "exp_avg_mask")
@@ -50,7 +43,6 @@ KINDS: dict[str, Kind] = {
     "onebit_adam_warmup_2": Kind("OnebitAdam", ONEBIT, 2, 1),
     "onebit_adam_compressed_1": Kind("OnebitAdam", ONEBIT, 1, 4),
     "onebit_adam_compressed_2": Kind("OnebitAdam", ONEBIT, 2, 4),
-    "onebit_adam_decoded_2": Kind("OnebitAdam", COMPACT, 2, 4),  # of version 3, in which it was saved as float32
     "onebit_adam_compact_1": Kind("OnebitAdam", COMPACT, 1, 4),
     "onebit_adam_compact_2": Kind("OnebitAdam", COMPACT, 2, 4),
     "onebit_adam_compact_own_group_2": Kind("OnebitAdam", COMPACT, 2, 4, own_group=True, loads_on=(2,)),
@@ -149,130 +141,38 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, repr(value)
 
 
-def load(rank: int, world_size: int, name: str, kind: Kind) -> dict[str, str]:
-    """Load a folder of fixtures/ into a new optimizer of this kind, with its state in float32; what it then holds."""
-    return observe(*load_in_form("float32", name, kind))
-
-
-def load_in_form(form: str, name: str, kind: Kind) -> tuple[list[nn.Parameter], Any]:
-    """Load a folder of fixtures/ into a new optimizer of this kind, of this form of the state if it has forms."""
+def load_in_form(form: str | None, kind: Kind, folder: str) -> tuple[list[nn.Parameter], Any]:
+    """Load a checkpoint into a new optimizer of this kind, of this form of the state, or of its own."""
     from hf_compressopt import load_state
 
-    options = {**kind.options, "state": form} if "scale_block" in kind.options else kind.options
+    options = {**kind.options, "state": form} if form and "scale_block" in kind.options else kind.options
     params, optimizer = make(kind._replace(options=options))
-    load_state(optimizer, FIXTURES / name)
+    load_state(optimizer, folder)
     return params, optimizer
 
 
-def load_all(rank: int, world_size: int) -> dict[str, dict[str, str]]:
-    """Load every fixture that this number of ranks can load; what this rank then holds."""
-    kinds = {name: kind for name, kind in KINDS.items() if world_size in kind.loads_on}
-    found = {name: load(rank, world_size, name, kind) for name, kind in kinds.items()}
-    crossings = CROSSINGS if world_size == 2 else {}
-    return found | {name: load(rank, world_size, folder, kind) for name, (folder, kind) in crossings.items()}
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
-def save_all(rank: int, world_size: int, names: list[str]) -> None:
-    for name in names:
-        if KINDS[name].ranks == world_size:
-            save(rank, world_size, name, KINDS[name])
-
-
-def save(rank: int, world_size: int, name: str, kind: Kind) -> None:
+def save_all(rank: int, world_size: int, folder: str) -> None:
+    """Save every kind of this number of ranks, and what each rank held."""
     from hf_compressopt import save_state
     from hf_compressopt.checkpoint.portable import consolidate, import_state
 
-    params, optimizer = make(kind)
-    train(rank, world_size, params, optimizer, kind.steps)
-    if name != "imported_torch_file":
-        save_state(optimizer, FIXTURES / name)
-        return
-    files = FIXTURES / "files"
-    files.mkdir()
-    torch.save(optimizer.state_dict(), files / "optimizer.pt")
-    import_state(files / "optimizer.pt", FIXTURES / name)
-    consolidate(FIXTURES / "adamw_1" / "compressopt.index.json", files / "adamw_1.safetensors")
+    for name, kind in KINDS.items():
+        if kind.ranks != world_size:
+            continue
+        params, optimizer = make(kind)
+        train(rank, world_size, params, optimizer, kind.steps)
+        if name == "imported_torch_file":
+            files = Path(folder, "files")
+            files.mkdir()
+            torch.save(optimizer.state_dict(), files / "optimizer.pt")
+            import_state(files / "optimizer.pt", Path(folder, name))
+            consolidate(Path(folder, "adamw_1", "compressopt.index.json"), files / "adamw_1.safetensors")
+        else:
+            save_state(optimizer, f"{folder}/{name}")
+        held = observe([], optimizer)  # the parameters are the host's to save
+        Path(folder, f"{name}-{rank}.json").write_text(json.dumps(held))
 
 
-def save_trainers(folder: Path) -> None:
-    """A checkpoint of a real Trainer, on one rank: the stub that torch.load reads, and the index beside it."""
-    from transformers import Trainer, TrainingArguments
-
-    import hf_compressopt.auto  # noqa: F401
-
-    with tempfile.TemporaryDirectory() as runs:
-        arguments = TrainingArguments(
-            output_dir=runs, optim="onebit_adam", optim_args="freeze_step=2", max_steps=3, save_steps=3, use_cpu=True,
-            report_to="none", disable_tqdm=True, learning_rate=0.01, per_device_train_batch_size=2,
-        )  # fmt: skip
-        Trainer(model=Regression(), args=arguments, train_dataset=examples()).train()
-        folder.mkdir()
-        for file in (Path(runs) / "checkpoint-3").iterdir():
-            if file.name in ("optimizer.pt", "scheduler.pt") or file.name.startswith("compressopt"):
-                shutil.copy(file, folder)
-
-
-class Regression(nn.Module):
-    """A model that Trainer trains: y = w x + b."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 2)
-        for param in self.parameters():
-            nn.init.constant_(param, 0.5)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        y = self.linear(x)
-        return {"loss": (y - labels).square().mean(), "logits": y}
-
-
-def examples() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(12, 5, generator=generator)
-    return [{"x": row, "labels": row[:2]} for row in rows]
-
-
-def load_trainers() -> dict[str, str]:
-    """Load the checkpoint of Trainer into a new optimizer, by the names that Trainer gives the parameters."""
-    from hf_compressopt import OnebitAdam, load_state
-
-    model = Regression()
-    optimizer = OnebitAdam([{"params": [model.linear.weight]}, {"params": [model.linear.bias]}], freeze_step=2)
-    load_state(optimizer, FIXTURES / "trainer", names=["linear.weight", "linear.bias"])
-    return observe(list(model.parameters()), optimizer)
-
-
-def _on_ranks(rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], *args: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
-    results[rank] = work(rank, world_size, *args)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def spawn(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    with tempfile.TemporaryDirectory() as folder, torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(
-            _on_ranks, (world_size, f"{folder}/store", results, work, *args), nprocs=world_size, join=True
-        )
-        return [results[rank] for rank in range(world_size)]
-
-
-def main() -> None:
-    FIXTURES.mkdir(exist_ok=True)
-    missing = [name for name in KINDS if not (FIXTURES / name).exists()]
-    for ranks in (1, 2):
-        spawn(ranks, save_all, missing)
-    if not (FIXTURES / "trainer").exists():
-        save_trainers(FIXTURES / "trainer")
-    by_ranks = {str(ranks): spawn(ranks, load_all) for ranks in (1, 2)}
-    by_ranks["trainer"] = [{"trainer": load_trainers()}]
-    EXPECTED.write_text(json.dumps(by_ranks, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def written(factory: pytest.TempPathFactory) -> Path:
+    """The folder with a checkpoint of each kind, by its name; those of one rank first: files are made of them."""
+    return made_once(factory, "kinds", lambda folder: [run_ranks(n, save_all, str(folder)) for n in (1, 2)] and None)
