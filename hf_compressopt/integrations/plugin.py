@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-import types
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import torch
 
 from hf_compressopt.grad_compression import FORMATS, GradientCompression, MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES, saves_shards
 from hf_compressopt.optim.family_options import check_zero_stage
-from hf_compressopt.optim.options import MAX_UPDATE
+from hf_compressopt.optim.onebit_adam import OnebitAdam
+from hf_compressopt.options import describe_kinds, did_you_mean, options_of, parse
 from hf_compressopt.zero.config import check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.supported import check_optimizer_class
@@ -30,7 +28,6 @@ _TRAINER_FLAGS = {
     "weight_decay": "--weight_decay",
     "max_grad_norm": "--max_grad_norm",
 }
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _ASYNC_SAVE: Options = {"async_save": ((bool,), False)}
 _ZERO_STAGE: Options = {"zero_stage": ((int,), 0)}
 _COMPRESSIONS = ("grad_compression", "param_compression")
@@ -89,9 +86,9 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
     for key, value in pairs.items():
         if key in own:
-            found.optimizer[key] = parse_value(key, value, own[key][0])
+            found.optimizer[key] = parse(key, value, own[key][0])
         elif key in zero:
-            found.zero[key] = parse_value(key, value, zero[key][0])
+            found.zero[key] = parse(key, value, zero[key][0])
         elif ours:
             raise ValueError(_unknown(name, key, _legal(name, zero=stage is not None)))
         else:
@@ -106,7 +103,7 @@ def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
         return ZERO_NAMES.get(name)
     if name in ZERO_NAMES:
         raise ValueError(f"optim_args: zero_stage is part of the optimizer's name ({name}): leave it out")
-    stage: int = parse_value("zero_stage", text, (int,))
+    stage: int = parse("zero_stage", text, (int,))
     if name in ALGORITHMS:
         check_takes_stage(name, stage)
         pairs["zero_stage"] = text  # the optimizer's own option
@@ -117,7 +114,7 @@ def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
 
 def _take_async_save(name: str, pairs: dict[str, str], stage: int | None) -> bool:
     """The value of ``async_save``, which is an option of the host."""
-    wanted: bool = parse_value("async_save", pairs.pop("async_save", "false"), (bool,))
+    wanted: bool = parse("async_save", pairs.pop("async_save", "false"), (bool,))
     if wanted and stage is None and name not in ALGORITHMS:
         raise ValueError(
             f"optim_args: async_save=true is not supported with {name}, because Trainer saves its state: use it with "
@@ -140,7 +137,7 @@ def _take_messages(pairs: dict[str, str]) -> dict[str, Any]:
     """The options of the messages of compressed gradients."""
     legal = text_options(GradientCompression)
     names = [field.name for field in fields(MessageOptions) if field.name in pairs]
-    found = {name: parse_value(name, pairs.pop(name), legal[name][0]) for name in names}
+    found = {name: parse(name, pairs.pop(name), legal[name][0]) for name in names}
     MessageOptions(**found)
     return found
 
@@ -216,12 +213,6 @@ def _unknown(name: str, key: str, legal: Options) -> str:
     return f"optim_args: {what} has no option {key!r}{has or '.'} --optim_args help lists all options"
 
 
-def did_you_mean(name: str, legal: Iterable[str]) -> str:
-    """Name the legal names that are nearest to one that is not; "" if none is near."""
-    near = get_close_matches(name, list(legal), n=2)
-    return f": did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
 def _pairs(text: str | None) -> dict[str, str]:
     """The options of a text, each once."""
     pairs: dict[str, str] = {}
@@ -239,64 +230,17 @@ def _pairs(text: str | None) -> dict[str, str]:
 
 def text_options(optimizer_class: type[Any]) -> Options:
     """Options that text can set: name -> (types that it may have, default)."""
-    options: Options = {}
-    for init in reversed(_constructors(optimizer_class)):
-        hints = get_type_hints(init)
-        for name, parameter in inspect.signature(init).parameters.items():
-            kinds = _text_types(hints.get(name))
-            if name == "freeze_step" != getattr(optimizer_class, "freeze_option", name):
-                continue  # this class calls it by another name
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and kinds and name not in _TRAINER_FLAGS:
-                options[name] = (kinds, parameter.default)
-    return options
-
-
-def _constructors(cls: type) -> list[Callable[..., None]]:
-    """The class's own constructor, and those of its bases to which it hands further options."""
-    found: list[Callable[..., None]] = []
-    for base in cls.__mro__:
-        if init := vars(base).get("__init__"):
-            found.append(init)
-            if config := vars(base).get("config_class"):  # its fields are further options
-                found.append(config.__init__)
-            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(init).parameters.values()):
-                break
-    return found
-
-
-def parse_value(name: str, text: str, kinds: tuple[type, ...]) -> Any:
-    """One value from text.
-
-    Raises:
-        ValueError: If the text is of none of these types.
-    """
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    for kind in kinds:
-        try:
-            if kind is bool:
-                return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
-            if kind in (int, float, str):
-                return kind(text)
-        except (ValueError, KeyError):
-            continue
-    raise ValueError(f"{name} must be {_kinds(kinds)}, got {text!r}")
-
-
-def _text_types(hint: Any) -> tuple[type, ...]:
-    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    kinds = tuple(kind for kind in alternatives if kind in (bool, int, float, str, type(None)))
-    return kinds if any(kind is not type(None) for kind in kinds) else ()
-
-
-def _kinds(kinds: tuple[type, ...]) -> str:
-    names = {bool: "true or false", int: "an int", float: "a float", str: "a name", type(None): "none"}
-    return " or ".join(names[kind] for kind in kinds)
+    found = options_of(optimizer_class).items()  # type: ignore[arg-type]  # mypy: is type[Any] hashable?
+    return {
+        name: (option.kinds, option.default)
+        for name, option in found
+        if option.kinds and option.keyword and name not in _TRAINER_FLAGS
+    }
 
 
 def _described(options: Options) -> str:
     return ", ".join(
-        f"{name} ({_kinds(kinds)}; default {default})" for name, (kinds, default) in sorted(options.items())
+        f"{name} ({describe_kinds(kinds)}; default {default})" for name, (kinds, default) in sorted(options.items())
     )
 
 
@@ -337,7 +281,6 @@ def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) ->
     return ZeroOptimizer(optimizer.param_groups, type(optimizer), stage=stage, **options, **inner)
 
 
-_Value = TypeVar("_Value")
 #: Fields that all compressed optimizers take as they are, ``state`` if it is set.
 OPTIONS = (
     *("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator"),
@@ -347,15 +290,23 @@ AUTO = "auto"
 _OF_THE_BUILD = ("COMPRESSOPT_CUDA_ARCHITECTURES", "COMPRESSOPT_PORTABLE_ONLY")
 
 
-def _from_env(name: str, default: _Value, *kinds: type) -> Callable[[], _Value]:
-    """A default factory that reads the environment variable COMPRESSOPT_<name> if it is set."""
+_SHARED = options_of(OnebitAdam)
 
-    def read() -> _Value:
-        variable = f"COMPRESSOPT_{name}"
+
+def _own(name: str, default: Any, *kinds: type) -> Any:
+    """A field that defaults from the environment variable COMPRESSOPT_<NAME>, if that is set."""
+
+    def read() -> Any:
+        variable = f"COMPRESSOPT_{name.upper()}"
         text = os.environ.get(variable)
-        return default if text is None else parse_value(variable, text, kinds)
+        return default if text is None else parse(variable, text, kinds)
 
-    return read
+    return field(default_factory=read)
+
+
+def _shared(name: str) -> Any:
+    """A field that is an option of the compressed optimizers, with its default and types."""
+    return _own(name, _SHARED[name].default, *_SHARED[name].kinds)
 
 
 def _freeze_step_from_env() -> int | str:
@@ -386,38 +337,25 @@ class CompressOptPlugin:
     """Options for plain Accelerate: the optimizer that replaces an Adam or AdamW given to ``prepare``.
 
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
-    another name for that of ``optimizer``.
+    another name for that of ``optimizer``. ``warmup_bits``, ``scale_block``, ``variance_floor``, ``max_update``,
+    ``clip``, ``bucket_cap_mb``, ``topology``, ``node_size`` and ``node_bits`` are options of the compressed optimizers.
 
     Attributes:
         optimizer: "onebit_adam" (the default without zero_stage and grad_compression), "zero_one_adam" or
             "onebit_lamb"; "none" leaves every optimizer as it is.
-        freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step), or "auto": the variance decides, at the
-            latest after the share of the run that Trainer allows too. The length of the run is ``total_steps``, or
-            that of a learning-rate scheduler given to ``prepare``.
-        warmup_bits: Bits per element of the averaged gradients of the first stage: 4, 8, 16 or 32.
+        freeze_step: Last step of the warmup stage, or "auto": the variance decides, at the latest after the share of
+            the run that Trainer allows too. The length of the run is ``total_steps``, or that of a learning-rate
+            scheduler given to ``prepare``.
         grad_compression: "int4" or "int8": average the gradients of ordinary optimizers by messages of 4 or 8 bits per
             element. Not supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is
             ZeroOptimizer's option.
         param_compression: "int4" or "int8", with zero_stage: give the updated parameters to all ranks by such messages.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
-        scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
-        variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
-        max_update: Learning rates that an element moves at most in a step of the compressed stage; None or 0 is off.
-            OnebitLamb has no such bound.
-        clip: "sketch", "local" or "late": the norm by which gradients are clipped after the first stage. With "late",
-            of OnebitAdam, it is that of the step before, and messages leave during backward.
-        bucket_cap_mb: MiB of float32 values that are sent together.
-        state: "compact" or "float32": the form of errors, and after the first stage of moments, in memory; None is the
-            optimizer's own default.
+        state: "compact" or "float32", as in the optimizers; None is the optimizer's own default.
         communicator: "auto", or the name of a torch.distributed backend.
-        topology: "flat", "two-level" or "auto": the way of compressed messages between nodes of several ranks, also
-            with grad_compression.
-        node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
-        node_bits: Bits per element of what the ranks of a node average, in two levels: 32, or 16 for bfloat16.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it, and ``optimizer`` is
-            "none" unless it is given. With "onebit_adam" 1: the ranks share out the moments of its first stage; 2: its
-            gradients leave and are freed while backward runs, too, and models get no DDP. Not supported with the
-            other two optimizers. 0 is off.
+            "none" unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP.
+            Not supported with the other two. 0 is off.
         gradient_as_bucket_view: Whether gradients that travel in the messages of this package lie in DDP's own buckets:
             DDP's option of that name, which saves a copy of all gradients. False leaves DDP's option as it is.
         async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
@@ -430,23 +368,23 @@ class CompressOptPlugin:
 
     optimizer: str = field(default_factory=lambda: CompressOptPlugin.optimizer_from_env())
     freeze_step: int | str = field(default_factory=_freeze_step_from_env)
-    scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
-    variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
-    max_update: float | None = field(default_factory=_from_env("MAX_UPDATE", MAX_UPDATE, float, type(None)))
-    clip: str = field(default_factory=_from_env("CLIP", "sketch", str))
-    bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
-    communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
-    zero_stage: int = field(default_factory=_from_env("ZERO_STAGE", 0, int))
-    async_save: bool = field(default_factory=_from_env("ASYNC_SAVE", False, bool))
-    grad_compression: str = field(default_factory=_from_env("GRAD_COMPRESSION", "none", str))
-    total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
-    warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 4, int))
-    state: str | None = field(default_factory=_from_env("STATE", None, str, type(None)))
-    param_compression: str = field(default_factory=_from_env("PARAM_COMPRESSION", "none", str))
-    topology: str = field(default_factory=_from_env("TOPOLOGY", AUTO, str))
-    node_size: int | None = field(default_factory=_from_env("NODE_SIZE", None, int, type(None)))
-    node_bits: int = field(default_factory=_from_env("NODE_BITS", 32, int))
-    gradient_as_bucket_view: bool = field(default_factory=_from_env("GRADIENT_AS_BUCKET_VIEW", True, bool))
+    scale_block: int | None = _shared("scale_block")
+    variance_floor: float = _shared("variance_floor")
+    max_update: float | None = _shared("max_update")
+    clip: str = _shared("clip")
+    bucket_cap_mb: float = _shared("bucket_cap_mb")
+    communicator: str = _own("communicator", AUTO, str)
+    zero_stage: int = _shared("zero_stage")
+    async_save: bool = _own("async_save", False, bool)
+    grad_compression: str = _own("grad_compression", "none", str)
+    total_steps: int | None = _own("total_steps", None, int, type(None))
+    warmup_bits: int = _shared("warmup_bits")
+    state: str | None = _own("state", None, str, type(None))
+    param_compression: str = _own("param_compression", "none", str)
+    topology: str = _shared("topology")
+    node_size: int | None = _shared("node_size")
+    node_bits: int = _shared("node_bits")
+    gradient_as_bucket_view: bool = _own("gradient_as_bucket_view", True, bool)
 
     def __post_init__(self) -> None:
         """Check the names, the messages and the schedule; the optimizer checks the other options."""
@@ -507,7 +445,7 @@ class CompressOptPlugin:
         cls = ALGORITHMS[self.optimizer]
         option = getattr(cls, "freeze_option", None)
         given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
-        if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
+        if self.max_update != _SHARED["max_update"].default or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
         given |= self.common_options()
         made = cls(optimizer.param_groups, **given)
