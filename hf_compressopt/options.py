@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 #: Spellings that configurations of DeepSpeed bring: each is another name of an option, or has one legal value.
 ACCEPTED = (
     *("amsgrad", "comm_backend_name", "cuda_aware", "reduce_scatter", "reduce_bucket_size"),
-    *("allgather_bucket_size", "clip_grad"),
+    *("allgather_bucket_size", "clip_grad", "var_freeze_step"),
 )
 _NOT_OPTIONS = ("self", "params", "optimizer_class", "config")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -54,8 +54,6 @@ def options_of(cls: type) -> dict[str, Option]:
         for name, parameter in inspect.signature(init).parameters.items():
             if name in (*_NOT_OPTIONS, *found) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
-            if name == "freeze_step" != getattr(cls, "freeze_option", name):
-                continue  # this class calls it by another name
             kind, keyword = parameter.annotation, parameter.kind is parameter.KEYWORD_ONLY
             annotation = kind if isinstance(kind, str) else inspect.formatannotation(kind)
             kinds = _kinds_of(hints.get(name))

@@ -14,7 +14,7 @@ from hf_compressopt.optim.compressed import CompressedOptimizer
 
 logger = logging.getLogger(__name__)
 _LOGGED = (
-    *("stage", "bytes_sent", "bytes_sent_step", "bytes_sent_in_node"),
+    *("stage", "zero_stage", "bytes_sent", "bytes_sent_step", "bytes_sent_in_node"),
     *("compression_ratio", "seconds_communication", "gradient_noise_scale"),
 )
 _steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the run, by optimizer
@@ -109,10 +109,9 @@ def _warn_if_nothing_is_compressed(optimizer: CompressedOptimizer, steps: int) -
     elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
             "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "
-            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller %s, or 'auto'",
+            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller freeze_step, or 'auto'",
             name,
             steps,
-            getattr(optimizer, "freeze_option", "freeze_step"),
         )
 
 

@@ -443,8 +443,7 @@ class CompressOptPlugin:
         self._check_replaceable(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
         cls = ALGORITHMS[self.optimizer]
-        option = getattr(cls, "freeze_option", None)
-        given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
+        given: dict[str, Any] = {"freeze_step": self.freeze_step} if hasattr(cls, "schedule_class") else {}
         if self.max_update != _SHARED["max_update"].default or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
         given |= self.common_options()
@@ -473,8 +472,7 @@ class CompressOptPlugin:
         options = {"freeze_step": self.freeze_step, "max_update": self.max_update, **self.common_options()}
         given = {name: value for name, value in options.items() if f"COMPRESSOPT_{name.upper()}" in os.environ}
         freeze_step = given.pop("freeze_step", AUTO)
-        option = getattr(ALGORITHMS[name], "freeze_option", "freeze_step")
-        return given | ({} if freeze_step == AUTO else {option: freeze_step})
+        return given | ({} if freeze_step == AUTO else {"freeze_step": freeze_step})
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the reason why an optimizer is not replaced by the compressed one that the plugin names, or ""."""
