@@ -41,6 +41,7 @@ from hf_compressopt.kernels import (
     AdamUpdate,
     Average,
     Combination,
+    Commit,
     Descent,
     IntegerFormat,
     Segment,

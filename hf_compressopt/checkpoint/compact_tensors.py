@@ -20,9 +20,8 @@ from hf_compressopt.format.index import CheckpointIndex
 from hf_compressopt.format.reader import ShardFiles
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.format.reshard import plan_reads
-from hf_compressopt.kernels import Average, CompactErrors, on
+from hf_compressopt.kernels import Average, CompactErrors, chunk_integer_message_nbytes, on
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_messages import chunk_integer_message_nbytes
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.kernels.variance import check_tops, decode_variance
 from hf_compressopt.optim.options import check_count, check_scale_block

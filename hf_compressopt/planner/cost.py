@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS
-from hf_compressopt.kernels.integers import IntegerFormat
+from hf_compressopt.kernels import INTEGER_BITS, IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.optim.warmup_gradients import check_warmup_bits

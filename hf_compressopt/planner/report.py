@@ -14,9 +14,8 @@ import torch
 
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
+from hf_compressopt.kernels import INTEGER_BITS, integer_message_nbytes, message_nbytes
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS, integer_message_nbytes
-from hf_compressopt.kernels.messages import message_nbytes
 from hf_compressopt.optim.compact import STATE
 from hf_compressopt.optim.compressed import CompressedOptimizer
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average

@@ -12,18 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_compressopt.kernels import library, native
-from hf_compressopt.kernels.c_operands import ErrorsRecord
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.updates import LambMoments, LambOptions
+from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, Segment, library, native
+from hf_compressopt.kernels.c_abi import ErrorsRecord
 from tests.support import emulated
 from tests.support import kernel_cases as cases
-from tests.support.compact_suite import CompactSuite
 from tests.support.emulated import Emulator
-from tests.support.integer_suite import IntegerSuite
-from tests.support.kernel_suite import KernelSuite
+from tests.support.kernel_suite import CompactSuite, KernelSuite
 from tests.support.made_once import made_once
-from tests.support.sketch_suite import SketchSuite
 
 CPU = torch.device("cpu")
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))]
@@ -80,19 +75,9 @@ class TestKernels(KernelSuite):
     """The suite, on the emulated GPU."""
 
 
-@orders
-class TestIntegers(IntegerSuite):
-    """The suite, on the emulated GPU."""
-
-
 @pytest.mark.full
 @orders
 class TestCompact(CompactSuite):
-    """The suite, on the emulated GPU."""
-
-
-@orders
-class TestSketch(SketchSuite):
     """The suite, on the emulated GPU."""
 
 
