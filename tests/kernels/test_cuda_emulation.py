@@ -16,7 +16,7 @@ from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.c_operands import ErrorsRecord
 from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.updates import LambMoments, LambOptions
-from tests.support import emulated
+from tests.support import compact_cases, emulated, integer_cases
 from tests.support import kernel_cases as cases
 from tests.support.compact_suite import CompactSuite
 from tests.support.emulated import Emulator
@@ -247,3 +247,28 @@ def test_no_threads_race(tmp_path: Path) -> None:
         emulated.build(folder, checks=emulated.RACES, replace=replace)
         reports = emulated.races(folder, *(["sums"] if replace else []))
         assert bool(reports) == bool(replace), reports[:8000]
+
+
+# Each check calls one kernel of a bucket, some of them twice. So compress, average and apply are 3 launches for signs;
+# for integers they are 3, and a look for NaN is the fourth.
+LAUNCHES = {
+    "compress signs": (1, lambda: cases.check_compress(CPU, 9001, 3, 4096, segments=5)),
+    "average signs": (1, lambda: cases.check_average_compress(CPU, 9001, 8, 4096)),
+    "apply": (1, lambda: cases.check_apply_adam(CPU, 9001, 5, world_size=3)),
+    "compress signs, errors in 8 bits": (1, lambda: compact_cases.check_compress(CPU, 9001, 3, 4096, segments=5)),
+    "average signs, errors in 8 bits": (1, lambda: compact_cases.check_average_compress(CPU, 9001, 8, 4096)),
+    "apply, variance in 8 bits": (1, lambda: compact_cases.check_apply_adam(CPU, 9001, 5, world_size=3)),
+    "compress integers": (2, lambda: integer_cases.check_compress(CPU, 9001, 3, 4, segments=5)),
+    "average integers": (1, lambda: integer_cases.check_average_compress(CPU, 9001, 8, 4)),
+    "commit integers": (1, lambda: integer_cases.check_commit(CPU, 9001, 3, 4, segments=5)),
+    "average integers, errors in 8 bits": (1, lambda: compact_cases.check_average_integers(CPU, 9001, 8, 4)),
+    "add integers": (1, lambda: integer_cases.check_add(CPU, 9001, 3, 4, segments=5, decay=0.5, scale=2.0)),
+}
+
+
+@pytest.mark.parametrize("kernel", LAUNCHES)
+def test_a_bucket_takes_one_launch_of_each_kernel(emulator: Emulator, kernel: str) -> None:
+    count, check = LAUNCHES[kernel]
+    before = emulator.calls("cudaLaunchKernelEx")
+    check()
+    assert emulator.calls("cudaLaunchKernelEx") - before == count
