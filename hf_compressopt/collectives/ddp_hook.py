@@ -69,6 +69,10 @@ class HasPlan(Protocol):
     early_messages: HasEarlySlots
     zero_stage: int
 
+    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Use these names of parameters in messages."""
+        ...
+
     @property
     def last_plan(self) -> StepPlan:
         """The plan of the last step."""
@@ -247,6 +251,8 @@ def attach_ddp(
         sync = GradientSync(TorchCommunicator(model.process_group, device=device), params=averaged)
         _register(model, sync)
     sync.bind(optimizers, loss_scale)
+    for optimizer in optimizers:
+        optimizer.label_parameters(model.module.named_parameters())
     return sync
 
 

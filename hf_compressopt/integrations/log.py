@@ -11,6 +11,7 @@ from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
 
 _LOGGED = (
     "stage",
+    "zero_stage",
     "bytes_sent",
     "bytes_sent_step",
     "bytes_sent_in_node",

@@ -193,8 +193,7 @@ class CompressOptPlugin:
         self._check_replaceable(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
         cls = ALGORITHMS[self.optimizer]
-        option = getattr(cls, "freeze_option", None)
-        given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
+        given: dict[str, Any] = {"freeze_step": self.freeze_step} if hasattr(cls, "schedule_class") else {}
         if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
         given |= self.common_options()

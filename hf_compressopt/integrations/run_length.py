@@ -30,7 +30,7 @@ def describe_schedule(optimizer: FollowsPlan) -> str:
     """Say how the schedule was chosen, and with which step the next stage begins."""
     schedule, steps = optimizer.schedule, _steps.get(optimizer)
     last = schedule.last_warmup_step
-    latest = "" if isinstance(schedule.freezes_at, int) else " at the latest"
+    latest = "" if isinstance(schedule.freeze_step, int) else " at the latest"
     begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
     return "; ".join(filter(None, [_fits.get(optimizer, ""), begins]))
 
@@ -72,8 +72,7 @@ def warn_if_nothing_is_compressed(optimizer: FollowsPlan, steps: int) -> None:
     elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
             "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "
-            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller %s, or 'auto'",
+            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller freeze_step, or 'auto'",
             name,
             steps,
-            getattr(optimizer, "freeze_option", "freeze_step"),
         )

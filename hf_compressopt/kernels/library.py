@@ -155,13 +155,20 @@ def call(function: str, device: torch.device, *arguments: Any) -> None:
     Raises:
         RuntimeError: If the function fails; the message is the library's.
     """
-    library = _library(device.type)
-    if device.type == "cpu":
+    kind = device.type
+    library = _library(kind)
+    if kind == "cpu":
         threads = torch.get_num_threads()
-        where = _Exec(threads, 0, _host_threads() if threads > 1 else None)
+        where = _exec(threads, 0, _host_threads() if threads > 1 else None)
     else:
-        where = _Exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
-    _check(library, getattr(library, function)(*arguments, ctypes.byref(where)))
+        where = _exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
+    if getattr(library, function)(*arguments, where):
+        raise RuntimeError(library.co_last_error().decode())
+
+
+@lru_cache
+def _exec(threads: int, device: int, where: int | None) -> Any:
+    return ctypes.byref(_Exec(threads, device, where))
 
 
 @lru_cache

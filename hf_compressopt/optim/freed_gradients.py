@@ -36,7 +36,7 @@ from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.left_gradients import LeftBucket, LeftGradients, LeftMean
 from hf_compressopt.optim.sharded_stage import send_gradients
 from hf_compressopt.optim.sign_slots import Early, Key, Prepare, Settled
-from hf_compressopt.optim.sketched_norm import MeanNorm, Sketch
+from hf_compressopt.optim.sketched_norm import MeanNorm
 from hf_compressopt.schedules import StepPlan
 
 
@@ -287,9 +287,9 @@ class FreedGradients:
             if all(state.shared_out or not state.params for state in others):
                 del mean.sketches[number]  # of nothing
         elif self._left.sketch is not None:
-            (communicator, y, square), (mine, own) = mean.sketches[number], self._left.sketch
+            sketch, (mine, own) = mean.sketches[number], self._left.sketch
             scale = self._backward.loss_scale
-            mean.sketches[number] = Sketch(communicator, y + mine / scale, square + own / scale**2)
+            mean.sketches[number] = sketch._replace(y=sketch.y + mine / scale, square=sketch.square + own / scale**2)
 
     @property
     def knows_norm(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.slots import IntegerSlot, Slot, plain_slots
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS
+from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.optim.functional import floor_variance_
 from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.logs import write_log

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -22,24 +22,32 @@ from torch.distributed.algorithms.join import Joinable
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.shard_stub import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
-from hf_compressopt.zero.access import AccessByParameter
 from hf_compressopt.zero.averages import GradientAverages
-from hf_compressopt.zero.config import ZeroConfig
-from hf_compressopt.zero.groups import ParamGroups
+from hf_compressopt.zero.config import ZeroConfig, require_accelerator
 from hf_compressopt.zero.join import JoinsUnevenInputs
-from hf_compressopt.zero.parameters import PartitionedParameters
-from hf_compressopt.zero.parts import hyperparameters
-from hf_compressopt.zero.ranks import Ranks
+from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
+from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
 from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
-from hf_compressopt.zero.update import update_parameters
+from hf_compressopt.zero.update import share_masters, update_parameters
 
 logger = logging.getLogger(__name__)
 
 
-class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs):
+Values = tuple[TrainedParameter, list[tuple[Part, Tensor]]]  # of a parameter, by this rank's parts in their order
+
+
+class _ParamGroups(torch.optim.Optimizer):
+    """Param groups as torch makes them of parameters, named parameters or groups, before there is an optimizer."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing: there is no optimizer."""
+
+
+class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
     Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
@@ -99,18 +107,17 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         self._process_groups = {"process_group": process_group, "model_parallel_group": model_parallel_group}
         template = optimizer_class([torch.zeros(1, requires_grad=True)], **self._inner_options)
         defaults = hyperparameters(template.param_groups[0])
-        groups = ParamGroups(params, defaults).param_groups
+        groups = _ParamGroups(params, defaults).param_groups
         for number, group in enumerate(groups):
             check_parameters(group["params"], number, self.config)
-        device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         self.traffic = Traffic()
-        topology = self.config.topology_options()
-        ranks = Ranks(self.config.transport, process_group, model_parallel_group, device, self.traffic, topology)
-        self.communicator: Communicator = ranks.everyone
         self.loss_scale = self.config.make_loss_scale()
         self.steps, self.skipped_steps, self.step_was_skipped = 0, 0, False
         inner = optimizer_class, self._inner_options
-        self.partition = PartitionedParameters(groups, self.config, ranks, *inner, self.loss_scale)
+        self.partition = PartitionedParameters(
+            groups, self.config, self.traffic, inner, self.loss_scale, **self._process_groups
+        )
+        self.communicator = self.partition.communicator
         self._averages = GradientAverages(self.partition, self.loss_scale)
         self._in_shards = self._states_are_away = False
         self._first_groups = len(groups)
@@ -303,6 +310,214 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
         self._averages.unscale(inverse_scale)
         return not math.isfinite(float(square))
 
+    # -- single parameters --------------------------------------------------------------------------------------------
+    #
+    # By the parameter itself or its name. All ranks that hold copies of the parameter call the ``full`` methods, with
+    # the same values. The ``local`` ones concern this rank's elements alone: a tensor [n] of them in their order, empty
+    # if there are none. All of them raise a KeyError for what is no trainable parameter of this optimizer.
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """List names of the trainable parameters, per group: ``names`` in their order, or torch's param_names.
+
+        Raises:
+            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        """
+        return self.partition.names_by_group(names, len(self.param_groups))
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """The parameters that are partitioned, in the order of the param groups."""
+        return [self.partition.tensors[number] for number in self.partition.in_order()]
+
+    @torch.no_grad()
+    def get_full_param(self, which: Tensor | str) -> Tensor:
+        """Return the parameter in full precision (its master copy if it has one), as a new tensor. All ranks call."""
+        self.partition.follow()
+        return _whole(*self._masters(which))
+
+    @torch.no_grad()
+    def set_full_param(self, which: Tensor | str, value: Any) -> None:
+        """Set the parameter and its master copy; a ValueError for a value of another shape. All ranks call."""
+        known, mine = self._masters(which)
+        value = _checked(known, value)
+        known.tensor.copy_(value)
+        for part, master in mine:
+            part.follow(known.tensor)
+            master.copy_(_cut(value, part))
+
+    def get_local_param(self, which: Tensor | str) -> Tensor:
+        """Return this rank's elements [n] of the parameter in full precision, as a new tensor."""
+        self.partition.follow()
+        return _joined(*self._masters(which))
+
+    @torch.no_grad()
+    def set_local_param(self, which: Tensor | str, value: Tensor) -> None:
+        """Set this rank's elements [n] of the parameter; other ranks get them in the next step.
+
+        With ``param_compression`` the next steps bring them to all ranks alike, this one too.
+        """
+        known, mine = self._masters(which)
+        for (part, master), values in _split(known, mine, value):
+            if part.is_ahead:
+                part.follow(known.tensor)
+            master.copy_(values)
+            if not part.is_ahead:
+                write_span(known.tensor, part.span.start, part.span.stop, values)
+
+    def _masters(self, which: Tensor | str) -> Values:
+        number, mine = self.partition.find(which)
+        return self.partition.known[number], [(part, part.tensor) for _, part in mine]
+
+    @torch.no_grad()
+    def get_full_state(self, which: Tensor | str, name: str) -> Tensor:
+        """Return a state tensor, such as "exp_avg", of the parameter's shape; or a count, []. All ranks call.
+
+        Raises:
+            KeyError: If there is no such state. The error lists the names that exist: none before the first step.
+        """
+        number, mine = self.partition.find(which)
+        known, rows = self.partition.known[number], [(part, bucket.state_of(part)) for bucket, part in mine]
+        kinds: dict[str, bool] = {}
+        for part, state in rows:
+            kinds |= {key: key in element_state(state, part) for key, value in state.items() if value is not None}
+        counts = [float(state[name]) for _, state in rows if kinds.get(name) is False]
+        everyone = known.communicator.all_gather_object([kinds, counts[:1]])
+        found = {key: kind for theirs, _ in everyone for key, kind in theirs.items()}
+        if name not in found:
+            raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(found)}")
+        if not found[name]:
+            return torch.tensor(next(counts[0] for _, counts in everyone if counts))
+        return _whole(known, [(part, state[name]) for part, state in rows])
+
+    @torch.no_grad()
+    def set_full_state(self, which: Tensor | str, name: str, value: Any) -> None:
+        """Set a state tensor of the parameter. All ranks call.
+
+        Raises:
+            KeyError: If this rank's part has no such state, as before the first step.
+            ValueError: For a value of another shape.
+        """
+        for bucket, part in self.partition.find(which)[1]:
+            known, [(_, own)] = self._states(which, name, part)
+            if name in element_state(bucket.state_of(part), part):
+                own.copy_(_cut(_checked(known, value), part))
+            elif isinstance(own, Tensor):
+                own.copy_(torch.as_tensor(value))
+            else:
+                bucket.state_of(part)[name] = type(own)(value)
+
+    def get_local_state(self, which: Tensor | str, name: str) -> Tensor:
+        """Return this rank's elements [n] of a state tensor, as a new tensor; a KeyError if there is none."""
+        return _joined(*self._states(which, name))
+
+    @torch.no_grad()
+    def set_local_state(self, which: Tensor | str, name: str, value: Tensor) -> None:
+        """Set this rank's elements [n] of a state tensor; a KeyError if there is none."""
+        for (_, own), values in _split(*self._states(which, name), value):
+            own.copy_(values)
+
+    def _states(self, which: Tensor | str, name: str, only: Part | None = None) -> Values:
+        number, mine = self.partition.find(which)
+        known, found = self.partition.known[number], []
+        for bucket, part in mine:
+            if only is None or part is only:
+                state = bucket.state_of(part)
+                if name not in state:
+                    raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
+                found.append((part, state[name]))
+        return known, found
+
+    @torch.no_grad()
+    def get_full_grad(self, which: Tensor | str) -> Tensor | None:
+        """Return the average gradient of the coming step, unscaled, and clipped if it has been. All ranks call.
+
+        Returns:
+            A new tensor of the parameter's shape; None if no rank had a gradient.
+        """
+        self.finish_gradients()
+        if not self.partition.reducer.present[self.partition.find(which)[0]]:
+            return None
+        return _whole(*self._gradients(which)).mul_(self._averages.factor)
+
+    @torch.no_grad()
+    def set_full_grad(self, which: Tensor | str, value: Any) -> None:
+        """Replace the average gradient of the parameter; a ValueError for another shape. All ranks call."""
+        known, mine = self._gradients(which)
+        value = _checked(known, value)
+        for part, average in mine:
+            average.copy_(_cut(value, part) / self._averages.factor)
+        self._averages.was_set(self.partition.find(which)[0])
+
+    def get_local_grad(self, which: Tensor | str) -> Tensor:
+        """Return this rank's elements [n] of the average gradient, as a new tensor. All ranks call."""
+        return _joined(*self._gradients(which)).float() * self._averages.factor
+
+    @torch.no_grad()
+    def set_local_grad(self, which: Tensor | str, value: Tensor) -> None:
+        """Set this rank's elements [n] of the average gradient. All ranks call, each with its own."""
+        for (_, average), values in _split(*self._gradients(which), value):
+            average.copy_(values / self._averages.factor)
+        self._averages.was_set(self.partition.find(which)[0])
+
+    def _gradients(self, which: Tensor | str) -> Values:
+        self.finish_gradients()
+        number, mine = self.partition.find(which)
+        slices = self.partition.reducer.slices
+        return self.partition.known[number], [(p, slices[p.slice].settable_average_of(p.span)) for _, p in mine]
+
+    # -- all parameters and states ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def masters_in_parameters(self) -> Iterator[None]:
+        """Set the parameters, inside the block, to their rounded masters, as a saved model has them. All ranks call.
+
+        With ``param_compression`` the parameters that a model computes with lag behind the masters by less than a step.
+        At the end they are as before, bit for bit, whatever was written inside. They are copied for that time. Without
+        ``param_compression`` nothing happens.
+        """
+        if not self.partition.has_replicas or self.partition.holds_masters:
+            yield
+            return
+        self.partition.follow()
+        restore = self.partition.replicas_restorer()
+        self.partition.holds_masters = True
+        try:
+            share_masters(self.partition)
+            yield
+        finally:
+            restore()
+            self.partition.holds_masters = False
+
+    def settle_parameters(self) -> None:
+        """Make the parameters what their masters round to, for good: later code may run on one rank. All ranks call."""
+        if self.partition.has_replicas:
+            self.partition.follow()
+            share_masters(self.partition)
+
+    def offload_states(self) -> None:
+        """Move state and master copies to page-locked host memory, until :meth:`reload_states` or the next step.
+
+        Raises:
+            ValueError: If there is no accelerator whose memory could be saved.
+        """
+        require_accelerator("offload_states")
+        self._move_states(to_host=True)
+
+    def reload_states(self) -> None:
+        """Undo :meth:`offload_states`: each state returns to the device of its parameter."""
+        if not self.config.offload:
+            self._move_states(to_host=False)
+
+    @torch.no_grad()
+    def _move_states(self, *, to_host: bool) -> None:
+        for bucket, part in self.partition.parts():
+            device = self.partition.tensors[part.param].device
+            move = in_host_memory if to_host else partial(Tensor.to, device=device)
+            if not part.direct:
+                part.tensor.data = move(part.tensor)
+            bucket.move_state(part, move)
+        self._states_are_away = to_host
+
     # -- state dict ---------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -342,15 +557,20 @@ class ZeroOptimizer(AccessByParameter, torch.optim.Optimizer, JoinsUnevenInputs)
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
 
-        In two levels bytes are those to other nodes, beside ``bytes_sent_in_node``.
+        ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In two levels
+        bytes are those to other nodes, beside ``bytes_sent_in_node``.
         """
-        inside = sum(self.traffic.node_bytes.values())
+        inside, sent = sum(self.traffic.node_bytes.values()), self.traffic.step_bytes
+        numel = sum(param.numel() for param in self.trainable_parameters)
+        full = 2 * (1 - 1 / self.communicator.world_size) * FLOAT_BYTES * numel
+        on_link = sent * self.communicator.topology.node_size
         return {
             **({"bytes_sent_in_node": float(inside)} if inside else {}),
-            "stage": float(self.stage),
+            "zero_stage": float(self.stage),
             "step": float(self.steps),
             "bytes_sent": float(self.traffic.total_bytes),
-            "bytes_sent_step": float(self.traffic.step_bytes),
+            "bytes_sent_step": float(sent),
+            "compression_ratio": full / on_link if on_link else 1.0,
             "seconds_communication": self.traffic.total_seconds,
             "skipped_steps": float(self.skipped_steps),
             "loss_scale": self.loss_scale.value,
@@ -373,3 +593,43 @@ def _remake(
         made.add_param_group(group)
     made.load_state_dict(state)
     return made
+
+
+def _whole(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
+    """Join the ranks' parts of a parameter: float32 or float64, of its shape."""
+    param, communicator = known.tensor, known.communicator
+    dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+    flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
+    for part, values in mine:
+        flat[part.span.start : part.span.stop] = values
+    bits = flat.view(torch.int32 if dtype == torch.float32 else torch.int64)  # a sum with zeros keeps these exactly
+    with communicator.traffic.paused():
+        communicator.all_reduce(bits).wait()
+    return flat.view(param.shape)
+
+
+def _checked(known: TrainedParameter, value: Any) -> Tensor:
+    given: Tensor = torch.as_tensor(value)
+    if given.shape != known.tensor.shape:
+        wanted = tuple(known.tensor.shape)
+        raise ValueError(f"the value must have the parameter's shape {wanted}, got {tuple(given.shape)}")
+    return given
+
+
+def _cut(value: Tensor, part: Part) -> Tensor:
+    return value.reshape(-1)[part.span.start : part.span.stop]
+
+
+def _joined(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
+    device = known.tensor.device
+    return torch.cat([own.detach().to(device) for _, own in mine]) if mine else torch.empty(0, device=device)
+
+
+def _split(
+    known: TrainedParameter, mine: list[tuple[Part, Tensor]], value: Tensor
+) -> Iterator[tuple[tuple[Part, Tensor], Tensor]]:
+    """Cut a tensor of this rank's elements into its parts."""
+    sizes = [part.span.numel for part, _ in mine]
+    if value.numel() != sum(sizes):
+        raise ValueError(f"this rank has {sum(sizes)} elements of {known.name}, got {value.numel()}")
+    return zip(mine, torch.split(value.reshape(-1), sizes) if mine else (), strict=True)

@@ -144,7 +144,7 @@ CO_API int32_t co_combine(const co_combination *z, float *out, int64_t numel, co
 
 /* ---- messages of b-bit integers ---------------------------------------------------------------------------------- */
 
-/* W messages of b-bit integers, the j-th at messages + j * stride (see kernels/integers.py). */
+/* W messages of b-bit integers, the j-th at messages + j * stride (see kernels/messages.py). */
 typedef struct {
     const uint8_t *messages;
     int64_t numel;      /* of the bucket */

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from hf_compressopt.kernels import library
-from hf_compressopt.kernels.updates import LambOptions
+from hf_compressopt.kernels import LambOptions, library
 from tests.support import compact_cases, integer_cases, kernel_cases, sketch_cases
 
 library._DIRECTORY = Path(sys.argv[1])
