@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state
     from hf_compressopt.collectives.averaging import average_gradients
     from hf_compressopt.collectives.ddp_hook import GradientSync, attach_ddp, ddp_hook
+    from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
     from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
     from hf_compressopt.grad_compression import GradientCompression, compress_hook
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
@@ -50,6 +51,7 @@ _HOME = {
     "ddp_hook": "hf_compressopt.collectives.ddp_hook",
     "attach": "hf_compressopt.integrations.accelerate",
     "estimate_zero_memory": "hf_compressopt.zero.memory",
+    "guard_torch_clipping": "hf_compressopt.collectives.torch_clipping",
     "load_state": "hf_compressopt.checkpoint.io",
     "register": "hf_compressopt.integrations.transformers",
     "save_state": "hf_compressopt.checkpoint.io",
@@ -78,6 +80,7 @@ __all__ = [
     "compress_hook",
     "ddp_hook",
     "estimate_zero_memory",
+    "guard_torch_clipping",
     "load_state",
     "register",
     "save_state",

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.planner import advice, command, link, report, units
+from hf_compressopt.collectives.torch_dist import TorchCommunicator, announced
+from hf_compressopt.planner import estimate, link, report
 from hf_compressopt.planner.link import Link
 
 _PROGRAM = "python -m hf_compressopt.advise"
@@ -78,16 +78,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config_name", help="the model: a name on the Hub, or a folder with a config.json")
-    count = command.argument(units.count)
-    model.add_argument("--params", type=count, help=f"{command.PARAMS_HELP}; a GPT-2 of about this size is timed")
-    few = command.argument(partial(units.count, most=1e6))
+    count = estimate.argument(estimate.count)
+    model.add_argument("--params", type=count, help=f"{estimate.PARAMS_HELP}; a GPT-2 of about this size is timed")
+    few = estimate.argument(partial(estimate.count, most=1e6))
     parser.add_argument("--batch-size", type=few, default=8, help="examples per rank in a step (%(default)s)")
     tokens = f"tokens in an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
     parser.add_argument("--tokens", type=few, help=tokens)
     parser.add_argument("--use_cpu", action="store_true", help="use the CPU and gloo even if there is a GPU")
     wait = f"longest time to wait for another rank (default: {_LONGEST_WAIT:g}s)"
-    parser.add_argument("--timeout", type=command.argument(units.seconds), default=_LONGEST_WAIT, help=wait)
-    command.add_training_arguments(parser, measured=True)
+    parser.add_argument("--timeout", type=estimate.argument(estimate.seconds), default=_LONGEST_WAIT, help=wait)
+    estimate.add_training_arguments(parser, measured=True)
     return parser
 
 
@@ -114,7 +114,7 @@ class _Place:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} are not set, which a launcher does: {_START}")
-        self.ranks, self.local = _variable("WORLD_SIZE", 1), _variable("LOCAL_WORLD_SIZE", 1)
+        self.ranks, self.local = announced("WORLD_SIZE", 1), announced("LOCAL_WORLD_SIZE", 1)
         if self.ranks < 2:
             raise ValueError(f"one rank sends nothing, so there is no link to measure: {_START}")
         if self.ranks % self.local:
@@ -130,7 +130,7 @@ class _Place:
                     f"there are {self.local} ranks on this machine and {torch.cuda.device_count()} GPU(s): start one "
                     "rank for each, or give --use_cpu"
                 )
-            self.device = torch.device("cuda", _variable("LOCAL_RANK", 0))
+            self.device = torch.device("cuda", announced("LOCAL_RANK", 0))
 
     @property
     def nodes(self) -> int:
@@ -159,13 +159,6 @@ class _Place:
             self.neighbours = TorchCommunicator(own, device=self.device)
 
 
-def _variable(name: str, least: int) -> int:
-    text = os.environ.get(name, str(least))
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}")
-    return int(text)
-
-
 def _advise(arguments: argparse.Namespace, place: _Place) -> str:
     """Measure what is not given, and render the ranking. All ranks call, and raise together.
 
@@ -183,19 +176,11 @@ def _advise(arguments: argparse.Namespace, place: _Place) -> str:
 
     def render() -> str:
         arguments.nodes, arguments.gpus_per_node = place.nodes, place.local
-        dtype = getattr(torch, arguments.dtype)
-        model = command.cost_model(arguments, dtype.itemsize)
-        if model is None:
-            raise ValueError("there is nothing to predict")
-        memory = report.memory_rows(
-            arguments.params, place.ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
-        )
-        choices = advice.ranked(model, arguments.steps, memory, arguments.warmup_bits)
+        found = estimate.predict(arguments, place.ranks)
         if arguments.json:
-            times = report.as_json(model, arguments.steps)
-            found = {"measured": measured, "ranking": advice.as_json(choices), "advised": advice.advised(choices).flags}
-            return json.dumps({"ranks": place.ranks, "bytes_per_rank": memory, **times, **found}, indent=2)
-        return "\n".join([*_facts(arguments, place, measured), "", advice.table(choices), "", advice.verdict(choices)])
+            return json.dumps({**found, "measured": measured}, indent=2)
+        table = report.ranking_table(found["ranking"])
+        return "\n".join([*_facts(arguments, place, measured), "", table, "", found["verdict"]])
 
     return everyone.run_together(render, others=ValueError)
 

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hf_compressopt
-from hf_compressopt.planner import command, units
+from hf_compressopt.planner import estimate
 
 _FOLDER = "the folder: Trainer's checkpoint-<step>, or the one given to save_state"
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf-compressopt", description=hf_compressopt.__doc__)
     parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    command.add_parser(commands)
+    estimate.add_parser(commands)
     for subcommand in _SUBCOMMANDS:
         subcommand.add_parser(commands)
     arguments = parser.parse_args(argv)
@@ -65,13 +66,6 @@ def _env(arguments: argparse.Namespace) -> int:
     facts = environment.collect()
     print(json.dumps(facts, indent=2) if arguments.json else environment.render(facts))
     return 1 if facts["problems"] else 0
-
-
-def _ranks(text: str) -> int:
-    try:
-        return units.count(text, most=1e6)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
@@ -141,7 +135,10 @@ def _prefix(text: str) -> str:
 
 
 def _complain(command: str, what: object) -> None:
-    print(f"hf-compressopt {command}: {what}", file=sys.stderr)
+    from hf_compressopt.format.inspect import printable
+
+    text = "\n".join(map(printable, str(what).splitlines()))  # names in a file may hold terminal sequences
+    print(f"hf-compressopt {command}: {text}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,10 @@ _SUBCOMMANDS = (
         "none, 2 if the file is not a valid configuration.",
         {
             "config": {"help": "ds_config.json, for DeepSpeed or, with auto values, for Transformers"},
-            "--ranks": {"type": _ranks, "help": "number of ranks, to divide a train_batch_size by"},
+            "--ranks": {
+                "type": estimate.argument(partial(estimate.count, most=1e6)),
+                "help": "number of ranks, to divide a train_batch_size by",
+            },
             "--same-arithmetic": _flag(
                 "compute what DeepSpeed's optimizers did, except for their faults; the defaults here are better"
             ),

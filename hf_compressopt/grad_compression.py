@@ -26,6 +26,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, as_it_is
 from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.owners import take_over
 from hf_compressopt.collectives.slots import IntegerSlot
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
@@ -115,14 +116,14 @@ class GradientCompression:
 
         Raises:
             ValueError: For an option outside its range, and for parameters on several devices.
-            TypeError: For parameters of another dtype than float32, bfloat16 or float16.
+            TypeError: For what are no parameters, and for those of another dtype than float32, bfloat16 or float16.
         """
         if compression not in FORMATS:
             raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
         if state not in STATES:
             raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
         bucket_numel, wanted = bucket_numel_of(bucket_cap_mb), TopologyOptions(topology, node_size, node_bits)
-        rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(params)]
+        rows = [p if isinstance(p, tuple) else (str(index), p) for index, p in enumerate(_iterable(params))]
         named = {p: name for name, p in rows if p.requires_grad}  # a tensor that is given twice counts once
         self.params, self.names = list(named)[::-1], list(named.values())[::-1]
         for name, param in zip(self.names, self.params, strict=True):
@@ -136,12 +137,13 @@ class GradientCompression:
         self.steps = self.skipped_steps = 0
         flat = make_communicator(communicator, process_group, device=device, traffic=self.traffic, cuda_aware=False)
         self.communicator = with_topology(flat, wanted)
-        self._loss_scale = loss_scale or (lambda: 1.0)
+        self._loss_scale = loss_scale or unscaled
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.errors = GroupErrors(self.layout, self.communicator, device, compact=state == "compact", used=True)
         self._new_errors: GroupErrors | None = None  # of the step under way
         self._buckets = BucketRounds()
         self._checked = False
+        take_over(self.params, "GradientCompression")
 
     @property
     def worker_error(self) -> Tensor:
@@ -295,6 +297,22 @@ class GradientCompression:
         self.skipped_steps += bool(not_finite)
         self.steps += 1
         self.traffic.end_step()
+
+
+def unscaled() -> float:
+    """Return the loss scale of gradients that carry none."""
+    return 1.0
+
+
+def _iterable(params: Any) -> Iterable[Any]:
+    """Return ``params``, which must hold parameters, named or not."""
+    given = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, Tensor)) else None
+    if given is None or not all(isinstance(p[-1] if isinstance(p, tuple) else p, Tensor) for p in given):
+        raise TypeError(
+            f"params must be parameters, and come first, got {params!r:.80}: give model.parameters() or "
+            "model.named_parameters(), such as GradientCompression(model.named_parameters(), 'int4')"
+        )
+    return given
 
 
 def compress_hook(

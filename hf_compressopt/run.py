@@ -37,11 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problem:
         print(f"{_USAGE}; {problem}", file=sys.stderr)
         return 2
+    if not is_module:
+        _find_modules_beside(target[0])
+    from hf_compressopt.collectives.torch_dist import announced
     from hf_compressopt.integrations.transformers import register
     from hf_compressopt.integrations.unmodified import adopt_accelerators
 
-    register()
     try:
+        announced("WORLD_SIZE")
+        register()
         adopt_accelerators()
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -51,9 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         runpy.run_module(target[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
-        sys.path.insert(0, os.path.dirname(os.path.abspath(target[0])))
         runpy.run_path(target[0], run_name="__main__")
     return 0
+
+
+def _find_modules_beside(script: str) -> None:
+    """Have imports look where ``python script`` looks: in the script's folder, and not in the current one."""
+    if getattr(sys.flags, "safe_path", False):
+        return
+    if sys.path[:1] in ([""], [os.getcwd()]):  # what ``python -m`` has put there
+        del sys.path[0]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
 
 
 def _why_no_script(path: str) -> str:

@@ -72,7 +72,7 @@ class Schedule(ABC):
     Subclasses are frozen dataclasses whose fields are options of an optimizer.
 
     Attributes:
-        freeze_option: Name of the field that holds the last step of the first stage, or "auto".
+        freeze_step: Last step of the first stage, or "auto": the variance finds it.
         freeze_share: Share of a run that the first stage takes at most, unless it is given.
         low_bit_freeze_share: The same if the first stage sends low-bit gradients.
         max_freeze_step: Bound on the step that "auto" finds. It yields to ``min_freeze_step`` and to the warmup of the
@@ -80,9 +80,9 @@ class Schedule(ABC):
         min_freeze_step: The first step that "auto" may find.
     """
 
-    freeze_option: ClassVar[str] = "freeze_step"
     freeze_share: ClassVar[float] = 0.2
     low_bit_freeze_share: ClassVar[float] = 0.2
+    freeze_step: int | str
     max_freeze_step: int
     min_freeze_step: int
 
@@ -98,7 +98,7 @@ class Schedule(ABC):
             TypeError: For an option that is no int.
         """
         for name, value in self.options().items():
-            if name == self.freeze_option and isinstance(value, str):
+            if name == "freeze_step" and isinstance(value, str):
                 if value != AUTO:
                     raise ValueError(f"{name} must be an int >= 1, or 'auto', got {value!r}")
                 continue
@@ -120,26 +120,22 @@ class Schedule(ABC):
             TypeError: For an option that is no int.
         """
         legal = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        if isinstance(options, dict):
+            options = {"freeze_step" if name == "var_freeze_step" else name: value for name, value in options.items()}
         if not isinstance(options, dict) or not legal - {"min_freeze_step"} <= options.keys() <= legal:
             raise ValueError(f"the state has the schedule {options!r}, this optimizer one of {sorted(legal)}")
         return cls(**options)
 
     @property
-    def freezes_at(self) -> int | str:
-        """Last step of the first stage, or "auto"."""
-        step: int | str = getattr(self, self.freeze_option)
-        return step
-
-    @property
     def last_warmup_step(self) -> int:
         """Last step of the first stage; with "auto" the last one that is found if the learning rate has no warmup."""
-        if isinstance(self.freezes_at, int):
-            return self.freezes_at
+        if isinstance(self.freeze_step, int):
+            return self.freeze_step
         return max(self.max_freeze_step, self.min_freeze_step)
 
     def is_in_first_stage(self, step: int) -> bool:
         """Return whether a step belongs to the first stage, as far as is known before it."""
-        return not isinstance(self.freezes_at, int) or step <= self.freezes_at
+        return not isinstance(self.freeze_step, int) or step <= self.freeze_step
 
     def expected(self: _Schedule) -> _Schedule:
         """Return the schedule whose first stage ends where "auto" ends it at the latest, without a warmup."""
@@ -147,11 +143,11 @@ class Schedule(ABC):
 
     def frozen_at(self: _Schedule, step: int | str) -> _Schedule:
         """Return the schedule whose first stage ends with this step."""
-        return replace(self, **{self.freeze_option: step})  # type: ignore[type-var]
+        return replace(self, freeze_step=step)  # type: ignore[type-var]
 
     def is_given(self, given: Collection[str]) -> bool:
         """Return whether the end of the first stage is among the options that a user gave, and known."""
-        return self.freeze_option in given and self.freezes_at != AUTO
+        return "freeze_step" in given and self.freeze_step != AUTO
 
     def fitted(self: _Schedule, max_steps: int, given: Collection[str], *, low_bit: bool = False) -> _Schedule:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
@@ -176,7 +172,7 @@ class Schedule(ABC):
             return f"of {max_steps} steps, as given"
         if self.last_warmup_step > max_steps:
             return f"the first stage takes all {max_steps} steps, too few to freeze a variance"
-        return f"{self.freeze_option} is found by the variance, at most {self.last_warmup_step} of {max_steps} steps"
+        return f"freeze_step is found by the variance, at most {self.last_warmup_step} of {max_steps} steps"
 
 
 @dataclass(frozen=True)
@@ -186,7 +182,7 @@ class OnebitSchedule(Schedule):
     Source: 1-bit Adam, arXiv 2102.02888, Algorithm 1.
     """
 
-    freeze_step: int | str = 100_000
+    freeze_step: int | str = AUTO
     max_freeze_step: int = 100_000
     min_freeze_step: int = MIN_FREEZE_STEP
 
@@ -199,7 +195,7 @@ class OnebitSchedule(Schedule):
             reduce_grads=warmup,
             update_variance=warmup,
             synchronize=not warmup,
-            ends_stage=step == self.freezes_at,
+            ends_stage=step == self.freeze_step,
         )
 
 
@@ -210,7 +206,7 @@ class ZeroOneSchedule(Schedule):
     Source: 0/1 Adam, arXiv 2202.06009, Algorithm 1 and section 6.
 
     Attributes:
-        var_freeze_step: Last step of the variance stage, or "auto".
+        freeze_step: Last step of the variance stage, or "auto".
         max_freeze_step: Bound on the step that "auto" finds.
         min_freeze_step: The first step that "auto" may find.
         var_update_scaler: Variance steps after which the interval between them doubles (kappa).
@@ -218,10 +214,9 @@ class ZeroOneSchedule(Schedule):
         local_step_clipper: Longest interval between syncs (H).
     """
 
-    freeze_option: ClassVar[str] = "var_freeze_step"
     freeze_share: ClassVar[float] = 0.1
 
-    var_freeze_step: int | str = 100_000
+    freeze_step: int | str = AUTO
     max_freeze_step: int = 100_000
     min_freeze_step: int = MIN_FREEZE_STEP
     var_update_scaler: int = 16
@@ -232,7 +227,7 @@ class ZeroOneSchedule(Schedule):
         """Return the plan of a step."""
         if self.is_in_first_stage(step):
             learns = step % self.variance_interval(step) == 0
-            return StepPlan(step, Stage.VARIANCE, learns, learns, not learns, step == self.freezes_at)
+            return StepPlan(step, Stage.VARIANCE, learns, learns, not learns, step == self.freeze_step)
         synchronizes = step % self.local_interval(step) == 0
         return StepPlan(step, Stage.LOCAL_STEP, False, False, synchronizes, False, agree=False)
 

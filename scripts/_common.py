@@ -8,7 +8,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -50,12 +50,17 @@ def medians(
     """Median seconds of each variant, in an order by chance, alike on all ranks. The first round does not count."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
-        for name in random.Random(number).sample(list(variants), len(variants)):
+        for name in shuffled(variants, number):
             before()
             start = clock()
             variants[name]()
             times[name].append(clock() - start)
     return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def shuffled(names: Collection[str], number: int) -> list[str]:
+    """The names in the order of a round: by chance, alike on all ranks."""
+    return random.Random(number).sample(list(names), len(names))
 
 
 def in_turn(names: Sequence[str], number: int) -> list[str]:

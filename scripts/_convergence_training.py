@@ -111,7 +111,7 @@ def make_optimizer(job: Job, model: torch.nn.Module, communicator: Communicator)
         return OPTIMIZERS[run.optimizer](groups, lr=run.peak_lr, communicator=communicator, **run.options)
     cls, given = getattr(hf_compressopt, run.optimizer), dict(run.options)
     if run.freeze is not None:
-        given[cls.freeze_option] = max(1, round(run.freeze * job.steps))
+        given["freeze_step"] = max(1, round(run.freeze * job.steps))
     optimizer = cls(groups, lr=run.peak_lr, communicator=communicator, **given)
     optimizer.scale_schedule(job.steps, given=given)
     return optimizer

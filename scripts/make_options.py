@@ -48,11 +48,12 @@ of [ZeroOptimizer](#zerooptimizer) are legal then. `onebit_adam` has a `zero_sta
 ([zero.md](zero.md#onebitadam-under-zero)). `async_save=true` writes checkpoints in the background
 ([checkpoints.md](checkpoints.md#save-in-the-background)).
 
-Trainer knows the length of the run, and has other defaults for it:
+Trainer knows the length of the run, and fits the schedule of every compressed optimizer to it, as `total_steps` does
+in a loop of your own:
 
-| option | Trainer's default |
+| option | fitted to the run |
 |---|---|
-| `freeze_step` (0/1 Adam: `var_freeze_step`) | `auto`: the first step at which the variance is stable enough |
+| `freeze_step` | `auto`: the first step at which the variance is stable enough |
 | `max_freeze_step` | 20 % of the run (1-bit LAMB with `warmup_bits` below 32: 30 %; 0/1 Adam with 32: 10 %) |
 | `min_freeze_step` | as below; 1 in a run of fewer than 300 steps with `warmup_bits=32` |
 | `var_update_scaler` | the length of the run, at least 16: all steps of the variance stage are variance steps |
@@ -112,8 +113,6 @@ def options(cls: type) -> dict[str, Option]:
     found: dict[str, Option] = {}
     for parameter in _parameters(cls):
         name = parameter.name
-        if name == "freeze_step" != getattr(cls, "freeze_option", name):
-            continue  # this class calls it by another name
         if name not in ("self", "params", "optimizer_class", "config") and name not in found:
             found[name] = Option(_kind(parameter.annotation), _code(parameter.default), described[name])
     return found

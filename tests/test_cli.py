@@ -117,7 +117,8 @@ def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "7,000,000,000 bfloat16 parameters, 32 rank(s); GB (1e9 bytes) on each rank"
-    rows = {line[: line.index("  ")]: line.split()[-1] for line in lines[2:]}
+    rows = {line[: line.index("  ")]: line.split()[-1] for line in lines[2 : lines.index("")]}
+    assert lines[-1].startswith("for times and advice give ")
     assert rows["ZeRO-2"] == "17.115" and rows["OnebitAdam, float32"] == f"{7 * (2 + 2 + 12 + 4 / 32):.3f}"
     errors, messages = 65 / 64 * 33 / 32, 1 / 8 + 4 / 4096
     for form, states in (("first stage", 8 + errors), ("then", 1 + messages + errors)):

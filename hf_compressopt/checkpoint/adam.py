@@ -12,6 +12,7 @@ switch does not move in the run, and is a new one for AdamW.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -30,7 +31,6 @@ from hf_compressopt.format.reshard import plan_reads
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
-_FREEZE_STEP = {"OnebitAdam": "freeze_step", "OnebitLamb": "freeze_step", "ZeroOneAdam": "var_freeze_step"}
 _ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_param": MASTER}
 
 
@@ -80,6 +80,7 @@ class AdamView:
         groups = index.header.get("param_groups")
         if not isinstance(groups, list) or len(groups) != len(index.parameters):
             raise ValueError(f"it has {len(index.parameters)} param groups and the hyperparameters {groups!r}")
+        self._names = {parameter["name"] for group in index.parameters for parameter in group}
         self._groups: list[dict[str, Any]] = groups
         self.param_groups = [self._hyperparameters(group) for group in self._groups]
         self.entries = {str(entry.key): entry for entry in self._find()}
@@ -131,11 +132,18 @@ class AdamView:
 
     def _stored(self, kind: str, name: str, shape: tuple[int, ...]) -> StateTensor | None:
         """Return the tensor of a parameter in the checkpoint, or None."""
-        one, first = TensorKey(kind, name), TensorKey(kind, name, rank=0)
-        for key in (one, first) if self.header.compressed else (one,):
-            if (entry := self.index.tensors.get(str(key))) is not None:
-                return StateTensor(key, entry.dtype, shape, 0, prod(shape), of_each_rank=key == first)
-        return None
+        own = self._is_own(kind, name)
+        key = TensorKey(kind, name, rank=0 if own else None)
+        entry = self.index.tensors.get(str(key))
+        return None if entry is None else StateTensor(key, entry.dtype, shape, 0, prod(shape), of_each_rank=own)
+
+    def _is_own(self, kind: str, name: str) -> bool:
+        """Return whether each rank has such a tensor of its own; parameters may be called "w" and "rank0/w"."""
+        if not self.header.compressed or str(TensorKey(kind, name, rank=0)) not in self.index.tensors:
+            return False
+        found = re.fullmatch(r"rank\d+/(.*)", name, re.DOTALL)
+        of_another = found is not None and found[1] in self._names and self._is_own(kind, found[1])
+        return of_another or str(TensorKey(kind, name)) not in self.index.tensors
 
     def _check_complete(self) -> None:
         known = {
@@ -218,7 +226,8 @@ class AdamView:
         """Return whether the bias corrections of this group are part of its moments."""
         if not self.header.compressed or group.get("non_freeze"):
             return False
-        freeze_step = self.index.header["schedule"][_FREEZE_STEP[self.header.optimizer]]
+        schedule = self.index.header["schedule"]
+        freeze_step = schedule.get("freeze_step", schedule.get("var_freeze_step"))
         return isinstance(freeze_step, int) and self.index.header["step"] >= freeze_step
 
     def _stored_step(self, entry: Entry) -> tuple[str, int] | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 logger = logging.getLogger(__name__)
 _HEAD_START = 0.01  # seconds; otherwise this thread has the interpreter first, and training waits for 5 ms
@@ -29,16 +29,32 @@ class PendingSave:
     """
 
     def __init__(self, path: Path, work: Callable[[], None]) -> None:
-        """Start the work."""
+        """Start the work.
+
+        In an exit handler, where newer versions of Python start no thread any more, it is done at once.
+
+        Raises:
+            Exception: The error of a save that was done at once.
+        """
         self.path, self._work = path, work
         self._error: BaseException | None = None
+        self._ended = Event()
         _pending().append(self)
         self._thread = Thread(target=self._run, name=f"save of {path}")  # no daemon: the interpreter waits for it
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._run()
+            self.result()
 
     def done(self) -> bool:
         """Return whether it has ended, with or without an error."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self.done() and self._error is not None
 
     def result(self) -> None:
         """Wait until the checkpoint is whole.
@@ -49,7 +65,7 @@ class PendingSave:
             MemoryError: If this rank had no memory for its copy.
             RuntimeError: If another rank is gone.
         """
-        self._thread.join()
+        self._ended.wait()
         if self in _pending():
             _pending().remove(self)
         if self._error is not None:
@@ -64,6 +80,7 @@ class PendingSave:
             logger.error("the save of %s failed: %s: %s", self.path, type(error).__name__, error)
         finally:
             del self._work  # it holds the copies
+            self._ended.set()
 
 
 def wait_for_saves(which: Callable[[PendingSave], bool] = lambda save: True) -> None:

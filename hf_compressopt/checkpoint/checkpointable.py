@@ -14,6 +14,7 @@ from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name
+from hf_compressopt.optim.options import check_plain, group_from_plain
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -113,6 +114,23 @@ def checked_names(state: Checkpointable, names: Sequence[str] | None) -> list[li
                 f"the parameter name {name!r} is not valid Unicode, so files cannot hold it: give names=..."
             ) from None
     return grouped
+
+
+def groups_to_load(
+    groups: Sequence[dict[str, Any]], header: Header, names: Sequence[Sequence[str]], entries: Mapping[str, TensorEntry]
+) -> list[dict[str, Any]]:
+    """The hyperparameters of a checkpoint for the param groups of an ordinary or partitioned optimizer.
+
+    Raises:
+        ValueError: If they do not fit the groups or the tensors, or one is outside its range.
+    """
+    saved = header.param_groups(len(groups))
+    for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
+        check_plain(group, values, number)
+        for name in names[number] if values.get("amsgrad") else ():
+            if f"exp_avg_sq/{name}" in entries and f"max_exp_avg_sq/{name}" not in entries:
+                raise ValueError(f"amsgrad of param group {number} is True, and there is no max_exp_avg_sq/{name}")
+    return [group_from_plain(values) for values in saved]
 
 
 def check_keys(state: Mapping[Any, Any], optimizer: str) -> None:

@@ -99,17 +99,18 @@ def async_save_state(
             has no memory for its copy, the error comes when the save is waited for, as that of a failed write.
     """
     snapshot, communicator = _begin(optimizer, directory, names, prefix)
-    inner = _innermost(optimizer)
-    background = _BACKGROUNDS.get(inner)
-    if background is None:
-        background = communicator.run_together(lambda: _Background(communicator), snapshot.remove)
-        _BACKGROUNDS[inner] = background
+    background = _BACKGROUNDS.setdefault(_innermost(optimizer), _Background())
+    # a rank that has failed may have broken the channel, and the others need not know
+    if any(communicator.all_gather_object(background.channel is None or background.failed)):
+        background.channel = None
+        background.channel = communicator.run_together(communicator.duplicate, snapshot.remove)
+    channel = background.channel
+    assert channel is not None
     copied: Future[Snapshot] = Future()
     try:
         copied.set_result(background.copy.take(snapshot))
     except Exception as error:
         copied.set_exception(error.with_traceback(None))  # the frames of a traceback would keep the optimizer
-    channel = background.channel
 
     def write() -> None:  # here, not while training waits, the ranks learn of one that had no memory for its copy
         write_snapshot(channel.run_together(copied.result, snapshot.remove), channel, quiet=True)
@@ -121,10 +122,14 @@ def async_save_state(
 class _Background:
     """Resources for one optimizer's saves in the background: a communicator and reusable host memory."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.channel = communicator.duplicate()
+    def __init__(self) -> None:
+        self.channel: Communicator | None = None
         self.copy = HostCopy()
         self.save: PendingSave | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.save is not None and self.save.failed
 
 
 # Keyed by optimizer, since no attribute is hung on an optimizer of another package.

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, room_for, value_of_parameter
+from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, groups_to_load, room_for, value_of_parameter
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
-from hf_compressopt.optim.options import check_count, check_names, check_plain, group_from_plain, plain_group
+from hf_compressopt.optim.options import check_count, check_names, plain_group
 from hf_compressopt.zero.state_dict import FUNCTIONAL
 
 #: Number of a parameter in state dicts, a key of its state, and what was read for it.
@@ -117,11 +117,8 @@ class PlainState:
         if header.values.get("class") != f"ZeroOptimizer({self._name})":
             raise ValueError(f"the state is of {header.title}, this optimizer is {self._name}")
         check_count("world_size", header.values.get("world_size"))
-        saved = header.param_groups(len(self._optimizer.param_groups))
-        for number, (group, values) in enumerate(zip(self._optimizer.param_groups, saved, strict=True)):
-            check_plain(group, values, number)
+        groups = groups_to_load(self._optimizer.param_groups, header, names, entries)
         rows = list(self._rows(names, entries))
-        groups = [group_from_plain(values) for values in saved]
         wanted = [StateTensor.of(key, local, entries[str(key)].shape, replicated=True) for _, key, local in rows]
         return LoadPlan(wanted, lambda: self._commit(rows, groups))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -274,12 +274,33 @@ def _optimizer(
     made = [
         {**dict(_hyperparameters(group)), "params": list(params)} for group, params in zip(groups, named, strict=True)
     ]
+    _check_sizes(tensor for states in rows for row in states for kind, tensor in row.items() if kind in _KINDS)
     optimizer = cls(made)
     for params, states in zip(named, rows, strict=True):
         for (name, param), row in zip(params, states, strict=True):
             if row:
                 optimizer.state[param] = dict(_checked_state(name, row, param))
     return optimizer
+
+
+def _check_sizes(values: Iterable[Any]) -> None:
+    """Check that tensors have memory of their own, as of a step of 0 they do not: a small file could fill a disk.
+
+    Raises:
+        ValueError: If they have not.
+    """
+    rooms: dict[int, int] = {}
+    wanted: dict[int, int] = {}
+    for value in values:
+        if isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 1:
+            room = value.untyped_storage()
+            rooms[room.data_ptr()] = room.nbytes()
+            wanted[room.data_ptr()] = wanted.get(room.data_ptr(), 0) + value.numel() * value.element_size()
+            if wanted[room.data_ptr()] > room.nbytes():
+                raise ValueError(
+                    f"its tensors share memory: {wanted[room.data_ptr()]} bytes of them lie in a storage of "
+                    f"{room.nbytes()} bytes; save clones of them"
+                )
 
 
 def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tuple[str, Any]]:

@@ -13,10 +13,10 @@ from hf_compressopt.checkpoint.snapshot import Snapshot, begun, lost
 from hf_compressopt.checkpoint.source import bytes_of
 from hf_compressopt.checkpoint.zero_state import not_alike
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.format.index import BLOCK_BYTES, CHECKSUM, CheckpointIndex, Piece, Shard, TensorEntry
+from hf_compressopt.format.index import BLOCK_BYTES, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.lock import locked
 from hf_compressopt.format.progress import progress
-from hf_compressopt.format.record import Per, StateTensor, TensorKey
+from hf_compressopt.format.record import Per, TensorKey
 from hf_compressopt.format.writer import ShardWriter, publish, write_aside
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def _write_snapshot(snapshot: Snapshot, communicator: Communicator, held: ExitSt
     def write_index() -> None:
         if leads:
             _check_shards_are_there(snapshot, shards)
-            aside.append(write_aside(snapshot.index_file, _make_index(snapshot, shards).to_json().encode()))
+            aside.append(write_aside(snapshot.index_file, _make_index(snapshot, shards).to_json()))
 
     def publish_index() -> None:
         for file in aside:
@@ -93,7 +93,7 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
         The file's name and size, and this rank's part of the index: the tensors with this rank's pieces of them.
     """
     file = snapshot.shard_file(snapshot.rank)
-    stored = _by_shard_key(snapshot.tensors)
+    stored = {tensor.shard_key: tensor for tensor in snapshot.tensors}
     layout = {key: (t.dtype, t.shape if t.is_whole else (t.stop - t.start,)) for key, t in stored.items()}
     shown = False if quiet or snapshot.rank != 0 else None
     with (
@@ -111,15 +111,6 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
         entry = entries.setdefault(str(tensor.key), asdict(TensorEntry(tensor.dtype, tensor.shape, ())))
         entry["pieces"] = [*entry["pieces"], asdict(piece)]
     return {"file": file.name, "bytes": writer.bytes, "tensors": entries}
-
-
-def _by_shard_key(tensors: Sequence[StateTensor]) -> dict[str, StateTensor]:
-    stored: dict[str, StateTensor] = {}
-    for tensor in tensors:
-        if tensor.shard_key in stored and tensor.key.per is Per.ELEMENT:
-            raise ValueError(f"two tensors of the state are called {tensor.shard_key!r}: give other names=...")
-        stored[tensor.shard_key] = tensor
-    return stored
 
 
 def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> CheckpointIndex:
@@ -141,7 +132,6 @@ def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> Chec
     return CheckpointIndex(
         save_id=snapshot.save_id,
         block_bytes=BLOCK_BYTES,
-        checksum=CHECKSUM,
         header=snapshot.header,
         parameters=snapshot.parameters,
         shards=[Shard(shard["file"], shard["bytes"]) for shard in shards],

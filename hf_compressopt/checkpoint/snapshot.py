@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.checkpoint.checkpointable import Checkpointable, checked_names, describe_parameters
 from hf_compressopt.format.index import INDEX_NAME, SHARD_NAME
-from hf_compressopt.format.record import StateTensor
+from hf_compressopt.format.record import Per, StateTensor
 from hf_compressopt.format.writer import make_folder
 
 
@@ -101,6 +101,7 @@ def take_snapshot(state: Checkpointable, folder: Path, names: Sequence[str] | No
     def describe() -> int:
         """Describe the state; returns the first rank that writes into this folder."""
         tensors, header = state.tensors(grouped), deepcopy(state.header())
+        _check_different(tensors)
         parameters = describe_parameters(state, grouped)
         described.append(replace(empty, tensors=tensors, header=header, parameters=parameters))
         first = next((rank for rank in alone if begun(empty.shard_file(rank)).exists()), None)
@@ -150,6 +151,19 @@ def lost(file: Path) -> FileNotFoundError:
     return FileNotFoundError(
         errno.ENOENT, "another run has saved into the same files: give each run a folder of its own", str(file)
     )
+
+
+def _check_different(tensors: Iterable[StateTensor]) -> None:
+    """Check that no two tensors have one name.
+
+    Raises:
+        ValueError: If some have, such as each rank's own of "w" and the one for all ranks of "rank0/w".
+    """
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.shard_key in seen and tensor.key.per is Per.ELEMENT:
+            raise ValueError(f"two tensors of the state are called {tensor.shard_key!r}: give other names=...")
+        seen.add(tensor.shard_key)
 
 
 def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[StateTensor]:

@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, room_for, value_of_parameter
+from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, groups_to_load, room_for, value_of_parameter
 from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.checkpoint.zero_errors import error_tensors, take_errors, wanted_errors
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
-from hf_compressopt.optim.options import check_plain, check_ranks, group_from_plain, plain_group
+from hf_compressopt.optim.options import check_ranks, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
+from hf_compressopt.zero.parts import Part, UpdateBucket, element_state, write_span
 from hf_compressopt.zero.state_dict import check_header, header_of, load_groups, load_header, set_state
-from hf_compressopt.zero.transport import write_span
 from hf_compressopt.zero.update import share_parts
 
 
@@ -121,16 +120,13 @@ class PartitionedState:
         check_header(optimizer, header.values)
         own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
         check_ranks(header.values["world_size"], self.communicator.world_size, own)
-        saved = header.param_groups(len(optimizer.param_groups))
-        for number, (group, values) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-            check_plain(group, values, number)
+        groups = groups_to_load(optimizer.param_groups, header, names, entries)
         staged, wanted = [], []
         for row, tensor in self._wanted(names, header, entries):
             staged.append(row)
             wanted.append(tensor)
         ranks = int(header.values["world_size"])
         errors = wanted_errors(optimizer.partition, self._qualified(names), entries, ranks)
-        groups = [group_from_plain(values) for values in saved]
 
         def commit() -> None:
             take_errors(optimizer.partition, errors)

@@ -8,8 +8,7 @@ zeros for missing gradients, so that ranks whose graphs differ do not wait for e
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -19,28 +18,9 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.owners import GradientOwner
 
 _NESTED = BackwardCFunction.apply.__code__  # the frame in which an autograd function of the user's calls backward
-
-
-class FreeingHook:
-    """A hook on a parameter by which its gradient is taken away from ``p.grad``, without keeping its owner alive."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether someone still takes the gradient."""
-        raise NotImplementedError("abstract")
-
-
-def frees_gradients(params: Iterable[Tensor]) -> bool:
-    """Return whether the gradient of one of the parameters is taken away while backward runs."""
-    return any(hook.is_alive for param in params for hook in hooks_of(param))
-
-
-def hooks_of(param: Tensor) -> list[FreeingHook]:
-    """Return the hooks of a parameter that take its gradient away."""
-    hooks = (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values()
-    return [hook for hook in hooks if isinstance(hook, FreeingHook)]
 
 
 def inside_another_backward() -> bool:
@@ -69,28 +49,12 @@ class TakesBuckets(Protocol):
         ...
 
 
-class _Hook(FreeingHook):
-    def __init__(self, current: BackwardPass, number: int) -> None:
-        self._current, self._number = weakref.ref(current), number
-
-    def __call__(self, _: Tensor) -> None:
-        if (current := self.current) is not None:
-            current.gradient_arrived(self._number)
-
-    @property
-    def current(self) -> BackwardPass | None:
-        return self._current()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._current() is not None
-
-
 class BackwardPass:
     """The backward passes of one optimizer's parameters.
 
     Attributes:
         done: Whether the gradients of the coming step have left. Later ones stay in ``p.grad``.
+        hooks: The hooks on the parameters.
         late: Whether a part of a gradient came after a part of the same gradient had left, or a pass after one that
             had raised.
     """
@@ -101,8 +65,9 @@ class BackwardPass:
         buckets: Sequence[Collection[int]],
         communicator: Communicator,
         owner: TakesBuckets,
+        name: str,
     ) -> None:
-        """Hook the parameters; an earlier optimizer of one of them hears of none any more.
+        """Hook the parameters.
 
         Args:
             params: The parameters.
@@ -110,6 +75,7 @@ class BackwardPass:
                 the second one on in the order in which they were complete on rank 0.
             communicator: The ranks.
             owner: Takes the buckets.
+            name: The kind of optimizer, for messages.
         """
         self.done = self.late = False
         self._enabled = True
@@ -125,24 +91,17 @@ class BackwardPass:
         self._outer_task: int | None = None
         self._nested_task: int | None = None
         self._begin()
-        for hook in [hook for param in params for hook in hooks_of(param)]:
-            if isinstance(hook, _Hook) and hook.current is not None:
-                hook.current.detach()
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(_Hook(self, number))  # type: ignore[no-untyped-call]
-            for number, param in enumerate(self._params)
-        ]
+        self.hooks = GradientOwner(name, self.gradient_arrived, self.holds_gradients)
+        self.hooks.hook(self._params)
 
     def _begin(self) -> None:
         self._awaited = [set(members) for members in self._members]
         self._to_leave = [len(buckets) for buckets in self._buckets_of]
         self._next = 0
 
-    def detach(self) -> None:
-        """Remove the hooks: gradients stay in ``p.grad`` until the step."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def holds_gradients(self) -> bool:
+        """Tell whether gradients have left that no step has used."""
+        return self.done
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -49,8 +49,6 @@ class Communicator(Agreement):
         traffic: Counts bytes and seconds.
         process_group: The torch.distributed group that it was made for; None for all ranks.
         levels: The groups of the compressed exchange in two levels; None if it is flat.
-        shares_memory: Whether the ranks share memory. A collective of theirs takes little but the time of processors,
-            so that a task need not let others go on before it waits.
     """
 
     name: str
@@ -60,7 +58,6 @@ class Communicator(Agreement):
     traffic: Traffic
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
-    shares_memory: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
@@ -147,14 +144,15 @@ class Communicator(Agreement):
         """Copy rank 0's ``tensor`` to all ranks, in place. All ranks call; blocking; not counted."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
-        flat = in_memory("the tensor", tensor).view(-1).view(torch.uint8)
-        sent = flat.repeat(self.world_size) if self.rank == 0 else flat[:0]
-        sizes = [flat.numel() if self.rank == 0 else 0] * self.world_size
-        received = torch.empty_like(flat)
-        from_root = [flat.numel()] + [0] * (self.world_size - 1)
-        with self.traffic.paused(), torch.no_grad():
-            self.all_to_all(received, sent, output_splits=from_root, input_splits=sizes).wait()
-            tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+        values = in_memory("the tensor", tensor)
+        with torch.no_grad():
+            self._broadcast(values.view(-1).view(torch.uint8))
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
+
+    @abstractmethod
+    def _broadcast(self, data: Tensor) -> None:
+        """Copy rank 0's ``data``, [n] uint8, to all ranks, in place, without copies of it for each."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; not counted."""

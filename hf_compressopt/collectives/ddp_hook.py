@@ -69,6 +69,10 @@ class HasPlan(Protocol):
     early_messages: HasEarlySlots
     zero_stage: int
 
+    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Use these names of parameters in messages."""
+        ...
+
     @property
     def last_plan(self) -> StepPlan:
         """The plan of the last step."""
@@ -241,12 +245,14 @@ def attach_ddp(
     check_owners(model, optimizers)
     sync = find_sync(model)
     if sync is None:
-        device = optimizers[0].communicator.device if optimizers else next(model.parameters()).device
+        device = next(model.parameters()).device  # that of an optimizer may be where its model was before
         named, ignored = model.module.named_parameters(), model.parameters_to_ignore
         averaged = [param for name, param in named if name not in ignored]
         sync = GradientSync(TorchCommunicator(model.process_group, device=device), params=averaged)
         _register(model, sync)
     sync.bind(optimizers, loss_scale)
+    for optimizer in optimizers:
+        optimizer.label_parameters(model.module.named_parameters())
     return sync
 
 

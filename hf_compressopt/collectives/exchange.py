@@ -28,7 +28,6 @@ from hf_compressopt.collectives.phases import (
     Task,
     WorkerErrors,
     averaged,
-    messages_at_once,
     messages_of,
     parts_to_send,
     with_messages,
@@ -126,8 +125,9 @@ def compressed_all_reduce(z: Combination, feedback: ErrorFeedback, communicator:
     world_size, form = communicator.world_size, feedback.format
     if world_size == 1:
         return _with_old_errors(z, feedback)
-    compress_ = form.compress_with_feedback_
-    to_servers = yield from messages_at_once(z, feedback.worker_error, form, communicator, compress_)
+    parts = yield from parts_to_send(z, feedback.worker_error, form, communicator)
+    to_servers = messages_of(parts, form.compress_with_feedback_, z.device)
+    del parts
 
     def serve(received: Tensor, out: Tensor) -> None:
         form.average_with_feedback_(received, feedback.server_error, out, communicator.topology.nodes)

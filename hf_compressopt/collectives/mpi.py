@@ -126,6 +126,11 @@ class MpiCommunicator(Communicator):
         request = self._comm.Iallgather(own, [self._bytes(received), self._mpi.BYTE])
         return self._handle(request, "all_gather", lambda: self._unstage(received, output), sent)
 
+    def _broadcast(self, data: Tensor) -> None:
+        staged = self._staged(data)
+        self._comm.Bcast([self._bytes(staged), self._mpi.BYTE], 0)
+        self._unstage(staged, data)
+
     def _staged(self, tensor: Tensor) -> Tensor:
         """Return the tensor in memory that MPI can reach: itself, or a host copy."""
         if tensor.device.type == "cuda" and self.cuda_aware:

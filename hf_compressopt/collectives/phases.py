@@ -15,8 +15,7 @@ So a link between nodes carries what one rank of M would send, and a rank has th
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator, Levels
-from hf_compressopt.collectives.in_node import NodeCommunicator
 from hf_compressopt.collectives.topology import Topology
 from hf_compressopt.kernels import AnyAverage, Combination, Errors, MessageFormat
 
@@ -81,67 +79,10 @@ def parts_to_send(
         chunks = communicator.world_size
         return (Part(z, worker_error, chunks, sum(form.chunk_nbytes(z.numel, chunks))),)
     assert communicator.levels is not None
-    if (node := _pair(z, communicator)) is not None:
-        mean = torch.empty(sum(communicator.topology.sent_numels(z.numel)), dtype=torch.float32, device=z.device)
-        with _own_chunks(z, communicator, node) as own:
-            for chunk, out in zip(own, torch.split(mean, [chunk.numel for chunk in own]), strict=True):
-                if chunk.numel:
-                    kernels.on(out).combine_(chunk, out)
-    else:
-        mean = yield from _mean_in_node(z, communicator.topology, communicator.levels)
+    mean = yield from _mean_in_node(z, communicator.topology, communicator.levels)
     values = torch.split(mean, communicator.topology.sent_numels(z.numel))
     rows = zip(values, worker_error.chunks, strict=True)
     return tuple(Part(Combination.of(x), e, 1, form.nbytes(x.numel())) for x, e in rows if x.numel())
-
-
-def messages_at_once(
-    z: Combination,
-    worker_error: WorkerErrors,
-    form: MessageFormat[AnyAverage],
-    communicator: Communicator,
-    compress_: Callable[[Combination, Errors, Tensor, int], None],
-) -> Task[Tensor]:
-    """Return this rank's messages, as :func:`messages_of` those of :func:`parts_to_send`, and keep no values.
-
-    Two ranks that share memory add what they send while they compress it; the bits are the same.
-    """
-    node = _pair(z, communicator)
-    if isinstance(worker_error, ShardErrors) and node is not None:
-        with _own_chunks(z, communicator, node) as chunks:
-            rows = zip(chunks, worker_error.chunks, strict=True)
-            parts = tuple(Part(chunk, error, 1, form.nbytes(chunk.numel)) for chunk, error in rows if chunk.numel)
-            return messages_of(parts, compress_, z.device)
-    parts = yield from parts_to_send(z, worker_error, form, communicator)
-    return messages_of(parts, compress_, z.device)
-
-
-def _pair(z: Combination, communicator: Communicator) -> NodeCommunicator | None:
-    """Return the two ranks of this node if they can add what they have in one pass, from shared memory."""
-    levels = communicator.levels
-    if levels is None or not isinstance(levels.node, NodeCommunicator) or levels.dtype != torch.float32:
-        return None
-    fits = z.last is None or z.last.world_size == communicator.world_size
-    return levels.node if fits and levels.node.trades else None
-
-
-@contextmanager
-def _own_chunks(z: Combination, communicator: Communicator, node: NodeCommunicator) -> Iterator[list[Combination]]:
-    """Trade halves of what the two ranks of a node have. Inside are the chunks of their mean that this rank sends."""
-    topology, world_size = communicator.topology, communicator.world_size
-    half = replace(z, alpha=z.alpha / 2, beta=z.beta / 2)
-    chunks = [half.chunk(number, world_size) for number in range(world_size)]
-    own = [chunks[number] for number in topology.sent_chunks]
-    others = [chunk for number, chunk in enumerate(chunks) if number not in topology.sent_chunks]
-
-    def write(values: Tensor) -> None:
-        for chunk, out in zip(others, torch.split(values, [chunk.numel for chunk in others]), strict=True):
-            if chunk.numel:
-                kernels.on(out).combine_(chunk, out)
-
-    ranges = (topology.shard_range(z.numel, place) for place in range(2))
-    with node.traded([stop - start for start, stop in ranges], write) as rest:
-        rows = zip(own, torch.split(rest, topology.sent_numels(z.numel)), strict=True)
-        yield [replace(chunk, rest=theirs) for chunk, theirs in rows]
 
 
 def messages_of(
@@ -171,8 +112,7 @@ def _mean_in_node(z: Combination, topology: Topology, levels: Levels) -> Task[Te
 
     sizes, like = [stop - start for start, stop in shards], torch.empty(0, dtype=levels.dtype, device=z.device)
     handle, mean = levels.node.sum_parts(sizes, write, like, 1.0 / topology.node_size)
-    if not levels.node.shares_memory:
-        yield
+    yield
     handle.wait()
     return mean()
 
@@ -258,7 +198,6 @@ def _all_gathered(message: Tensor, ranks: Communicator) -> Task[Tensor]:
         return message
     together = message.new_empty(ranks.world_size * message.numel())
     handle = ranks.all_gather(together, message)
-    if not ranks.shares_memory:
-        yield
+    yield
     handle.wait()
     return together

@@ -21,12 +21,10 @@ from hf_compressopt.collectives.sums import sum_of_rows
 class TwoCalls(Handle):
     """Two collectives, the second of which sends what the first brings."""
 
-    def __init__(self, first: Handle, start: Callable[[], Handle], *, at_once: bool = False) -> None:
-        """Take the first, which has started, and what starts the second; ``at_once`` waits for the first now."""
+    def __init__(self, first: Handle, start: Callable[[], Handle]) -> None:
+        """Take the first, which has started, and what starts the second."""
         self._first: Handle | None = first
         self._start, self._second = start, first
-        if at_once:
-            self.advance()
 
     def advance(self) -> None:
         """See the base class."""
@@ -68,7 +66,7 @@ def reduce_scatter(buffer: Tensor, communicator: Communicator) -> tuple[Handle, 
         between.extend((received, sums))
         return second
 
-    calls = TwoCalls(handle, start, at_once=levels.node.shares_memory)
+    calls = TwoCalls(handle, start)
     return calls, lambda: sum_of_rows(between[0].view(nodes, -1).unbind())
 
 

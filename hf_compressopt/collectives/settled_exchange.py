@@ -111,8 +111,9 @@ def settled_all_reduce(
     numel, new = z.numel, pending or PendingErrors.like(worker_error, server_error)
     new_error = new.server
     assert new_error is not None
-    sent = yield from phases.messages_at_once(z, worker_error, form, communicator, _writing(new.worker, form))
-    del z
+    parts = yield from phases.parts_to_send(z, worker_error, form, communicator)
+    sent = phases.messages_of(parts, _writing(new.worker, form), z.device)
+    del z, parts
 
     def serve(received: Tensor, out: Tensor) -> None:
         form.average_compress_(received, server_error, new_error, out, communicator.topology.nodes)

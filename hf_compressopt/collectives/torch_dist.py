@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import copy
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
+from queue import SimpleQueue
 from secrets import token_hex
+from threading import Thread
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,21 @@ from hf_compressopt.collectives.traffic import Traffic
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Of messages between two ranks; other programs hardly take them.
 _TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02, "tickets": 0x636F03, "opened": 0x636F04}
+#: The groups of some ranks of a process group: all optimizers of the group share them, since none can be given back.
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def announced(name: str, least: int = 1) -> int:
+    """Read a whole number from a launcher's environment variable; a variable that is not set is ``least``.
+
+    Raises:
+        ValueError: If it is no whole number, or too small.
+    """
+    text = os.environ.get(name, str(least))
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}: a launcher sets it")
+    return int(text)
 
 
 class TorchCommunicator(Communicator):
@@ -51,15 +68,16 @@ class TorchCommunicator(Communicator):
 
         Raises:
             RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
+            ValueError: If WORLD_SIZE is no number, or this rank is no member of the group.
         """
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
         self.process_group = process_group
         if alone or (process_group is None and not (dist.is_available() and dist.is_initialized())):
-            announced = int(os.environ.get("WORLD_SIZE", "1"))
-            if announced > 1 and not alone:
+            ranks = 1 if alone else announced("WORLD_SIZE")
+            if ranks > 1:
                 raise RuntimeError(
-                    f"WORLD_SIZE is {announced}, but torch.distributed is not initialized: call "
+                    f"WORLD_SIZE is {ranks}, but torch.distributed is not initialized: call "
                     "torch.distributed.init_process_group() (Trainer and Accelerate do) before making the optimizer"
                 )
             self.name, self.rank, self.world_size = "none", 0, 1
@@ -69,10 +87,10 @@ class TorchCommunicator(Communicator):
             raise ValueError("this rank is not a member of process_group: make the optimizer on its members only")
         self.name = backend_of(process_group, self.device)
         if self.name == "gloo":
-            _rest_at_exit()
+            _prepare_gloo()
 
     def duplicate(self) -> TorchCommunicator:
-        """See the base class: a gloo group, whatever carries this one."""
+        """See the base class: a gloo group with the timeout of this one, whatever carries this one."""
         duplicate = copy(self)
         duplicate.device, duplicate.traffic = torch.device("cpu"), Traffic()
         if self.world_size > 1:
@@ -82,11 +100,12 @@ class TorchCommunicator(Communicator):
             prefix = f"compressopt/{self.all_gather_object(token_hex(8))[0]}"
             store = PrefixStore(prefix, dist.distributed_c10d._get_default_store())
             group = dist.ProcessGroup(store, self.rank, self.world_size)
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, default_pg_timeout)
+            timeout = self.timeout() or default_pg_timeout
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
             group._register_backend(duplicate.device, dist.ProcessGroup.BackendType.GLOO, gloo)
             duplicate.process_group = group
             duplicate.name = "gloo"
-            _rest_at_exit()
+            _prepare_gloo()
         return duplicate
 
     def part(self, ranks: Sequence[int]) -> TorchCommunicator:
@@ -98,18 +117,18 @@ class TorchCommunicator(Communicator):
         everyone = dist.get_process_group_ranks(self.process_group)
         if everyone != sorted(everyone):
             raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
-        found = copy(self)
-        found.process_group = dist.new_group(
-            [everyone[rank] for rank in ranks], timeout=self.timeout(), use_local_synchronization=True
-        )
+        chosen, found = tuple(everyone[rank] for rank in ranks), copy(self)
+        made = _PARTS.setdefault(self._group, {})
+        if chosen not in made:
+            made[chosen] = dist.new_group(list(chosen), timeout=self.timeout(), use_local_synchronization=True)
+        found.process_group = made[chosen]
         found.rank, found.world_size = dist.get_rank(found.process_group), len(ranks)
         return found
 
     def timeout(self) -> timedelta | None:
         """Return how long a collective may take before it fails; None if the backend does not tell."""
-        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
         try:
-            return group._get_backend(self.reached().device).options._timeout
+            return self._group._get_backend(self.reached().device).options._timeout
         except (RuntimeError, AttributeError):
             return None
 
@@ -159,6 +178,13 @@ class TorchCommunicator(Communicator):
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)
         return self._handle(work, "all_gather")
 
+    def _broadcast(self, data: Tensor) -> None:
+        self._group.broadcast(data, 0).wait()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+
     def _sends_apart(self, tensor: Tensor) -> bool:
         """Return whether :meth:`_exchange` carries tensors like this one."""
         return self.name == "gloo" and tensor.device.type == "cpu"
@@ -173,7 +199,7 @@ class TorchCommunicator(Communicator):
         A send occupies its thread until the system has taken the data, milliseconds for some megabytes. So a thread of
         its own starts them, in the order of the calls.
         """
-        started = _sender(os.getpid()).submit(self._start, outputs, inputs, kind)
+        started = _sender(os.getpid()).submit(partial(self._start, outputs, inputs, kind))
 
         def wait() -> None:
             for work in started.result():
@@ -183,7 +209,7 @@ class TorchCommunicator(Communicator):
 
     def _start(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], kind: str) -> list[dist.Work]:
         """Start all receives and then all sends, and copy this rank's own part."""
-        group = cast("dist.ProcessGroup", dist.group.WORLD if self.process_group is None else self.process_group)
+        group = self._group
         peers, tag = [(self.rank + step) % self.world_size for step in range(1, self.world_size)], _TAGS[kind]
         works = [group.recv([outputs[peer]], peer, tag) for peer in reversed(peers) if outputs[peer].numel()]
         works += [group.send([inputs[peer]], peer, tag) for peer in peers if inputs[peer].numel()]
@@ -202,10 +228,43 @@ class TorchCommunicator(Communicator):
         return Handle(lambda: None, kind, self.traffic)
 
 
+class _Sender:
+    """A thread that starts sends, in the order of the calls, until the process ends.
+
+    It is a daemon and no ThreadPoolExecutor: Python shuts executors down before it joins threads and runs exit
+    handlers, and saves that are under way then, or begin in a handler, still send.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], list[dist.Work]], Future[list[dist.Work]]]] = SimpleQueue()
+        Thread(target=self._run, name=f"compressopt-sender-{os.getpid()}", daemon=True).start()
+
+    def submit(self, start: Callable[[], list[dist.Work]]) -> Future[list[dist.Work]]:
+        """Let the thread call ``start``."""
+        started: Future[list[dist.Work]] = Future()
+        self._queue.put((start, started))
+        return started
+
+    def _run(self) -> None:
+        while True:
+            start, started = self._queue.get()
+            try:
+                started.set_result(start())
+            except BaseException as error:
+                started.set_exception(error)
+            del start, started  # they hold tensors
+
+
 @cache
-def _sender(process: int) -> ThreadPoolExecutor:
-    """Return the thread of a process that starts its sends."""
-    return ThreadPoolExecutor(1, f"compressopt-sender-{process}")
+def _sender(process: int) -> _Sender:
+    """Return the sender of a process: a forked one has no threads of its parent's."""
+    return _Sender()
+
+
+def _prepare_gloo() -> None:
+    """Start the sender, as an exit handler cannot, and let threads come to rest before the interpreter shuts down."""
+    _sender(os.getpid())
+    _rest_at_exit()
 
 
 @cache

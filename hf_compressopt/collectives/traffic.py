@@ -19,6 +19,8 @@ class Traffic:
         node_bytes: Bytes sent inside the node by exchanges in two levels, by kind.
         seconds: Seconds waited, by kind.
         step_bytes: Bytes sent in the last step, inside the node not counted.
+        round_bytes: Bytes of the last step, or of the last sync of local steps.
+        round_steps: 1, or the steps of that interval.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,8 @@ class Traffic:
         self.bytes: Counter[str] = Counter()
         self.node_bytes: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.step_bytes = 0
+        self.step_bytes = self.round_bytes = self.round_steps = 0
+        self._steps_since = 0
         self._bytes_before = 0
         self._paused = False
 
@@ -68,10 +71,14 @@ class Traffic:
         """Host seconds spent in collectives so far."""
         return sum(self.seconds.values())
 
-    def end_step(self) -> None:
-        """Close a step: ``step_bytes`` becomes the bytes sent since the last call."""
+    def end_step(self, *, local: bool = False) -> None:
+        """Close a step: ``step_bytes`` becomes the bytes sent since the last call. ``local``: ranks may step alone."""
         self.step_bytes = self.total_bytes - self._bytes_before
         self._bytes_before = self.total_bytes
+        self._steps_since += 1
+        if self.step_bytes or not local:
+            steps = self._steps_since if local else 1
+            self.round_bytes, self.round_steps, self._steps_since = self.step_bytes, steps, 0
 
     def restore(self, total_bytes: int) -> None:
         """Continue from a checkpoint at which ``total_bytes`` had been sent."""

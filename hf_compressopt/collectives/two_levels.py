@@ -8,7 +8,6 @@ from copy import copy
 from socket import gethostname
 
 from hf_compressopt.collectives.communicator import Communicator, Levels
-from hf_compressopt.collectives.in_node import in_shared_memory
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS, Topology, TopologyOptions, node_size_of_hosts
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,6 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     node = communicator.part([rank for rank in ranks if rank // size == mine.node])
     peers = communicator.part([rank for rank in ranks if rank % size == mine.place])
     node.traffic = communicator.traffic.inside_node()
-    node = in_shared_memory(node, communicator)
     found = copy(communicator)
     found.levels = Levels(node, peers, wanted.node_dtype)
     return found

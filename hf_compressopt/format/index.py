@@ -1,6 +1,6 @@
 """The index of a checkpoint: the tensors that were saved, and the place of each.
 
-**Format, version 4.** A checkpoint is a folder that holds
+**Format, version 5.** A checkpoint is a folder that holds
 
 1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. If the ranks write
    into several folders, each folder has one. Of a piece that several ranks have written it names the copy in its own
@@ -10,19 +10,19 @@
 
 The index is an object with these keys:
 
-- ``format``: "hf_compressopt"; ``version``: 4; ``save_id``: the hexadecimal number in the shards' names;
+- ``format``: "hf_compressopt"; ``version``: 5; ``save_id``: the hexadecimal number in the shards' names;
 - ``block_bytes``: bytes under one checksum, so that a part of a tensor can be read and verified alone;
-- ``checksum``: its kind, "xxh3_128" (the 128 bits of XXH3, seed 0) or "sha256";
+- ``checksum``: its kind, "xxh3_128" (the 128 bits of XXH3, seed 0);
 - ``header``: the optimizer's class, step, stage, schedule, world_size, and the hyperparameters of each param group;
 - ``parameters``: for each param group a list of ``{"name", "shape", "dtype"}``;
 - ``shards``: for each rank ``{"file", "bytes"}``; files are plain names of files beside the index;
-- ``tensors``: for each tensor ``{"dtype", "shape", "pieces"}``; dtype is torch's name, such as "float32".
+- ``tensors``: for each tensor ``{"dtype", "shape", "pieces"}``; dtype is torch's name, such as "float32";
+- ``digest``, the last key: the checksum of all bytes of the file before the comma that precedes this key.
 
 A piece is ``{"shard", "key", "start", "stop", "checksums"}``: elements [start, stop) of the flattened tensor are the
 tensor ``key`` of shard number ``shard``. ``checksums`` lists the checksums of its bytes in hexadecimal, one for every
-``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. Versions 2 and 3
-are still read. They have no compact tensors. In version 2 the checksum is always SHA-256, and the key of a piece's
-checksums is ``sha256``.
+``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. Version 4, which
+has no digest, is still read.
 
 A checksum finds damage. It is no signature, because who can write the shards can write the index too.
 
@@ -47,10 +47,9 @@ such a checkpoint lacks start from zero, and their dtypes may differ.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import prod
@@ -61,9 +60,7 @@ import xxhash
 
 INDEX_NAME = "{prefix}.index.json"
 SHARD_NAME = "{prefix}-{save_id}-{rank:05d}-of-{world_size:05d}.safetensors"
-FORMAT, VERSION = "hf_compressopt", 4
-#: Versions that are read.
-READABLE = (2, 3, VERSION)
+FORMAT, VERSION = "hf_compressopt", 5
 #: Key of a header: ranks per node, if the exchange had two levels.
 NODE_SIZE = "node_size"
 #: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
@@ -72,10 +69,8 @@ BY_PLACE = "by_place"
 BLOCK_BYTES = 1 << 22
 #: The most that a reader accepts, since it holds one block in memory.
 MOST_BLOCK_BYTES = 1 << 26
-#: Functions that take bytes and return an object with ``update`` and ``hexdigest``, as those of hashlib do.
-CHECKSUMS: dict[str, Callable[..., Any]] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-#: The checksum of a save. It is as fast as memory; SHA-256 would be slower than disks.
-CHECKSUM = "xxh3_128"
+#: The checksum. It is as fast as memory; SHA-256 would be slower than disks.
+CHECKSUM, checksum_of = "xxh3_128", xxhash.xxh3_128
 
 #: The names of torch's dtypes in safetensors, and the bytes of an element.
 DTYPES = {
@@ -168,8 +163,8 @@ class TensorEntry:
     pieces: tuple[Piece, ...]
 
     @classmethod
-    def read(cls, values: dict[str, Any], version: int = VERSION) -> TensorEntry:
-        """Check and take the values of an index of this version.
+    def read(cls, values: dict[str, Any]) -> TensorEntry:
+        """Check and take the values of an index.
 
         Raises:
             ValueError: If one is not legal.
@@ -179,8 +174,7 @@ class TensorEntry:
         if values["dtype"] not in DTYPES:
             raise ValueError(f"the dtype {values['dtype']!r} is not supported")
         shape = tuple(_count(size) for size in values["shape"])
-        key = "sha256" if version == 2 else "checksums"
-        return cls(values["dtype"], shape, tuple(_piece(piece, piece[key]) for piece in values["pieces"]))
+        return cls(values["dtype"], shape, tuple(map(_piece, values["pieces"])))
 
     @property
     def numel(self) -> int:
@@ -207,15 +201,14 @@ class CheckpointIndex:
 
     save_id: str
     block_bytes: int
-    checksum: str
     header: dict[str, Any]
     parameters: list[list[dict[str, Any]]]
     shards: list[Shard]
     tensors: dict[str, TensorEntry]
 
-    def to_json(self) -> str:
-        """Return the text of the index file."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1)
+    def to_json(self) -> bytes:
+        """Return the index file."""
+        return sealed({"format": FORMAT, "version": VERSION, "checksum": CHECKSUM, **asdict(self)})
 
     @classmethod
     def read(cls, path: Path) -> CheckpointIndex:
@@ -225,29 +218,32 @@ class CheckpointIndex:
             CheckpointError: If it is missing, damaged, of another format, or inconsistent.
         """
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_bytes()
+            data = json.loads(text)
         except FileNotFoundError:
             raise CheckpointError(f"{path} is missing: the folder holds no whole checkpoint of the optimizer") from None
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(f"{path} is not an index of {FORMAT}")
-        version = data.get("version")
-        if version not in READABLE:
-            raise CheckpointError(f"{path} is of format version {version!r}; this version reads 2 to {VERSION}")
+        if data.get("version") not in (4, VERSION):
+            raise CheckpointError(f"{path} is of format version {data.get('version')!r}; legal are 4 and {VERSION}")
+        if not _is_whole(text) if data["version"] == VERSION else "digest" in data:
+            raise CheckpointError(f"{path} is damaged, or was edited: its digest is not that of its contents")
         try:
             index = cls(
                 save_id=str(data["save_id"]),
                 block_bytes=_count(data["block_bytes"], low=1),
-                checksum="sha256" if version == 2 else str(data["checksum"]),
                 header=dict(data["header"]),
                 parameters=[[_parameter(parameter) for parameter in group] for group in data["parameters"]],
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
-                tensors={name: TensorEntry.read(entry, version) for name, entry in data["tensors"].items()},
+                tensors={name: TensorEntry.read(entry) for name, entry in data["tensors"].items()},
             )
         except Exception as error:  # the file can hold anything
             raise CheckpointError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
         try:
+            if data["checksum"] != CHECKSUM:
+                raise ValueError(f"checksum must be {CHECKSUM!r}, got {data['checksum']!r}")
             index.validate()
         except ValueError as error:
             raise CheckpointError(f"{path} is not a valid index: {error}") from None
@@ -259,8 +255,6 @@ class CheckpointIndex:
         Raises:
             ValueError: If something is wrong.
         """
-        if self.checksum not in CHECKSUMS:
-            raise ValueError(f"checksum must be one of {sorted(CHECKSUMS)}, got {self.checksum!r}")
         if self.block_bytes > MOST_BLOCK_BYTES:
             raise ValueError(f"block_bytes must be from 1 to {MOST_BLOCK_BYTES}, got {self.block_bytes}")
         for shard in self.shards:
@@ -285,6 +279,21 @@ class CheckpointIndex:
                 raise ValueError(f"tensor {name!r} has pieces of {reached} of its {entry.numel} elements")
 
 
+def sealed(values: dict[str, Any]) -> bytes:
+    """Return the file of an index with these values, and with its digest."""
+    body = json.dumps({key: value for key, value in values.items() if key != "digest"}, indent=1).encode()[:-2]
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return f',\n "digest": "{checksum_of(body).hexdigest()}"\n}}\n'.encode()
+
+
+def _is_whole(text: bytes) -> bool:
+    body = text[: -len(_seal(b""))]
+    return text == body + _seal(body)
+
+
 def _count(value: Any, low: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"a whole number >= {low} is needed, got {value!r}")
@@ -299,6 +308,6 @@ def _parameter(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _piece(piece: dict[str, Any], checksums: list[str]) -> Piece:
-    start, stop = _count(piece["start"]), _count(piece["stop"])
-    return Piece(_count(piece["shard"]), str(piece["key"]), start, stop, tuple(map(str, checksums)))
+def _piece(piece: dict[str, Any]) -> Piece:
+    start, stop, checksums = _count(piece["start"]), _count(piece["stop"]), tuple(map(str, piece["checksums"]))
+    return Piece(_count(piece["shard"]), str(piece["key"]), start, stop, checksums)

@@ -102,12 +102,21 @@ def _describe(entry: TensorEntry) -> dict[str, Any]:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """Return the text of one entry of the list that :func:`collect` returns."""
+    """Return the text of one entry of the list that :func:`collect` returns, without control characters."""
+    return "\n".join(map(printable, _lines(facts)))
+
+
+def printable(text: str) -> str:
+    """Escape what is not printable: names in a file may hold sequences that overwrite what a terminal shows."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
     checked = "every byte was read" if facts["verified"] else "sizes and headers; --verify reads every byte"
     lines = [f"{facts['index']}: {'DAMAGED' if facts['problems'] else f'whole ({checked})'}"]
     lines += [f"  PROBLEM: {problem}" for problem in facts["problems"]]
     if "header" not in facts:
-        return "\n".join(lines)
+        return lines
     rows = {
         "optimizer": facts["optimizer"],
         "step": facts["step"],
@@ -126,4 +135,4 @@ def render(facts: dict[str, Any]) -> str:
         f"    {kind:{width}}  {dtype:9}{sum(sizes):>16,} bytes in {len(sizes):,} tensor(s)"
         for (kind, dtype), sizes in sorted(kinds.items())
     ]
-    return "\n".join(lines)
+    return lines

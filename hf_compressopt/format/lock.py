@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hf_compressopt.format.writer import NO_LINKS
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -40,7 +42,12 @@ def locked(index_file: Path) -> Iterator[None]:
 def _hold(path: Path) -> int:
     """Open the file and lock it, again if the save that had it removes it in between."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | NO_LINKS, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise OSError(errno.ELOOP, "a lock must not be a symbolic link: remove it", str(path)) from None
         try:
             _lock(descriptor, path)
             if os.fstat(descriptor).st_nlink:

@@ -14,18 +14,19 @@ from typing import Any, NamedTuple
 
 from hf_compressopt.format.index import (
     BLOCK_BYTES,
-    CHECKSUM,
-    CHECKSUMS,
     DTYPES,
     CheckpointError,
     CheckpointIndex,
     Piece,
     Shard,
     TensorEntry,
+    checksum_of,
 )
 
 #: safetensors' own bound on a header.
 HEADER_CAP = 100_000_000
+#: Shards that are open at a time.
+_MOST_OPEN = 32
 _ITEMSIZE = dict(DTYPES.values())
 
 
@@ -50,7 +51,6 @@ class ShardFile:
     def __init__(
         self,
         path: Path,
-        checksum: str = CHECKSUM,
         block_bytes: int = BLOCK_BYTES,
         room: memoryview | None = None,
     ) -> None:
@@ -58,8 +58,7 @@ class ShardFile:
 
         Args:
             path: The file.
-            checksum: The checksum of its blocks, a key of :data:`CHECKSUMS`.
-            block_bytes: Bytes under each.
+            block_bytes: Bytes under each checksum.
             room: [block_bytes] bytes that blocks are read into. Files that are read one after another may share them.
                 None: own ones.
 
@@ -67,7 +66,7 @@ class ShardFile:
             CheckpointError: If it is not readable, or not a whole safetensors file.
         """
         self.path = path
-        self._checksum, self._block_bytes = CHECKSUMS[checksum], block_bytes
+        self._block_bytes = block_bytes
         self._room = memoryview(bytearray(block_bytes)) if room is None else room
         try:
             self._file = open(path, "rb", buffering=0)
@@ -80,7 +79,7 @@ class ShardFile:
             raise CheckpointError(f"{path} is not readable as safetensors: {error}") from error
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; a read opens it again."""
         self._file.close()
 
     def _header(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -151,7 +150,7 @@ class ShardFile:
             at_once = out is not None and (first, last) == (low, high)
             block = out[low - begin : high - begin] if out is not None and at_once else self._room[: high - low]
             self._read(stored.begin + low, block)
-            if self._checksum(block).hexdigest() != piece.checksums[number]:
+            if checksum_of(block).hexdigest() != piece.checksums[number]:
                 raise CheckpointError(f"{self.path} is damaged: the checksum of {piece.key!r} is not that of the index")
             part = block[first - low : last - low]
             if out is not None and not at_once:
@@ -168,6 +167,8 @@ class ShardFile:
 
     def _fill(self, offset: int, part: memoryview) -> int:
         """Read until the file ends, since file systems may return fewer bytes than asked for; returns their number."""
+        if self._file.closed:
+            self._file = open(self.path, "rb", buffering=0)
         self._file.seek(offset)
         done = 0
         while done < len(part) and (count := self._file.readinto(part[done:])):
@@ -208,7 +209,7 @@ def open_shard(folder: Path, index: CheckpointIndex, number: int, room: memoryvi
     Raises:
         CheckpointError: If it is not a whole safetensors file, or of another save.
     """
-    file = ShardFile(folder / index.shards[number].file, index.checksum, index.block_bytes, room)
+    file = ShardFile(folder / index.shards[number].file, index.block_bytes, room)
     if (found := file.metadata.get("save_id")) != index.save_id:
         file.close()
         raise CheckpointError(f"{file.path} belongs to save {found!r}, the index is of {index.save_id!r}")
@@ -216,7 +217,10 @@ def open_shard(folder: Path, index: CheckpointIndex, number: int, room: memoryvi
 
 
 class ShardFiles:
-    """The shards of a checkpoint, each opened when it is first needed; a context manager that closes them."""
+    """The shards of a checkpoint, each opened when it is needed; a context manager that closes them.
+
+    Few are open at a time: a process may open 1,024 files on many systems, and a run have more ranks.
+    """
 
     def __init__(self, folder: Path, index: CheckpointIndex, out_of_reach: Mapping[int, str] | None = None) -> None:
         """Check that every shard exists and has its size.
@@ -232,7 +236,8 @@ class ShardFiles:
         """
         self._folder, self._index = folder, index
         self._out_of_reach = out_of_reach or {}
-        self._open: dict[int, ShardFile] = {}
+        self._files: dict[int, ShardFile] = {}
+        self._open: list[int] = []  # the one that was needed last is the last
         self._room = memoryview(bytearray(index.block_bytes))
         for number, shard in enumerate(index.shards):
             if number not in self._out_of_reach:
@@ -244,16 +249,21 @@ class ShardFiles:
 
     def __exit__(self, *_: object) -> None:
         """Close all files."""
-        for file in self._open.values():
+        for file in self._files.values():
             file.close()
 
     def __getitem__(self, number: int) -> ShardFile:
         """Return the shard of this number; raises as :func:`open_shard` does."""
         if number in self._out_of_reach:
             raise CheckpointError(self._out_of_reach[number])
-        if number not in self._open:
-            self._open[number] = open_shard(self._folder, self._index, number, self._room)
-        return self._open[number]
+        if number in self._open:
+            self._open.remove(number)
+        elif len(self._open) == _MOST_OPEN:
+            self._files[self._open.pop(0)].close()
+        if number not in self._files:
+            self._files[number] = open_shard(self._folder, self._index, number, self._room)
+        self._open.append(number)
+        return self._files[number]
 
 
 def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from hf_compressopt.format.index import BLOCK_BYTES, CHECKSUM, CHECKSUMS, DTYPES
+from hf_compressopt.format.index import BLOCK_BYTES, DTYPES, checksum_of
 from hf_compressopt.format.reader import HEADER_CAP
 
+#: A flag that refuses symbolic links: they may lead to any file.
+NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 Bytes = bytes | bytearray | memoryview
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
@@ -68,11 +70,11 @@ class ShardWriter:
         self._header = _header({key: tensors[key] for key in self.keys}, self._sizes, metadata)
         self.bytes = len(self._header) + sum(self._sizes.values())
         self._temporary = temporary or temporary_name(path)
-        self._flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if temporary is None else os.O_TRUNC)
+        self._flags = os.O_WRONLY | os.O_CREAT | NO_LINKS | (os.O_EXCL if temporary is None else os.O_TRUNC)
         self._checksums: dict[str, list[str]] = {key: [] for key in self.keys}
         self._due = [key for key in reversed(self.keys) if self._sizes[key]]  # the last is next
         self._done = 0  # bytes of it
-        self._checksum = CHECKSUMS[CHECKSUM]()
+        self._checksum = checksum_of()
         self._descriptor = -1
         self._finished = False
 
@@ -113,7 +115,7 @@ class ShardWriter:
             self._done += len(block)
             if self._done % BLOCK_BYTES == 0 or self._done == self._sizes[key]:
                 self._checksums[key].append(self._checksum.hexdigest())
-                self._checksum = CHECKSUMS[CHECKSUM]()
+                self._checksum = checksum_of()
             if self._done == self._sizes[key]:
                 self._due.pop()
                 self._done = 0
@@ -204,8 +206,9 @@ def write_aside(path: Path, data: bytes) -> Path:
         OSError: If it cannot be written; then nothing of it is left.
     """
     temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)  # it may be a link to any file
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

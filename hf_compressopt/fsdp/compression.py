@@ -29,7 +29,7 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.fsdp.units import Unit, units_of
-from hf_compressopt.grad_compression import FORMATS, STATES
+from hf_compressopt.grad_compression import FORMATS, STATES, unscaled
 from hf_compressopt.optim.functional import bit_sum
 
 if TYPE_CHECKING:
@@ -322,11 +322,14 @@ def compress_fsdp(
 
     Raises:
         ValueError: For an option outside its range, and for a model that is not sharded over ``mesh``.
+        TypeError: If ``mesh`` is no DeviceMesh.
         RuntimeError: If this torch's FSDP2 has no hook.
     """
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(f"mesh must be a DeviceMesh, got {mesh!r}: call compress_fsdp(model, mesh, 'int4')")
     if compression not in FORMATS:
         raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
     if state not in STATES:
         raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
     bits, bucket_numel = FORMATS[compression], bucket_numel_of(bucket_cap_mb)
-    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale or (lambda: 1.0), compact=state == "compact")
+    return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale or unscaled, compact=state == "compact")

@@ -14,11 +14,12 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_compressopt.amp import GradScaler, innermost
+from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.integrations.capabilities import (
-    FollowsPlan,
     OwnsGradients,
     SavesShards,
+    all_parameters,
     follows_plan,
     frees_gradients,
     owns_gradients,
@@ -26,11 +27,12 @@ from hf_compressopt.integrations.capabilities import (
     shares,
     skips_steps,
 )
-from hf_compressopt.integrations.ddp_models import check_somebody_averages, undo_evaluation_mode
-from hf_compressopt.integrations.log import prefix_of, prefixed_metrics, show_log
+from hf_compressopt.integrations.ddp_models import check_somebody_averages, undo_evaluation_mode, without_compile
+from hf_compressopt.integrations.fsdp_models import is_loaded_in_shards
+from hf_compressopt.integrations.log import describe_saving, prefix_of, prefixed_metrics, show_log
 from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
-from hf_compressopt.integrations.run_length import scheduler_steps, warn_if_nothing_is_compressed
+from hf_compressopt.integrations.run_length import describe_schedule, fit, is_fitted, scheduler_steps
 from hf_compressopt.integrations.saving_accelerator import Attachment, SavingAccelerator
 from hf_compressopt.integrations.unsupported import check_distributed_type
 
@@ -98,6 +100,8 @@ class CompressOptAccelerator(SavingAccelerator):
             return alone
         with self._compressopt.gradients_in_buckets(self, model):
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        if is_loaded_in_shards(without_compile(model)):  # transformers' Trainer prepares it for evaluation
+            self._compressopt.compress_sharded(prepared, self, self._loss_scale)
         self._compressopt.models.add(prepared)
         self._bind()
         return prepared
@@ -130,9 +134,7 @@ class CompressOptAccelerator(SavingAccelerator):
             prepared.__class__ = CompressOptAcceleratedOptimizer
         if follows_plan(inner):
             if plugin is not None and plugin.total_steps is not None:
-                self._fit(inner, plugin.total_steps)
-            if self._compressopt.announce and self.is_main_process:
-                logger.info("attached %s", inner.describe())
+                fit(inner, plugin.total_steps)
         self._bind()
         return prepared
 
@@ -147,7 +149,7 @@ class CompressOptAccelerator(SavingAccelerator):
         if steps is not None and (plugin is None or plugin.total_steps is None):
             per_step = 1 if self.split_batches or not self.step_scheduler_with_optimizer else self.num_processes
             for optimizer in filter(follows_plan, map(innermost, own)):
-                self._fit(optimizer, max(1, steps // per_step))
+                fit(optimizer, max(1, steps // per_step))
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
@@ -174,22 +176,13 @@ class CompressOptAccelerator(SavingAccelerator):
             if other is not optimizer and shares(other.trainable_parameters, params):
                 other.detach()
 
-    def _fit(self, optimizer: FollowsPlan, steps: int) -> None:
-        """Fit the optimizer's schedule to the run, if its schedule is open; say it if nothing would be compressed."""
-        self._compressopt.fitted.add(id(optimizer))
-        chosen = optimizer.fit_schedule(steps)
-        if chosen and self.is_main_process:
-            logger.info("%s: %s", type(optimizer).__name__, chosen)
-        if self._compressopt.announce:
-            warn_if_nothing_is_compressed(optimizer, steps)
-
     def _advise_on_auto(self, args: Sequence[Any]) -> None:
         """Say that the length of the run is unknown, if the plugin made an optimizer and nothing has told it."""
         plugin = self._compressopt.plugin
         if plugin is None or plugin.freeze_step != AUTO or plugin.optimizer == "none" or not self.is_main_process:
             return
         prepared = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        if prepared and any(id(o) not in self._compressopt.fitted for o in self.compressed_optimizers()):
+        if prepared and not all(map(is_fitted, self.compressed_optimizers())):
             logger.info(
                 "freeze_step='auto' does not know the length of the run: give CompressOptPlugin(total_steps=...), or "
                 "prepare a learning-rate scheduler of transformers or OneCycleLR too; otherwise the variance alone "
@@ -209,6 +202,7 @@ class CompressOptAccelerator(SavingAccelerator):
             yield
 
     def _bind(self) -> None:
+        self._compressopt.checked = False
         own_hook = getattr(self.ddp_handler, "comm_hook", None)
         models, optimizers = self._compressopt.models, [innermost(optimizer) for optimizer in self._optimizers]
         models.bind(optimizers, own_hook, self._loss_scale)
@@ -262,7 +256,58 @@ class CompressOptAccelerator(SavingAccelerator):
         scales = {optimizer.loss_scale.value for optimizer in self.partitioned_optimizers()}
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
+        if not self._compressopt.checked and self.num_processes > 1:
+            self._check_attached()
         super().backward(loss * scales.pop() if scales - {1.0} else loss, **kwargs)
+        if not self._compressopt.checked or self._compressopt.untold:
+            self._tell()
+        self._compressopt.checked = True
+
+    def _check_attached(self) -> None:
+        """Check at the start of a training that everything is compressed that the user asked for.
+
+        Raises:
+            ValueError: If something is not; the message says what to do.
+        """
+        state, optimizers = self._compressopt, [innermost(optimizer) for optimizer in self._optimizers]
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        if state.asked and optimizers and not self.our_optimizers():
+            raise ValueError(
+                f"{state.asked} was asked for, but {names} trains the model, and nothing is compressed: give the "
+                "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
+                "create_optimizer return such a one. To train without compression leave the option out"
+            )
+        prepared = [without_compile(model) for model in self._models]
+        compressing = self.compressed_optimizers() if state.grad_compression == "none" else optimizers
+        wanted = {id(p) for o in compressing if not frees_gradients(o) for p in all_parameters(o) if p.requires_grad}
+        hooked = {id(p) for model in (*state.models.hooked(), *state.sharded.models()) for p in model.parameters()}
+        for model in prepared:
+            if any(id(p) in wanted and id(p) not in hooked for p in model.parameters()):
+                what = names if state.grad_compression == "none" else f"grad_compression={state.grad_compression}"
+                raise ValueError(
+                    f"{what} was asked for, but nothing sends the gradients of {type(model).__name__} in messages of "
+                    "this package: it is no DistributedDataParallel, or was prepared before the option was known. Give "
+                    "the model and its optimizer to one prepare(model, optimizer), and call attach, or "
+                    "hf_compressopt.register(), before that"
+                )
+
+    def _tell(self) -> None:
+        """Write to the log what was attached, and after the first step how much less was sent."""
+        state = self._compressopt
+        if not state.checked:
+            state.untold = [*self.our_optimizers(), *state.compressions()]
+            lines = []
+            for found in state.untold:
+                schedule = describe_schedule(found) if follows_plan(found) else ""
+                lines.append(f"attached {found.describe()}" + (f" ({schedule})" if schedule else ""))
+        else:
+            stepped = [found for found in state.untold if found.metrics()["bytes_sent_step"] > 0]
+            state.untold = [found for found in state.untold if found not in stepped]
+            lines = [line for found in stepped if (line := describe_saving(found))]
+        for line in lines if self.is_main_process else ():
+            if line not in state.said:
+                state.said.append(line)
+                logger.info("%s", line)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Log as Accelerate does, with the optimizers' metrics as ``compressopt/...``."""
@@ -278,6 +323,7 @@ def register() -> None:
 
     Calling it again changes nothing. With other optimizers every Accelerator works as before.
     """
+    guard_torch_clipping()
     if not is_wrapped(Accelerator, "prepare"):
         for name in ("prepare", "prepare_model", "prepare_optimizer"):
             wrap(Accelerator, name, partial(_attach_and_prepare, name))
@@ -289,26 +335,24 @@ def _attach_and_prepare(name: str, original: Callable[..., Any], self: Accelerat
     if "_compressopt" in vars(self) or not (ours or name == "prepare_model"):
         return original(self, *args, **kwargs)
     if self._models or self._optimizers:
-        if ours:
-            logger.warning(
-                "this Accelerator prepared a model before it knew of a compressed optimizer: gradients are averaged in "
-                "full precision. Give both to one prepare(model, optimizer), or use CompressOptAccelerator"
+        if ours and self.num_processes > 1:
+            raise ValueError(
+                "this Accelerator prepared a model before it knew of a compressed optimizer, and would average its "
+                "gradients in full precision: call hf_compressopt.register() before the first prepare, or use "
+                "CompressOptAccelerator"
             )
         return original(self, *args, **kwargs)
     if ours:
         show_log()
-    return getattr(_make_ours(self, None, announce=True), name)(*args, **kwargs)
+    return getattr(make_ours(self, None), name)(*args, **kwargs)
 
 
-def attach(
-    accelerator: Accelerator, plugin: CompressOptPlugin | None = None, *, announce: bool = True
-) -> CompressOptAccelerator:
+def attach(accelerator: Accelerator, plugin: CompressOptPlugin | None = None) -> CompressOptAccelerator:
     """Make an existing accelerator a :class:`CompressOptAccelerator`, in place, before it prepares an optimizer.
 
     Args:
         accelerator: The accelerator.
         plugin: Options; see :class:`CompressOptAccelerator`.
-        announce: True to write a line to the log about each optimizer.
 
     Returns:
         The same object.
@@ -316,28 +360,29 @@ def attach(
     Raises:
         ValueError: If it has prepared a model or an optimizer already.
     """
-    if "_compressopt" in vars(accelerator):
-        if plugin is not None:
-            accelerator._compressopt.take(plugin)
-        return cast("CompressOptAccelerator", accelerator)
-    if accelerator._models or accelerator._optimizers:
+    ours = "_compressopt" in vars(accelerator)
+    if (accelerator._models or accelerator._optimizers) and (plugin is not None or not ours):
         raise ValueError(
             "this accelerator has prepared a model or an optimizer already, so it is too late to attach it: call "
             "attach right after Accelerator(...), or use CompressOptAccelerator instead"
         )
-    if announce:
+    if not ours:
         show_log()
-    return _make_ours(accelerator, plugin, announce)
+        return make_ours(accelerator, plugin)
+    if plugin is not None:
+        accelerator._compressopt.take(plugin)
+    return cast("CompressOptAccelerator", accelerator)
 
 
-def _make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None, announce: bool) -> CompressOptAccelerator:
+def make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None) -> CompressOptAccelerator:
     """Change the accelerator's class, in place."""
+    guard_torch_clipping()
     cls = type(accelerator)
     if cls is Accelerator:
         accelerator.__class__ = CompressOptAccelerator
     elif not issubclass(cls, CompressOptAccelerator):
         accelerator.__class__ = type(f"CompressOpt{cls.__name__}", (CompressOptAccelerator, cls), {})
-    accelerator._compressopt = Attachment(announce)
+    accelerator._compressopt = Attachment()
     if plugin is not None:
         accelerator._compressopt.take(plugin)
     accelerator.register_save_state_pre_hook(accelerator._save_shards)

@@ -65,6 +65,7 @@ class FollowsPlan(SavesShards, Protocol):
     def defer_schedule(self, given: Iterable[str]) -> None: ...  # noqa: D102
 
     def fit_schedule(self, max_steps: int) -> str: ...  # noqa: D102
+    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None: ...  # noqa: D102
 
     def averaged_parameters(self) -> AbstractContextManager[None]: ...  # noqa: D102
 

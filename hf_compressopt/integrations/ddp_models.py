@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -25,8 +24,6 @@ from hf_compressopt.integrations.capabilities import (
     shares,
 )
 from hf_compressopt.integrations.log import prefix_of, prefixed_metrics
-
-logger = logging.getLogger(__name__)
 
 
 class DDPModels:
@@ -106,8 +103,11 @@ class DDPModels:
                     **asdict(messages),
                 )
                 model.register_comm_hook(state, compress_hook)
-                if state.communicator.rank == 0:
-                    logger.info("attached %s", state.describe())
+
+    def hooked(self) -> list[DistributedDataParallel]:
+        """The models whose gradients travel in messages of this package."""
+        syncs = [(model, find_sync(model)) for model in self]
+        return [model for model, sync in syncs if find_compression(model) or (sync is not None and sync.optimizers)]
 
     def compressions(self) -> list[GradientCompression]:
         """The states of the models' :func:`compress_hook`."""

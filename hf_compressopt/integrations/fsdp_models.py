@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,8 +13,6 @@ from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
 from hf_compressopt.grad_compression import MessageOptions
 from hf_compressopt.integrations.ddp_models import without_compile
 from hf_compressopt.integrations.log import prefix_of, prefixed_metrics
-
-logger = logging.getLogger(__name__)
 
 
 def why_not_between_replicas(accelerator: Any) -> str:
@@ -30,6 +27,25 @@ def why_not_between_replicas(accelerator: Any) -> str:
         )
     if config.non_data_parallel_size > 1:
         return "it needs a mesh of dp_replicate and dp_shard only, without tensor or context parallelism"
+    return ""
+
+
+def is_loaded_in_shards(model: Any) -> bool:
+    """True for a model that ``from_pretrained(..., distributed_config=...)`` has sharded, or cut in another way."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def why_not_loaded_in_shards(model: Any) -> str:
+    """The reason why low-bit messages cannot carry the gradients of such a model; "" if they can."""
+    config = model.config.distributed_config
+    given = {name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
+    if other := [f"{name}={size}" for name, size in given.items() if size > 1]:
+        return f"{', '.join(other)} of DistributedConfig cuts parameters in a way that its messages do not know"
+    if config.dp_replicate_size < 2:
+        return (
+            f"DistributedConfig(fsdp_size={config.fsdp_size}) partitions every parameter over all ranks, so that no "
+            "replicas exchange gradients: give DistributedConfig(fsdp_size=RANKS_PER_NODE, dp_replicate_size=NODES)"
+        )
     return ""
 
 
@@ -52,7 +68,7 @@ class ShardedModels:
 
         Args:
             models: Prepared models.
-            accelerator: The accelerator, for its mesh.
+            accelerator: The accelerator, for its mesh; a model that is loaded in shards has one of its own.
             compression: "int4" or "int8".
             messages: The options of the messages; the mesh alone says which ranks share a node.
             loss_scale: Returns the factor that the gradients of the coming step carry.
@@ -65,15 +81,20 @@ class ShardedModels:
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
             )
-        mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
         for model in map(without_compile, models):
             if any(state.model is model for state in self.compressions()):
                 continue
+            if is_loaded_in_shards(model):
+                mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
+            else:
+                mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
             cap = messages.bucket_cap_mb
             state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale)
             self._found.append(weakref.ref(state))
-            if accelerator.is_main_process:
-                logger.info("attached %s", state.describe())
+
+    def models(self) -> list[nn.Module]:
+        """The models that are alive."""
+        return [state.model for state in self.compressions()]
 
     def compressions(self) -> list[FSDPCompression]:
         """The states of the models that are alive."""

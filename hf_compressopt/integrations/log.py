@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
 
 _LOGGED = (
     "stage",
+    "zero_stage",
     "bytes_sent",
     "bytes_sent_step",
     "bytes_sent_in_node",
@@ -46,6 +47,29 @@ def show_log() -> None:
         package.addHandler(handler)
         package.setLevel(logging.INFO)
         package.propagate = False
+
+
+def describe_saving(state: Any) -> str:
+    """Compare the bytes of the last step with those of full precision; "" if it did not send fewer.
+
+    Args:
+        state: An optimizer, or a compression of gradients, with a communicator.
+    """
+    metrics = state.metrics()
+    sent, ratio = metrics["bytes_sent_step"], metrics.get("compression_ratio", 1.0)
+    if sent == 0 or ratio < 1.05:
+        return ""
+    ranks = state.communicator.topology.node_size  # of a node, which share its link
+    link = " over each node's link" if ranks > 1 else ""
+    full, sent = (_with_unit(value * ranks) for value in (sent * ratio, sent))
+    return f"full precision would send {full} a step{link}, this run sends {sent} ({ratio:.1f}x fewer)"
+
+
+def _with_unit(nbytes: float) -> str:
+    """Bytes with three digits and a decimal unit."""
+    units = ("B", "kB", "MB", "GB")
+    place = next((i for i in range(len(units) - 1) if nbytes < 999.5 * 1000**i), len(units) - 1)
+    return f"{nbytes / 1000**place:.3g} {units[place]}"
 
 
 def prefix_of(number: int) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hf_compressopt.grad_compression import FORMATS, GradientCompression, MessageOptions
@@ -62,9 +63,11 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
 
     Raises:
         ValueError: For an option that the optimizer does not have, a value of a wrong type, an option that is given
-            twice, or text that is no list of name=value. The message lists what is legal.
+            twice, or text that is no list of name=value; and for the text "help", with a list of what is legal.
     """
     ours = name in OPTIMIZERS or name in ZERO_NAMES
+    if (text or "").strip() == "help":
+        raise ValueError(f"optim_args: the options of {name} are {_described(_legal(name, zero=name in ZERO_NAMES))}")
     if not ours and not any(option in (text or "") for option in ("zero_stage", "async_save", *_COMPRESSIONS)):
         return OptimArgs(others=text or "")
     pairs = _pairs(text)
@@ -86,7 +89,7 @@ def read_optim_args(name: str, text: str | None) -> OptimArgs:
         elif key in zero:
             found.zero[key] = parse_value(key, value, zero[key][0])
         elif ours:
-            raise ValueError(_unknown(name, key, {**own, **zero, **_ASYNC_SAVE} if zero or name in ALGORITHMS else own))
+            raise ValueError(_unknown(name, key, _legal(name, zero=stage is not None)))
         else:
             found.others += f"{',' if found.others else ''}{key}={value}"
     return found
@@ -172,27 +175,47 @@ def check_param_compression(value: str, stage: int | None) -> None:
         )
 
 
-def check_taken(name: str, args: OptimArgs, taken: dict[str, Any]) -> None:
-    """Check that Trainer's own optimizer has taken every option that is left under ZeRO, since Trainer ignores others.
+def check_taken(name: str, args: OptimArgs, taken: dict[str, Any], source: str) -> None:
+    """Check that Trainer's own optimizer takes every option that is left, since Trainer ignores others.
 
     Args:
         name: The optimizer.
         args: The options as they were read.
         taken: Keyword arguments that Trainer gives to the optimizer.
+        source: The text of the functions that read options for Trainer's optimizers, which quotes their names.
 
     Raises:
-        ValueError: For an option that has no effect. The message lists what is legal.
+        ValueError: For an option that has no effect. The message names the nearest.
     """
-    for key in _pairs(args.others) if args.zero else ():
-        if key not in taken:
-            raise ValueError(_unknown(name, key, {**text_options(ZeroOptimizer), **_ASYNC_SAVE, **_ZERO_STAGE}))
+    for key in _pairs(args.others):
+        read_by_trainer = f'"{key}"' in source and not args.zero  # some options go to the param groups
+        if key not in taken and not read_by_trainer:
+            raise ValueError(_unknown(name, key, _legal(name, zero=bool(args.zero))))
+
+
+def _legal(name: str, *, zero: bool) -> Options:
+    """The options that --optim_args may have for an optimizer."""
+    found = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
+    found |= {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if zero and key != "stage"}
+    found |= _ASYNC_SAVE if zero or name in ALGORITHMS else {}
+    if name not in ALGORITHMS and not zero:
+        found |= {name: ((str,), "none") for name in _COMPRESSIONS[:1]}
+    return found if name in ALGORITHMS or name in ZERO_NAMES else found | _ZERO_STAGE
 
 
 def _unknown(name: str, key: str, legal: Options) -> str:
     if key in _TRAINER_FLAGS:
         return f"optim_args: {key} is set by Trainer's {_TRAINER_FLAGS[key]}"
     what = OPTIMIZERS[name].__name__ if name in OPTIMIZERS else name
-    return f"optim_args: {what} has no option {key!r}; legal are {_legal(legal)}"
+    owners = [other for other in ALGORITHMS if key in text_options(ALGORITHMS[other])]
+    has = f", which {' and '.join(owners)} have." if owners else did_you_mean(key, legal)
+    return f"optim_args: {what} has no option {key!r}{has or '.'} --optim_args help lists all options"
+
+
+def did_you_mean(name: str, legal: Iterable[str]) -> str:
+    """Name the legal names that are nearest to one that is not; "" if none is near."""
+    near = get_close_matches(name, list(legal), n=2)
+    return f": did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _pairs(text: str | None) -> dict[str, str]:
@@ -267,7 +290,7 @@ def _kinds(kinds: tuple[type, ...]) -> str:
     return " or ".join(names[kind] for kind in kinds)
 
 
-def _legal(options: Options) -> str:
+def _described(options: Options) -> str:
     return ", ".join(
         f"{name} ({_kinds(kinds)}; default {default})" for name, (kinds, default) in sorted(options.items())
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from hf_compressopt.integrations.capabilities import saves_shards
 from hf_compressopt.integrations.optim_args import (
     check_grad_compression,
     check_param_compression,
+    did_you_mean,
     parse_value,
     text_options,
 )
@@ -31,6 +32,7 @@ OPTIONS = (
 )
 
 AUTO = "auto"
+_OF_THE_BUILD = ("COMPRESSOPT_CUDA_ARCHITECTURES", "COMPRESSOPT_PORTABLE_ONLY")
 
 
 def _from_env(name: str, default: _Value, *kinds: type) -> Callable[[], _Value]:
@@ -51,6 +53,20 @@ def _freeze_step_from_env() -> int | str:
         return AUTO if text == AUTO else int(text)
     except ValueError:
         raise ValueError(f"{name} must be an int, or 'auto', got {text!r}") from None
+
+
+def check_variables() -> None:
+    """Check that every COMPRESSOPT_... variable is one that the package reads.
+
+    Raises:
+        ValueError: If one is not; the message names the nearest.
+    """
+    legal = [
+        f"COMPRESSOPT_{name}" for name in ("OPTIM", "KERNELS", *(f.name.upper() for f in fields(CompressOptPlugin)))
+    ]
+    for name in sorted(os.environ):
+        if name.startswith("COMPRESSOPT_") and name not in (*legal, *_OF_THE_BUILD):
+            raise ValueError(f"no option has the environment variable {name}{did_you_mean(name, legal)}")
 
 
 @dataclass
@@ -122,6 +138,7 @@ class CompressOptPlugin:
 
     def __post_init__(self) -> None:
         """Check the names, the messages and the schedule; the optimizer checks the other options."""
+        check_variables()
         self.message_options()
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(f"zero_stage must be 0, 1 or 2, got {self.zero_stage!r}")
@@ -170,15 +187,13 @@ class CompressOptPlugin:
             ValueError: If the optimizer has taken steps, or Adam has a weight decay (its L2 is not decoupled).
         """
         if self.partitions:
-            names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology", "node_size")
-            return partitioned(optimizer, self.zero_stage, **{name: getattr(self, name) for name in names})
+            return partitioned(optimizer, self.zero_stage, **self.zero_options())
         if self.optimizer == "none" or not _is_plain_adam(optimizer):
             return optimizer
         self._check_replaceable(optimizer)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
         cls = ALGORITHMS[self.optimizer]
-        option = getattr(cls, "freeze_option", None)
-        given: dict[str, Any] = {} if option is None else {option: self.freeze_step}
+        given: dict[str, Any] = {"freeze_step": self.freeze_step} if hasattr(cls, "schedule_class") else {}
         if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
         given |= self.common_options()
@@ -196,6 +211,11 @@ class CompressOptPlugin:
         """The fields that a compressed optimizer takes as they are."""
         unset = {"state"} if self.state is None else set()
         return {name: getattr(self, name) for name in OPTIONS if name not in unset}
+
+    def zero_options(self) -> dict[str, Any]:
+        """The fields that ZeroOptimizer takes as they are."""
+        names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology", "node_size")
+        return {name: getattr(self, name) for name in names}
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the reason why an optimizer is not replaced by the compressed one that the plugin names, or ""."""

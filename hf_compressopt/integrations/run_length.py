@@ -5,10 +5,34 @@ from __future__ import annotations
 import logging
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from hf_compressopt.integrations.capabilities import FollowsPlan
 
 logger = logging.getLogger(__name__)
+_steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the run, by optimizer
+_fits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # the schedule that was chosen for it, in words
+
+
+def fit(optimizer: FollowsPlan, steps: int) -> None:
+    """Fit the optimizer's schedule to a run of ``steps`` steps, if it is open; say if nothing would be compressed."""
+    if _steps.get(optimizer) != steps:
+        _steps[optimizer], _fits[optimizer] = steps, optimizer.fit_schedule(steps)
+        warn_if_nothing_is_compressed(optimizer, steps)
+
+
+def is_fitted(optimizer: FollowsPlan) -> bool:
+    """True if the length of the optimizer's run is known."""
+    return optimizer in _steps
+
+
+def describe_schedule(optimizer: FollowsPlan) -> str:
+    """Say how the schedule was chosen, and with which step the next stage begins."""
+    schedule, steps = optimizer.schedule, _steps.get(optimizer)
+    last = schedule.last_warmup_step
+    latest = "" if isinstance(schedule.freeze_step, int) else " at the latest"
+    begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
+    return "; ".join(filter(None, [_fits.get(optimizer, ""), begins]))
 
 
 def scheduler_steps(scheduler: Any) -> int | None:
@@ -48,8 +72,7 @@ def warn_if_nothing_is_compressed(optimizer: FollowsPlan, steps: int) -> None:
     elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
             "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "
-            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller %s, or 'auto'",
+            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller freeze_step, or 'auto'",
             name,
             steps,
-            getattr(optimizer, "freeze_option", "freeze_step"),
         )

@@ -16,8 +16,8 @@ from hf_compressopt.checkpoint.background import wait_for_saves
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions
 from hf_compressopt.integrations import capabilities
-from hf_compressopt.integrations.ddp_models import DDPModels
-from hf_compressopt.integrations.fsdp_models import ShardedModels
+from hf_compressopt.integrations.ddp_models import DDPModels, without_compile
+from hf_compressopt.integrations.fsdp_models import ShardedModels, is_loaded_in_shards
 from hf_compressopt.integrations.plugin import CompressOptPlugin
 from hf_compressopt.integrations.shards import load_compressions, load_shards, save_compressions, save_shards
 
@@ -26,14 +26,17 @@ from hf_compressopt.integrations.shards import load_compressions, load_shards, s
 class Attachment:
     """State of a CompressOptAccelerator beside that of an Accelerator."""
 
-    announce: bool
     plugin: CompressOptPlugin | None = None
+    by_trainer: bool = False  # a Trainer has set the options
+    asked: str = ""  # how the user asked for an optimizer of this package, in words
+    checked: bool = False  # since the last object was prepared
+    said: list[str] = field(default_factory=list)  # lines of the log that were written
+    untold: list[Any] = field(default_factory=list)  # optimizers and compressions whose first step is not over
     models: DDPModels = field(default_factory=DDPModels)
     sharded: ShardedModels = field(default_factory=ShardedModels)
     partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
     following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
     without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
-    fitted: set[int] = field(default_factory=set)  # optimizers (by id) that know the length of the run
     grad_compression: str = "none"  # for the models of ordinary optimizers
     messages: MessageOptions = field(default_factory=MessageOptions)  # of grad_compression
     gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
@@ -45,6 +48,10 @@ class Attachment:
         """Take over the options of a plugin."""
         self.plugin, self.grad_compression, self.messages = plugin, plugin.ddp_compression, plugin.message_options()
         self.gradient_as_bucket_view = plugin.gradient_as_bucket_view
+        if plugin.partitions:
+            self.asked = f"CompressOptPlugin(zero_stage={plugin.zero_stage})"
+        elif plugin.optimizer != "none":
+            self.asked = f"CompressOptPlugin(optimizer={plugin.optimizer!r})"
 
     def note_given(self, optimizer: Any) -> None:
         """Take note of the parameters of an optimizer that is given to ``prepare``, before any model is prepared."""
@@ -78,10 +85,13 @@ class Attachment:
             accelerator: The accelerator.
             loss_scale: Returns the factor that the gradients of the coming step carry.
         """
-        if self.grad_compression != "none" and accelerator.distributed_type == DistributedType.FSDP:
+        if self.grad_compression != "none":
             objects = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
             models = [found for found in objects if isinstance(found, nn.Module)]
-            self.sharded.compress(models, accelerator, self.grad_compression, self.messages, loss_scale)
+            if accelerator.distributed_type != DistributedType.FSDP:
+                models = [model for model in models if is_loaded_in_shards(without_compile(model))]
+            if models:
+                self.sharded.compress(models, accelerator, self.grad_compression, self.messages, loss_scale)
 
     def compressions(self) -> list[GradientCompression | FSDPCompression]:
         """Return the states of the models whose gradients are compressed."""

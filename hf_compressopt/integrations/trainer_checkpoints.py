@@ -18,6 +18,8 @@ from hf_compressopt.checkpoint.background import wait_for_saves
 from hf_compressopt.integrations.capabilities import follows_plan, owns_gradients, saves_shards
 from hf_compressopt.integrations.optim_args import read_optim_args
 from hf_compressopt.integrations.patching import wrap
+from hf_compressopt.integrations.plugin import CompressOptPlugin
+from hf_compressopt.integrations.saving_accelerator import Attachment
 from hf_compressopt.integrations.shards import anyone, load_compressions, parameter_names, save_compressions
 from hf_compressopt.integrations.unmodified import trainer_optimizer
 
@@ -44,12 +46,18 @@ def optim_name(args: Any) -> str:
     return trainer_optimizer(str(getattr(args.optim, "value", args.optim)))
 
 
+def attachment_of(self: Trainer) -> Attachment | None:
+    """The state beside that of the Trainer's accelerator; None for a Trainer that is older than register()."""
+    return getattr(self.accelerator, "_compressopt", None)
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner: torch.optim.Optimizer = innermost(self.optimizer)
-    save_compressions(self.accelerator._compressopt.compressions(), output_dir)
+    if attachment := attachment_of(self):
+        save_compressions(attachment.compressions(), output_dir)
     if not saves_shards(innermost(self.optimizer)):
         return original(self, output_dir)
     save = io.async_save_state if _saves_in_background(self) else io.save_state
@@ -64,7 +72,8 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
     if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
         return original(self, checkpoint)
     wait_for_saves()
-    load_compressions(self.accelerator._compressopt.compressions(), checkpoint)
+    if attachment := attachment_of(self):
+        load_compressions(attachment.compressions(), checkpoint)
     if not anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
@@ -100,7 +109,7 @@ def _is_incomplete(checkpoint: str) -> bool:
 def _saves_in_background(self: Trainer) -> bool:
     if not saves_shards(innermost(self.optimizer)):
         return False
-    return (
+    return CompressOptPlugin().async_save or (
         "async_save" in (self.args.optim_args or "")
         and read_optim_args(optim_name(self.args), self.args.optim_args).async_save
     )
@@ -118,7 +127,7 @@ def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **
 @contextmanager
 def _in_checkpoint(self: Trainer) -> Iterator[None]:
     """Tell :func:`_save_model` inside that all ranks save, so that they can average."""
-    attachment = getattr(self.accelerator, "_compressopt", None)  # a Trainer may be older than register()
+    attachment = attachment_of(self)
     if attachment is None:
         yield
         return
@@ -153,8 +162,8 @@ def _finish_saves(self: Trainer) -> None:
 def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
     if "train_runtime" in logs and _saves_in_background(self):
         _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
-    if "loss" in logs:
-        logs.update(self.accelerator._compressopt.metrics())
+    if "loss" in logs and (attachment := attachment_of(self)):
+        logs.update(attachment.metrics())
     return original(self, logs, *args, **kwargs)
 
 
@@ -180,7 +189,7 @@ def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwarg
     A checkpoint is saved by all ranks. Anything else may be saved by rank 0 alone, which cannot average.
     """
     inner = innermost(self.optimizer)
-    if getattr(getattr(self.accelerator, "_compressopt", None), "in_checkpoint", False):
+    if (attachment := attachment_of(self)) and attachment.in_checkpoint:
         with inner.masters_in_parameters() if owns_gradients(inner) else nullcontext():
             result = _with_averaged_parameters(original, self, *args, **kwargs)
         if saves_shards(inner):

@@ -55,5 +55,5 @@ def trainer_options(name: str) -> dict[str, Any]:
     if "freeze_step" in given:
         freeze_step = given.pop("freeze_step")
         if freeze_step != AUTO:
-            given[getattr(ALGORITHMS[name], "freeze_option", "freeze_step")] = freeze_step
+            given["freeze_step"] = freeze_step
     return given

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hf_compressopt.integrations.capabilities import saves_shards
-from hf_compressopt.integrations.fsdp_models import why_not_between_replicas
+from hf_compressopt.integrations.fsdp_models import (
+    is_loaded_in_shards,
+    why_not_between_replicas,
+    why_not_loaded_in_shards,
+)
 from hf_compressopt.integrations.plugin import CompressOptPlugin
 
 GRAD_COMPRESSION = "grad_compression="
@@ -20,12 +24,19 @@ _INSTEAD = {
 }
 
 
-def why_unsupported(accelerator: Any, name: str) -> str:
+def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
     """The reason why an optimizer of this name cannot work in the accelerator's set-up; "" if it can.
 
     ``name`` may also be that of grad_compression, which works between the replicas that FSDP2 shards.
     """
     kind = accelerator.distributed_type.name
+    if is_loaded_in_shards(model):
+        if not name.startswith(GRAD_COMPRESSION):
+            return f"{name} works with DistributedDataParallel, not with from_pretrained(distributed_config=...)" + (
+                ": leave out one of the two, or use an ordinary optimizer with grad_compression"
+            )
+        reason = why_not_loaded_in_shards(model)
+        return f"{name} does not work with this model: {reason}" if reason else ""
     if kind not in _INSTEAD:
         return ""
     if kind == "FSDP" and name.startswith(GRAD_COMPRESSION):

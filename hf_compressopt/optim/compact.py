@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, LogVariance, Variance, on
-from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_
+from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
 from hf_compressopt.optim.functional import is_zero
 from hf_compressopt.optim.moment_shards import MomentShards
 
@@ -191,13 +191,19 @@ class Moments:
             return decode_variance(self.codes[start:stop], self.tops[index])
         return self.exp_avg_sq[start:stop]
 
-    def has_variance(self, index: int) -> bool:
-        """Return whether an element of a parameter has a variance."""
+    def has_variance(self, index: int, *, compact: bool = True) -> bool:
+        """Return whether an element of a parameter has a variance, in the form that steps read.
+
+        Args:
+            index: The parameter.
+            compact: Whether float32 values are to be encoded: a variance below 2^-126 has the code of 0.
+        """
         start = self._layout.starts[index]
         stop = start + self._layout.numels[index]
         if self.codes.numel():
             return start < stop and int(self.codes[start:stop].min()) != ZERO_CODE
-        return not is_zero(self.exp_avg_sq[start:stop])
+        values = self.exp_avg_sq[start:stop]
+        return top_of_variance(values) > NO_TOP if compact else not is_zero(values)
 
 
 class ParameterState(dict[str, Any]):

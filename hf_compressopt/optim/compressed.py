@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,7 +13,8 @@ from hf_compressopt.collectives.averaging import average_group
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce, run_tasks
 from hf_compressopt.collectives.phases import Task
-from hf_compressopt.collectives.topology import AUTO, TopologyOptions
+from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
+from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.flat import Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
@@ -30,15 +31,15 @@ from hf_compressopt.optim.interval import AlikeParameters
 from hf_compressopt.optim.local_gradients import LocalGradients, end_step
 from hf_compressopt.optim.logs import report_switch
 from hf_compressopt.optim.metrics import Measured
-from hf_compressopt.optim.options import resolve_communicator
+from hf_compressopt.optim.options import check_count, resolve_communicator
 from hf_compressopt.optim.scheduled import Scheduled, ends_first_stage, room_for_history
 from hf_compressopt.optim.sharded_stage import end_first_stage, take_sharded_step
 from hf_compressopt.optim.sketched_norm import CLIPS, ESTIMATE
 from hf_compressopt.optim.warmup_gradients import WarmupGradients, check_warmup_bits
-from hf_compressopt.schedules import MIN_FREEZE_STEP, StepPlan
+from hf_compressopt.schedules import AUTO, StepPlan
 
 
-class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, FlatOptimizer):
+class CompressedOptimizer(Scheduled, Measured, LocalGradients, AlikeParameters, FlatOptimizer):
     """The base of the compressed optimizers: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
 
     An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message
@@ -59,10 +60,14 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
             a group stay local in every stage, step() averages them over it. All ranks have the same param groups;
             only those with a process group of their own may differ in their parameters).
         lr: Learning rate, >= 0.
-        freeze_step: Last step of the warmup stage, >= 1, or "auto".
+        freeze_step: Last step of the warmup stage, >= 1, or "auto": the variance finds it. Trainer and Accelerate then
+            fit the schedule to the length of the run; a loop of your own gives it as ``total_steps``.
+        total_steps: Optimizer steps of the run, >= 1, if the schedule is to be fitted to them at once.
         freeze_threshold: How stable the variance must be for "auto", in (0, 1].
-        max_freeze_step: Bound on what "auto" finds, >= 1; the later one of it and ``min_freeze_step`` counts.
-        min_freeze_step: The first step that "auto" may find, >= 1; it also waits for the learning rate's warmup.
+        max_freeze_step: Bound on what "auto" finds, >= 1; the later one of it and ``min_freeze_step`` counts. None is a
+            share of the run, or 100,000 while its length is unknown.
+        min_freeze_step: The first step that "auto" may find, >= 1; it also waits for the learning rate's warmup. None
+            is 100, or fewer in a short run.
         warmup_bits: Bits per element of the averaged gradients of the first stage: 4 or 8 send integers with error
             feedback, 16 sends bfloat16, 32 the gradients as they are, which gives the bits of torch's AdamW.
         bias_correction: Whether Adam's bias corrections apply.
@@ -105,10 +110,11 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
-        freeze_step: int | str = 100_000,
+        freeze_step: int | str = AUTO,
+        total_steps: int | None = None,
         freeze_threshold: float = 0.96,
-        max_freeze_step: int = 100_000,
-        min_freeze_step: int = MIN_FREEZE_STEP,
+        max_freeze_step: int | None = None,
+        min_freeze_step: int | None = None,
         warmup_bits: int = 4,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -122,7 +128,7 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         variance_floor: float = 0.01,
         bucket_cap_mb: float = 25.0,
         state: str = STATE,
-        topology: str = AUTO,
+        topology: str = AUTO_TOPOLOGY,
         node_size: int | None = None,
         node_bits: int = 32,
         process_group: dist.ProcessGroup | None = None,
@@ -133,8 +139,13 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
     ) -> None:
         """See the class."""
         attach_to_hosts()
-        bounds = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step}
-        schedule = self.schedule_class(**{self.freeze_option: freeze_step}, **bounds)
+        chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        schedule = self.schedule_class(**{"freeze_step": freeze_step, **given})
+        if total_steps is not None:
+            check_count("total_steps", total_steps)
+        if freeze_step == AUTO or total_steps is not None:
+            self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
         check_family_options(
             max_grad_norm=max_grad_norm,
             variance_floor=variance_floor,
@@ -178,9 +189,13 @@ class CompressedOptimizer(Scheduled, LocalGradients, AlikeParameters, Measured, 
         self._consensus.early = self.early_messages
         self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
         self._tensors |= room_for_history(self.schedule, self.param_groups[0]["betas"][1])
+        if total_steps is not None:
+            self.fit_schedule(total_steps)
 
     # -- what an algorithm defines ------------------------------------------------------------------------------------
 
+    #: Options of the schedule beyond those that all have; None where they are not given.
+    _intervals: Mapping[str, int | None] = {}
     #: Whether the servers' last message is the momentum, and takes its place in the compact state.
     momentum_is_message = False
     #: The gradients that leave and are freed while backward runs, with ``zero_stage=2``.

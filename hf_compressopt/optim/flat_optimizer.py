@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.owners import take_over
 from hf_compressopt.collectives.topology import FLAT, TopologyOptions
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
@@ -100,6 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         check_last_group(self.param_groups, one_device=True)
         group = self.param_groups[-1]
+        take_over(group["params"], type(self).__name__)
         device = group["params"][0].device if group["params"] else self.communicator.device
         state = GroupState(
             group,
@@ -186,6 +188,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         check_names(names, sum(counts))
         rest = iter(names)
         return [[next(rest) for _ in range(count)] for count in counts]
+
+    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Use names such as those of ``model.named_parameters()`` in messages; checkpoints keep their own."""
+        names = {id(param): name for name, param in named}
+        for state in self._states:
+            if "param_names" not in state.options:
+                state.labels = [names.get(id(p), label) for p, label in zip(state.params, state.labels, strict=True)]
 
     @property
     def last_plan(self) -> StepPlan:

@@ -26,7 +26,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.group_errors import scale_
 from hf_compressopt.collectives.phases import Task
 from hf_compressopt.collectives.settled_exchange import PendingErrors, settled_all_reduce
-from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
+from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, IntegerFormat, all_finite, sum_of_squares
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
@@ -36,7 +36,7 @@ from hf_compressopt.optim.group_state import GroupState, ParamGroups
 from hf_compressopt.optim.left_gradients import LeftBucket, LeftGradients, LeftMean
 from hf_compressopt.optim.sharded_stage import send_gradients
 from hf_compressopt.optim.sign_slots import Early, Key, Prepare, Settled
-from hf_compressopt.optim.sketched_norm import MeanNorm, Sketch
+from hf_compressopt.optim.sketched_norm import MeanNorm
 from hf_compressopt.schedules import StepPlan
 
 
@@ -75,7 +75,8 @@ class FreedGradients:
         self._pass: BackwardPass | None = None
         self._left, self._hooked = LeftGradients(), 0
         self.attach()
-        guard_torch_clipping()
+        if not clips:
+            warn_unguarded()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
@@ -95,8 +96,10 @@ class FreedGradients:
             numbers = {param: number for number, param in enumerate(params)}
             members = [{numbers[row.state.params[p.index]] for p in row.bucket.pieces} for row in self._make_rows()]
             if self._pass is not None:
-                self._pass.detach()
-            self._pass, self._hooked = BackwardPass(params, members, self._communicator, self), len(params)
+                self._pass.hooks.require_attached()
+                self._pass.hooks.detach()
+            self._pass = BackwardPass(params, members, self._communicator, self, "compressed optimizer (zero_stage=2)")
+            self._hooked = len(params)
         return self._pass
 
     def _make_rows(self) -> list[LeftBucket]:
@@ -118,8 +121,14 @@ class FreedGradients:
         return self._pass is not None and self._pass.done
 
     def complete(self) -> None:
-        """Let the gradients of the coming step leave, if they have not. All ranks call."""
-        self.attach().complete()
+        """Let the gradients of the coming step leave, if they have not. All ranks call.
+
+        Raises:
+            RuntimeError: If another optimizer has taken over some of the parameters.
+        """
+        current = self.attach()
+        current.hooks.require_attached()
+        current.complete()
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -278,9 +287,9 @@ class FreedGradients:
             if all(state.shared_out or not state.params for state in others):
                 del mean.sketches[number]  # of nothing
         elif self._left.sketch is not None:
-            (communicator, y, square), (mine, own) = mean.sketches[number], self._left.sketch
+            sketch, (mine, own) = mean.sketches[number], self._left.sketch
             scale = self._backward.loss_scale
-            mean.sketches[number] = Sketch(communicator, y + mine / scale, square + own / scale**2)
+            mean.sketches[number] = sketch._replace(y=sketch.y + mine / scale, square=sketch.square + own / scale**2)
 
     @property
     def knows_norm(self) -> bool:

@@ -97,7 +97,7 @@ class StepGradients:
                 "has no state for it; add it with add_param_group once it is trainable"
             )
         for state, mine in zip(states, groups, strict=True):
-            fault = fault or find_fault(state.params, mine, state.names)
+            fault = fault or find_fault(state.params, mine, state.labels)
         shares = [1 / state.communicator.world_size for state in states]
         return cls(groups, fault, communicator, shares, ask=ask)
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.group_errors import GroupErrors, values_of
 from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, Segment, SignFormat, Variance
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.optim.compact import Moments, ParameterState
-from hf_compressopt.optim.functional import correct_bias_, floor_variance_, variance_norm
+from hf_compressopt.optim.functional import correct_bias_, floor_variance_, sum_of, variance_norm
 from hf_compressopt.optim.moment_shards import PIECES, MomentShards
 from hf_compressopt.schedules import StepPlan
 
@@ -50,7 +50,8 @@ class GroupState:
         options: The param group itself, as torch's optimizers have it.
         number: Its number among the param groups.
         params: The parameters that required a gradient when the group was added, in the group's order.
-        names: Their names.
+        names: Their names, for checkpoints.
+        labels: Their names for messages: the model's, if they are known.
         layout: The place of each in the flat buffers.
         compact: Whether errors, and moments after the first stage, take the form that needs little memory.
         moments: The two moments.
@@ -84,6 +85,9 @@ class GroupState:
         given = options.get("param_names", [f"group{number}.{i}" for i in range(len(options["params"]))])
         named = {p: name for p, name in zip(options["params"], given, strict=True) if p.requires_grad}
         self.params, self.names = list(named), list(named.values())  # a tensor given twice counts once
+        self.labels = list(self.names)
+        if "param_names" not in options:
+            self.labels = [f"{name} of shape {list(p.shape)}" for p, name in named.items()]
         self.compressed = compressed = not options["non_freeze"]
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.communicator, self.own_rank = communicator, own_rank
@@ -221,16 +225,64 @@ class GroupState:
 
     def find_still(self) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
-        found = zip(self.layout.numels, map(self.moments.has_variance, range(len(self.params))), strict=True)
-        self.still = [self.compressed and numel > 0 and not varies for numel, varies in found]
+        self.still = [
+            self.compressed and numel > 0 and not self.moments.has_variance(index, compact=self.compact)
+            for index, numel in enumerate(self.layout.numels)
+        ]
 
-    def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float) -> None:
+    def unsent_variance(
+        self, indices: Sequence[int], first: Sequence[float], second: Sequence[float], unit: float, least: float
+    ) -> dict[int, float]:
+        """Return a variance for parameters whose averaged gradients were all rounded to 0 beside larger ones.
+
+        What rounding has taken from such gradients lies in the errors e, the sum over t steps. Their square over t is
+        at least the variance of gradients that are noise, and at most t times that of gradients that are alike.
+        A parameter without gradients has errors of 0, unless signs were sent of it too. All ranks call.
+
+        Args:
+            indices: The parameters.
+            first: For each parameter of the group, how often its first moment has been updated.
+            second: The same for the second moment: fewer if some gradients travelled as signs.
+            unit: Factor by which the errors were multiplied.
+            least: The least variance to return, since a message of signs gives all elements of a block one magnitude.
+
+        Returns:
+            The variances, by parameter, of those that had gradients.
+        """
+        chosen = {i for i in indices if self.layout.numels[i] and first[i] == second[i] > 0}
+        if self.communicator.world_size == 1 or not self.layout.numel:
+            return {}
+        squares = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
+        for bucket, (worker, server) in zip(self.layout.buckets, self.errors.pairs, strict=True):
+            pieces = [piece for piece in bucket.pieces if piece.index in chosen]
+            if not pieces:
+                continue
+            rows = [(worker, self.errors.sent_range(bucket), 1 / self.communicator.topology.nodes)]
+            if not self.shared_out:  # else it is that of parameters
+                rows.append((server, self.errors.own_range(bucket), 1.0))
+            for error, (low, high), share in rows:
+                values = values_of(error)
+                for piece in pieces:
+                    start, stop = max(piece.offset, low), min(piece.offset + piece.numel, high)
+                    if start < stop:
+                        squares[piece.index] += share * values[start - low : stop - low].double().square().sum()
+        with self.communicator.traffic.paused():
+            self.communicator.all_reduce(squares).wait()
+        found = squares.tolist()
+        return {
+            index: max(found[index] / unit**2 / self.layout.numels[index] / first[index], least)
+            for index in chosen
+            if found[index] > 0
+        }
+
+    def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
         """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage.
 
         Args:
             first: For each parameter, how often its first moment has been updated.
             second: For each parameter, how often its second moment has been updated.
             floor: Share of a tensor's mean that is the least variance of an element.
+            unit: See :meth:`unsent_variance`, which gives a variance to parameters whose gradients were rounded to 0.
         """
         beta1, beta2 = self.options["betas"]
         for index, counts in enumerate(zip(first, second, strict=True)):
@@ -240,6 +292,13 @@ class GroupState:
                 correct_bias_(exp_avg_sq, counts[1], beta2)
             floor_variance_(exp_avg_sq, floor)
         self.find_still()
+        missing = [index for index, still in enumerate(self.still) if still]
+        others = self.layout.numel - sum(self.layout.numels[index] for index in missing)
+        least = floor * float(sum_of(self.exp_avg_sq)) / max(others, 1) if missing else 0.0
+        for index, variance in self.unsent_variance(missing, first, second, unit, least).items():
+            self.view(self.exp_avg_sq, index).clamp_(min=variance)
+        if missing:
+            self.find_still()
 
     def masked(self, bucket: Bucket, average: Average) -> Average:
         """Return a bucket's average, times the group's mask if it has one."""

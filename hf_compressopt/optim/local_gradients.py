@@ -36,6 +36,10 @@ class LocalGradients:
         """Plan of the coming step."""
         raise NotImplementedError("abstract")
 
+    def _compare_bytes(self, plan: StepPlan) -> None:
+        """Warn if a step sends more than it should."""
+        raise NotImplementedError("abstract")
+
     def _begin_step(self) -> StepPlan:
         """Return the plan of the coming step, after the checks before it."""
         raise NotImplementedError("abstract")
@@ -93,4 +97,6 @@ def end_step(optimizer: LocalGradients, plan: StepPlan, *, taken: bool) -> None:
     optimizer._consensus.end_step()
     optimizer.early_messages.end_step(taken=taken)
     optimizer.warmup_gradients.end_step(plan)
-    optimizer.traffic.end_step()
+    optimizer.traffic.end_step(local=not plan.agree)
+    if taken:
+        optimizer._compare_bytes(plan)

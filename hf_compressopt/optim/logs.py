@@ -37,13 +37,14 @@ def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int,
     else:
         message += "with one rank nothing is sent, and so nothing is compressed"
     write_log(logger, logging.INFO, message, plan.step, plan.stage.value)
-    names = [name for state in states for name, still in zip(state.names, state.still, strict=True) if still]
+    names = [name for state in states for name, still in zip(state.labels, state.still, strict=True) if still]
     if names:
         write_log(
             logger,
             logging.WARNING,
-            "%d parameter(s) had no gradient in the warmup stage, so they have no variance and are not updated any "
-            "more: %s%s (for such parameters use a later freeze_step, or a group with non_freeze=True)",
+            "%d parameter(s) have no variance after the warmup stage and are not updated any more, since their "
+            "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a group "
+            "with non_freeze=True)",
             len(names),
             ", ".join(names[:8]),
             ", ..." if len(names) > 8 else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,17 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.kernels import IntegerFormat
 from hf_compressopt.optim.consensus import Consensus
 from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.logs import write_log
 from hf_compressopt.optim.warmup_gradients import WarmupGradients
 from hf_compressopt.schedules import Schedule, StepPlan
+
+logger = logging.getLogger(__name__)
+
+#: How many times fewer bytes gradients in 4 bits take than in full precision.
+FOUR_BITS_RATIO = 4096 * FLOAT_BYTES / IntegerFormat(4).nbytes(4096)
 
 
 class Measured:
@@ -33,6 +41,7 @@ class Measured:
     _consensus: Consensus
     _states: list[GroupState]
     _step: int
+    _bytes_compared = False
 
     @property
     def last_plan(self) -> StepPlan:
@@ -46,8 +55,9 @@ class Measured:
             ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
             gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
             traffic of a plain loop that averages gradients itself, and in two levels to other nodes only:
-            ``bytes_sent_in_node`` has the rest); ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes
-            sent, of the last step; in two levels both on the link of a node); ``seconds_all_to_all``,
+            ``bytes_sent_in_node`` has the rest; of 0/1 Adam's steps the mean over the last sync and the local steps
+            before it); ``compression_ratio`` (bytes of a float32 ring all-reduce over ``bytes_sent_step``; in two
+            levels both on the link of a node); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
             gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
             :mod:`~hf_compressopt.optim.gradient_noise`).
@@ -59,9 +69,32 @@ class Measured:
         counts |= {} if noise is None else {"gradient_noise_scale": noise}
         return {**numbers, **{name: float(value) for name, value in counts.items()}}
 
+    def _compare_bytes(self, plan: StepPlan) -> None:
+        """Warn, once, if a step of the last stage sends more than gradients in 4 bits would."""
+        if self._bytes_compared or not (plan.stage.number and plan.synchronize) or self.communicator.rank != 0:
+            return
+        self._bytes_compared = True
+        numbers = self.metrics()
+        if numbers["bytes_sent_step"] > 0 and numbers["compression_ratio"] < FOUR_BITS_RATIO:
+            write_log(
+                logger,
+                logging.WARNING,
+                "a step sends %.0f bytes, full precision only %.1f times as many, and gradients in 4 bits %.1f times "
+                "fewer than full precision: the model has too few parameters (%d) for what messages carry beside "
+                "signs, or scale_block=%s is too small. Use an ordinary optimizer with grad_compression='int4', or a "
+                "larger scale_block",
+                numbers["bytes_sent_step"],
+                numbers["compression_ratio"],
+                FOUR_BITS_RATIO,
+                sum(state.layout.numel for state in self._states),
+                self.scale_block,
+            )
+
     def describe(self) -> str:
         """Return one line for the log: class, size, schedule, ranks, kernels."""
-        options = {**self.schedule.options(), "warmup_bits": self.warmup_gradients.bits}
+        bounds = ("max_freeze_step", "min_freeze_step")
+        options = {name: value for name, value in self.schedule.options().items() if name not in bounds}
+        options["warmup_bits"] = self.warmup_gradients.bits
         options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         return describe(type(self).__name__, self._states, options, self.communicator, self.scale_block)
 
@@ -76,13 +109,13 @@ def numbers_of(plan: StepPlan, states: Sequence[GroupState], traffic: Traffic, *
         in_full: Whether the gradients of the last step were averaged in full precision.
     """
     full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
-    sent = traffic.step_bytes
+    sent = traffic.round_bytes / max(1, traffic.round_steps)
     on_link = sent * max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node
     inside = sum(traffic.node_bytes.values())
     return {
         **({"bytes_sent_in_node": float(inside)} if inside else {}),
         "stage": plan.stage.number,
-        "bytes_sent_step": float(sent),
+        "bytes_sent_step": sent,
         "bytes_sent": float(traffic.total_bytes),
         "compression_ratio": full / on_link if sent > 0 and not in_full else 1.0,
         "seconds_all_to_all": traffic.seconds["all_to_all"],

@@ -249,7 +249,7 @@ def check_last_group(groups: list[dict[str, Any]], *, one_device: bool = False) 
 
 
 def check_plain(group: dict[str, Any], saved: Any, number: int) -> None:
-    """Check that the hyperparameters of a saved group are of the kind of this group's.
+    """Check that the hyperparameters of a saved group are of the kind of this group's, and in their ranges.
 
     Raises:
         ValueError: If one is not, or if they are no object.
@@ -258,6 +258,10 @@ def check_plain(group: dict[str, Any], saved: Any, number: int) -> None:
         mine = group.get(key)
         if mine is not None and _kind(value) != _kind(mine):
             raise ValueError(f"{key} must be of the kind of {mine!r}, got {value!r} in param group {number}")
+        if key in ("lr", "eps", "weight_decay") and _kind(value) is float:
+            check_at_least(f"{key} of param group {number}", value, 0)
+        for beta in value if key == "betas" else ():  # a few optimizers have three
+            check_betas((beta, beta))
 
 
 def _kind(value: Any) -> Any:

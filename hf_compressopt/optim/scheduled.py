@@ -17,6 +17,8 @@ from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Sched
 
 logger = logging.getLogger(__name__)
 
+_OLD_NAMES = {"var_freeze_step": "freeze_step"}
+
 
 class Scheduled:
     """Mixin of an optimizer whose steps follow a schedule.
@@ -24,7 +26,6 @@ class Scheduled:
     Attributes:
         schedule: The schedule, a value: it changes by being replaced.
         schedule_class: Its class, whose fields are options of the optimizer.
-        freeze_option: Name of the option that says when the first stage ends.
         freeze_threshold: Stability of the variance at which "auto" ends the first stage.
         lr_warmup: The learning rate's warmup, as the steps so far tell.
         step_was_skipped: Whether the last step was skipped, because a gradient was not finite.
@@ -33,7 +34,6 @@ class Scheduled:
     """
 
     schedule_class: type[Schedule] = OnebitSchedule
-    freeze_option: str = OnebitSchedule.freeze_option
 
     schedule: Schedule
     freeze_threshold: float
@@ -47,7 +47,7 @@ class Scheduled:
     step_was_skipped: bool = False
     skipped_steps: int = 0
     rounds: int = 0
-    _deferred: list[str] | None = None
+    _open: set[str] | None = None  # of a schedule that is to be fitted, the options that keep their values
     _fitted_to: int | None = None
 
     # -- schedule -----------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class Scheduled:
     @property
     def freeze_step(self) -> int | str:
         """Last step of the first stage, or "auto"."""
-        return self.schedule.freezes_at
+        return self.schedule.freeze_step
 
     @freeze_step.setter
     def freeze_step(self, step: int | str) -> None:
@@ -113,7 +113,7 @@ class Scheduled:
         Raises:
             RuntimeError: After the first step.
         """
-        given = set(given)
+        given = {_OLD_NAMES.get(name, name) for name in given}
         if self._step > 0 and not self.schedule.is_given(given):
             raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
         self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32)
@@ -121,11 +121,22 @@ class Scheduled:
         return self.schedule.describe(max_steps, given)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
-        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
-        self._deferred, self._fitted_to = list(given), None
+        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``.
+
+        The schedule of an optimizer whose ``freeze_step`` was not given as a number is open anyway.
+        """
+        self._open, self._fitted_to = {_OLD_NAMES.get(name, name) for name in given}, None
+
+    @property
+    def schedule_is_open(self) -> bool:
+        """True if the schedule is still to be fitted to the run's length, by :meth:`fit_schedule`."""
+        return self._open is not None and self._fitted_to is None and self._step == 0
 
     def fit_schedule(self, max_steps: int) -> str:
-        """Fit a schedule that was left open to a run of ``max_steps`` steps; a resumed run keeps the one it has.
+        """Fit an open schedule to a run of ``max_steps`` steps; one that was given, or resumed, stays as it is.
+
+        Whoever knows the run's length calls it, before the first step. It warns, on rank 0, if a ``freeze_step`` that
+        was given is beyond the end of the run.
 
         Until the first step a call with another length fits the schedule again: a Trainer with auto_find_batch_size
         learns the length of the run again with every batch size.
@@ -133,10 +144,17 @@ class Scheduled:
         Returns:
             A description of the choice, for the log; "" if nothing has changed.
         """
-        if self._deferred is None or self._step > 0 or self._fitted_to == max_steps:
+        if self._step > 0 or self._fitted_to == max_steps:
             return ""
-        self._fitted_to = max_steps
-        return self.scale_schedule(max_steps, self._deferred)
+        self._fitted_to, found = max_steps, ""
+        if self._open is not None:
+            found = self.scale_schedule(max_steps, self._open)
+        freeze_step = self.schedule.freeze_step
+        if isinstance(freeze_step, int) and freeze_step > max_steps and self.communicator.rank == 0:
+            message = "freeze_step=%d is beyond the end of the run, which has %d steps: all of them belong to the "
+            message += "%s stage. Give a smaller freeze_step, or 'auto'"
+            write_log(logger, logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
+        return found
 
 
 def ends_first_stage(optimizer: Scheduled, plan: StepPlan, norm: Callable[[], float]) -> bool:
@@ -156,7 +174,7 @@ def ends_first_stage(optimizer: Scheduled, plan: StepPlan, norm: Callable[[], fl
     group = optimizer.param_groups[0]
     optimizer.lr_warmup = optimizer.lr_warmup.after(plan.step, float(group["lr"]))
     warmup_is_over = optimizer.lr_warmup.is_over(plan.step, window_of(group["betas"][1]))
-    if schedule.freezes_at != AUTO:
+    if schedule.freeze_step != AUTO:
         if plan.ends_stage and optimizer.communicator.rank == 0:
             _warn_of_early_freeze(optimizer, plan.step, warmup_is_over)
         return plan.ends_stage
@@ -169,8 +187,14 @@ def ends_first_stage(optimizer: Scheduled, plan: StepPlan, norm: Callable[[], fl
         return False
     optimizer.schedule = schedule.frozen_at(plan.step)
     if optimizer.communicator.rank == 0:
-        why = f"stability {stability:.3f}" if stability >= threshold else "its bound, max_freeze_step"
-        write_log(logger, logging.INFO, "%s=auto: found %d (%s)", optimizer.freeze_option, plan.step, why)
+        if stability >= threshold:
+            why = f"stability {stability:.3f}"
+        elif plan.step <= schedule.max_freeze_step:
+            why = "its bound, max_freeze_step"
+        else:
+            late = plan.step > schedule.min_freeze_step
+            why = "the learning rate's warmup" if late else "its bound, min_freeze_step"
+        write_log(logger, logging.INFO, "freeze_step=auto: found %d (%s)", plan.step, why)
     return True
 
 
@@ -182,8 +206,9 @@ def _warn_of_early_freeze(optimizer: Scheduled, step: int, warmup_is_over: bool)
     if not warmup_is_over:
         reasons.append("within the learning rate's warmup, or too soon after it")
     if reasons:
-        message = "%s=%d freezes a variance that has learnt little: it is %s. The loss may suffer; 'auto' waits longer"
-        write_log(logger, logging.WARNING, message, optimizer.freeze_option, step, ", and ".join(reasons))
+        message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; 'auto' "
+        message += "waits longer"
+        write_log(logger, logging.WARNING, message, step, ", and ".join(reasons))
 
 
 def window_of(beta2: float) -> int:
@@ -193,7 +218,7 @@ def window_of(beta2: float) -> int:
 
 def room_for_history(schedule: Schedule, beta2: float) -> dict[str, Tensor]:
     """Return room for the norms that "auto" compares; none if the end of the first stage is known."""
-    if schedule.freezes_at != AUTO:
+    if schedule.freeze_step != AUTO:
         return {}
     size = FreezeDetector.size(beta2, schedule.last_warmup_step)
     return {HISTORY: torch.zeros(size, dtype=torch.float64, device="cpu")}

@@ -209,10 +209,10 @@ def end_first_stage(
             factor = (1 - state.options["betas"][0]) * (clipped if state.shared_out else 1.0)
             state.errors.scale_([factor] * len(state.params))
             freeze = GroupState.freeze_variance if state.moments.shards is None else _gather
-            freeze(state, *counts(state), floor)
+            freeze(state, *counts(state), floor, factor)
 
 
-def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], floor: float) -> None:
+def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
     """Do what :meth:`GroupState.freeze_variance` does, and bring the moments to all ranks, in their compact form."""
     shards, communicator = _shards_of(state), state.communicator
     beta1, beta2 = state.options["betas"]
@@ -225,19 +225,34 @@ def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], 
         sums[span.index] += sum_of(exp_avg_sq)
     communicator.all_reduce(sums).wait()
     total = sums.tolist()
-    tops = torch.full_like(sums, NO_TOP)
     for span, _, exp_avg_sq in shards.parts():
         if floor > 0:
             exp_avg_sq.clamp_(min=floor * total[span.index] / state.layout.numels[span.index])
-        tops[span.index] = max(float(tops[span.index]), top_of_variance(exp_avg_sq))
-    communicator.all_reduce(tops, op="max").wait()
-    points, still = [int(top) for top in tops.tolist()], [s == 0 for s in total]
+    points = _tops(state)
+    missing = [index for index, top in enumerate(points) if top <= NO_TOP]
+    others = state.layout.numel - sum(state.layout.numels[index] for index in missing)
+    unsent = state.unsent_variance(missing, first, second, unit, floor * sum(total) / max(others, 1))
+    if missing:
+        for span, _, exp_avg_sq in shards.parts():
+            exp_avg_sq.clamp_(min=unsent.get(span.index, 0.0))
+        points = _tops(state)
+    still = [top <= NO_TOP for top in points]
     rows = enumerate(state.feedback)
     run_tasks(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
     state.moments.make_codes(points)  # in the memory that the momentum has left, on up to four ranks
     run_tasks(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
     state.moments.shards = None
     state.find_still()
+
+
+def _tops(state: GroupState) -> list[int]:
+    """Return the point of the largest variance of each parameter on any rank. All ranks call."""
+    found = [float(NO_TOP)] * len(state.params)
+    for span, _, exp_avg_sq in _shards_of(state).parts():
+        found[span.index] = max(found[span.index], top_of_variance(exp_avg_sq))
+    tops = torch.tensor(found, dtype=torch.float64, device=state.device)
+    state.communicator.all_reduce(tops, op="max").wait()
+    return [int(top) for top in tops.tolist()]
 
 
 def _gather_momentum(state: GroupState, number: int, feedback: ErrorFeedback, still: Sequence[bool]) -> Task[None]:

@@ -183,8 +183,8 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
     history = tensors.get(HISTORY)
     if unknown := sorted(tensors.keys() - {HISTORY, NOISE, LATE_CLIP}):
         raise ValueError(f"{unknown[0]!r} is not a tensor of a compressed optimizer")
-    if history is None and schedule.freezes_at == AUTO:
-        raise ValueError(f"{schedule.freeze_option} is 'auto', and there is no {HISTORY!r}")
+    if history is None and schedule.freeze_step == AUTO:
+        raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
     if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
         raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
     if NOISE in tensors:

@@ -1,11 +1,11 @@
 """0/1 Adam (Lu et al. 2022, arXiv 2202.06009).
 
-Variance stage, t <= var_freeze_step; in a variance step g is averaged in warmup_bits, in any other by
+Variance stage, t <= freeze_step; in a variance step g is averaged in warmup_bits, in any other by
     g = compressed_all_reduce(g_r), times the mask if there is one                          (1)
     m = b1 m + (1 - b1) g;  in a variance step v = b2 v + (1 - b2) g^2                      (2)
     p <- p (1 - lr wd) - lr m^ / (sqrt(v^) + eps), in other steps bounded                   (3)
 With warmup_bits of 4 or 8 the variance floor applies before each (1) too, and a tensor without variance does not move.
-At the end of step var_freeze_step: bias corrections and variance floor as in 1-bit Adam, errors set to zero.
+At the end of step freeze_step: bias corrections and variance floor as in 1-bit Adam, errors set to zero.
 Local-step stage: each rank alone, in every step,
     m_r = b1 m_r + (1 - b1) g_r;  p_r <- p_r (1 - lr wd) - lr bounded(m_r / (sqrt(v) + eps))  (4)
     u_r <- u_r + lr m_r;  lrs <- lrs + lr;  decay <- decay (1 - lr wd)                      (5)
@@ -55,10 +55,12 @@ class ZeroOneAdam(CompressedOptimizer):
     Args:
         params: As for OnebitAdam.
         lr: Learning rate.
-        var_freeze_step: Last step of the variance stage, >= 1, or "auto".
-        var_update_scaler: Variance steps after which the interval between them doubles (kappa), >= 1.
-        local_step_scaler: Steps after which the interval between syncs doubles, >= 1.
-        local_step_clipper: Longest interval between syncs (H), >= 1.
+        var_freeze_step: DeepSpeed's name of ``freeze_step``: last step of the variance stage, >= 1, or "auto".
+        var_update_scaler: Variance steps after which the interval between them doubles (kappa), >= 1. None is 16, or
+            the run's length once it is known.
+        local_step_scaler: Steps after which the interval between syncs doubles, >= 1. None is 32,678, or a tenth of the
+            run.
+        local_step_clipper: Longest interval between syncs (H), >= 1. None is 16.
         max_update: Learning rates that an element of a parameter moves at most in a step in which the variance does not
             learn, beside the weight decay, >= 0: in steps of the variance stage whose gradients travel as signs, and in
             local steps; a sync may move it by as many as the local steps together. None or 0 is off.
@@ -78,7 +80,6 @@ class ZeroOneAdam(CompressedOptimizer):
     )
     schedule: ZeroOneSchedule
     schedule_class = ZeroOneSchedule
-    freeze_option = ZeroOneSchedule.freeze_option
     own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {Stage.LOCAL_STEP: ("exp_avg", "local_update", "param")}
     _after_the_switch = ("the sum of each rank's updates", "each rank's own")
 
@@ -87,10 +88,10 @@ class ZeroOneAdam(CompressedOptimizer):
         params: Any,
         lr: float | Tensor = 1e-3,
         *,
-        var_freeze_step: int | str = 100_000,
-        var_update_scaler: int = 16,
-        local_step_scaler: int = 32_678,
-        local_step_clipper: int = 16,
+        var_freeze_step: int | str | None = None,
+        var_update_scaler: int | None = None,
+        local_step_scaler: int | None = None,
+        local_step_clipper: int | None = None,
         max_update: float | None = MAX_UPDATE,
         **options: Any,
     ) -> None:
@@ -98,13 +99,19 @@ class ZeroOneAdam(CompressedOptimizer):
         check_max_update(max_update)
         self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
-        super().__init__(params, lr, freeze_step=var_freeze_step, **options)
-        self.schedule = replace(
-            self.schedule,
-            var_update_scaler=var_update_scaler,
-            local_step_scaler=local_step_scaler,
-            local_step_clipper=local_step_clipper,
-        )
+        if var_freeze_step is not None:
+            if "freeze_step" in options:
+                raise ValueError(
+                    f"freeze_step={options['freeze_step']!r} and var_freeze_step={var_freeze_step!r} are two names of "
+                    "one option: give one"
+                )
+            options["freeze_step"] = var_freeze_step
+        self._intervals = {
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+        }
+        super().__init__(params, lr, **options)
         self._interval = LocalInterval(self._states, self.traffic)
 
     # -- variance stage -----------------------------------------------------------------------------------------------

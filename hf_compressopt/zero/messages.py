@@ -20,20 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from hf_compressopt import kernels
 from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.collectives.in_node import NodeCommunicator
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.zero.feedback import SliceErrors
-from hf_compressopt.zero.partition import Slice
-from hf_compressopt.zero.parts import Part
+from hf_compressopt.zero.parts import Part, Slice
 from hf_compressopt.zero.transport import Window
 
 
@@ -79,15 +75,8 @@ def send_gradients(
     if levels is None:
         return send(of_places(buffer, [0])), average
     node, nodes = levels.node, peers.world_size
-    if isinstance(node, NodeCommunicator) and node.trades and buffer.dtype == torch.float32:
-        own, other = (
-            of_places(buffer, [(2 * n + place) * cut.part_numel for n in range(nodes)], 0.5)
-            for place in (node.rank, 1 - node.rank)
-        )
-        with node.traded([numel, numel], lambda out: kernels.on(out).combine_(other, out)) as rest:
-            return send(replace(own, rest=rest)), average
     handle, means_of_node = scattering.sum_in_node(buffer, node, nodes, 1.0 / node.world_size)
-    calls = scattering.TwoCalls(handle, lambda: send(of_places(means_of_node(), [0])), at_once=node.shares_memory)
+    calls = scattering.TwoCalls(handle, lambda: send(of_places(means_of_node(), [0])))
     return calls, average
 
 

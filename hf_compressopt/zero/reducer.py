@@ -22,12 +22,13 @@ from torch.autograd import Variable
 
 from hf_compressopt.collectives.backward_pass import inside_another_backward
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.owners import GradientOwner
 from hf_compressopt.optim.shard_stub import switched
-from hf_compressopt.zero.hooks import GradientHook
-from hf_compressopt.zero.loss_scale import LossScale
+from hf_compressopt.zero.config import LossScale
 from hf_compressopt.zero.messages import send_gradients
+from hf_compressopt.zero.parts import in_host_memory
 from hf_compressopt.zero.slices import SliceGradients
-from hf_compressopt.zero.transport import Precision, Window, in_host_memory, pack, reduce_scatter
+from hf_compressopt.zero.transport import Precision, Window, pack, reduce_scatter
 
 # All reducers of the process, and their numbers in the order of construction, which is the same on all ranks: the order
 # of messages is a matter of the process, not of one optimizer.
@@ -49,7 +50,6 @@ class GradientReducer:
         passes: Passes in which gradients were sent.
         arrival: The slices in the order in which they were complete in the first pass, as a hint for the order.
         enabled: Whether gradients are sent, and not left in p.grad.
-        detached: Whether the hooks were removed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GradientReducer:
         self.fault: Exception | None = None
         self.passes = 0
         self.arrival: list[int] = []
-        self.enabled, self.detached = True, False
+        self.enabled = True
         self._communicator, self._checked = communicator, False
         self._precision, self._window, self._loss_scale = precision, Window(window_bytes), loss_scale
         self._overlap, self._contiguous = overlap, contiguous
@@ -90,7 +90,7 @@ class GradientReducer:
         self._outer_task: int | None = None
         self._nested_task: int | None = None
         self._announce: weakref.WeakMethod[Callable[[], Any]] | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._owner = GradientOwner("ZeroOptimizer", self.gradient_arrived, self.holds_gradients)
         self._number = next(_NUMBERS)
         self._world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         _LIVING.add(self)
@@ -107,12 +107,10 @@ class GradientReducer:
             params: The parameters and their names; their numbers follow those of earlier parameters.
             slices: The slices, in the order of backward.
         """
-        for param, name in params:
-            hook = GradientHook(self, len(self._params))
-            self._params.append((param, name))
-            self.present.append(False)
-            self._slices_of.append([])
-            self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._owner.hook([param for param, _ in params])
+        self._params += params
+        self.present += [False] * len(params)
+        self._slices_of += [[] for _ in params]
         for gradients in slices:
             self._order.append(len(self.slices))
             for number in gradients.cut.places:
@@ -137,10 +135,19 @@ class GradientReducer:
 
     def detach(self) -> None:
         """Remove the hooks from the parameters: gradients stay in p.grad from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.detached = [], True
-        _LIVING.discard(self)
+        self._owner.detach()
+
+    def require_attached(self) -> None:
+        """Check that the optimizer still gets gradients.
+
+        Raises:
+            RuntimeError: If it was detached, or another one has taken over.
+        """
+        self._owner.require_attached()
+
+    def holds_gradients(self) -> bool:
+        """Tell whether gradients were taken that no step has used."""
+        return any(self.present)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,6 +163,7 @@ class GradientReducer:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
             gradients.device = self._params[next(iter(gradients.cut.places))][0].device
+            gradients.communicator.device = gradients.device
             if gradients.errors is not None:
                 gradients.errors.to(gradients.device)
         if self._params:
@@ -207,7 +215,7 @@ class GradientReducer:
         """List the reducers that send before this one; none if this one has no other rank to send to."""
         if all(gradients.communicator.world_size == 1 for gradients in self.slices):
             return []
-        elders = [r for r in _LIVING if r._number < self._number and r._world is self._world]
+        elders = [r for r in _LIVING if r._number < self._number and r._world is self._world and not r._owner.detached]
         return sorted(elders, key=lambda reducer: reducer._number)
 
     def _begin(self) -> None:

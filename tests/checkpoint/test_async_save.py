@@ -4,8 +4,10 @@ import json
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ def contents(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     """A checkpoint without what differs between two saves of the same."""
     index = json.loads((folder / "compressopt.index.json").read_text())
     shards = [load_file(folder / shard["file"]) for shard in index["shards"]]
-    for key in ("save_id", "shards"):
+    for key in ("save_id", "shards", "digest"):
         del index[key]
     return index, [{key: tensor.tolist() for key, tensor in shard.items()} for shard in shards]
 
@@ -239,3 +241,55 @@ def save_without_memory(rank: int, world_size: int, directory: str) -> None:
 def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(tmp_path: Path) -> None:
     run_ranks(2, save_without_memory, str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def break_the_channel(rank: int, world_size: int, directory: str) -> list[float]:
+    """A save for which rank 1 comes too late ends after the timeout of the group; the next one has a new channel."""
+    from hf_compressopt import async_save_state, load_state
+
+    dist.destroy_process_group()
+    store = dist.FileStore(directory + "-store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2))
+    params, optimizer = make(world_size)
+    train(rank, world_size, params, optimizer, range(3))
+    with held_back() as gate:
+        start = time.monotonic()
+        pending = async_save_state(optimizer, directory)
+        if rank == 0:
+            gate.set()
+            with pytest.raises(RuntimeError):
+                pending.result()
+        else:
+            assert not pending._ended.wait(4)
+            gate.set()
+            with pytest.raises(RuntimeError):
+                pending.result()
+        waited = time.monotonic() - start
+    async_save_state(optimizer, directory).result()
+    load_state(optimizer, directory)
+    assert optimizer.metrics()["step"] == 3
+    return [waited]
+
+
+def test_a_save_has_the_timeout_of_the_group_and_the_next_one_a_new_channel(tmp_path: Path) -> None:
+    ((waited,), _) = run_ranks(2, break_the_channel, str(tmp_path / "checkpoint"))
+    assert 1 < waited < 10
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 3
+
+
+def test_a_save_in_an_exit_handler_that_can_start_no_thread_is_done_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_compressopt import async_save_state, load_state, wait_for_saves
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    params, optimizer = made("AdamW", 1)
+    step(0, 1, params, optimizer, range(2))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert async_save_state(optimizer, tmp_path).done()
+    load_state(made("AdamW", 1)[1], tmp_path)
+    with no_room(), pytest.raises(OSError, match="File too large"):
+        async_save_state(optimizer, tmp_path / "other")
+    wait_for_saves()  # it was told

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from hf_compressopt.format.index import sealed
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 SHAPES = [(30, 7), (11,), (0, 4), (5, 3, 2), (1,)]
@@ -143,7 +144,8 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    (folder / "compressopt.index.json").write_text(json.dumps(index))
+    """Write an index of someone who has edited it, and computed its digest again."""
+    (folder / "compressopt.index.json").write_bytes(sealed(index))
 
 
 def test_the_files_are_those_of_the_last_save_and_open_with_safetensors(saved: Path) -> None:
@@ -421,6 +423,8 @@ HOSTILE = [
     header_with("step", "7"),
     header_with("betas", [2, 3]),
     header_with("lr", "abc"),
+    header_with("lr", float("nan")),
+    header_with("amsgrad", True),
     header_with("stage", "abc"),
     header_with("world_size", 3),
     header_with("world_size", "2"),

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import hf_compressopt
 from hf_compressopt.checkpoint.portable import consolidate
-from hf_compressopt.format.index import CHECKSUMS, CheckpointError
+from hf_compressopt.format.index import CheckpointError, checksum_of, sealed
 from hf_compressopt.format.reader import ShardFile
-from tests.checkpoint.make_fixtures import FIXTURES, KINDS, observe
-from tests.checkpoint.make_fixtures import make as make_fixture
+from tests.checkpoint.kinds import KINDS, load_in_form, observe, written
 from tests.checkpoint.test_resharding import contents, stored
 from tests.optim.test_compact_state import SHAPES, go_on, make
 from tests.support.harness import run_ranks
@@ -184,7 +183,7 @@ def entry(name: str, **values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         index = json.loads((folder / "compressopt.index.json").read_text())
         index["tensors"][name] |= values
-        (folder / "compressopt.index.json").write_text(json.dumps(index))
+        (folder / "compressopt.index.json").write_bytes(sealed(index))
         if "dtype" in values:
             for shard in folder.glob("*.safetensors"):
                 head, found, tail = shard.read_bytes().partition(f'"{name}":{{"dtype":"U8"'.encode())
@@ -197,7 +196,7 @@ def gone(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         index = json.loads((folder / "compressopt.index.json").read_text())
         del index["tensors"][name]
-        (folder / "compressopt.index.json").write_text(json.dumps(index))
+        (folder / "compressopt.index.json").write_bytes(sealed(index))
 
     return change
 
@@ -206,7 +205,7 @@ def header(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         index = json.loads((folder / "compressopt.index.json").read_text())
         index["header"] |= values
-        (folder / "compressopt.index.json").write_text(json.dumps(index))
+        (folder / "compressopt.index.json").write_bytes(sealed(index))
 
     return change
 
@@ -225,8 +224,8 @@ def bytes_at(name: str, place: int, data: bytes = b"", *, known: bool = False) -
         whole[where.begin + place : where.begin + place + len(data)] = data
         shard.write_bytes(whole)
         if known:
-            piece["checksums"] = [CHECKSUMS[index["checksum"]](whole[where.begin : where.end]).hexdigest()]
-            path.write_text(json.dumps(index))
+            piece["checksums"] = [checksum_of(whole[where.begin : where.end]).hexdigest()]
+            path.write_bytes(sealed(index))
 
     return change
 
@@ -254,9 +253,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
 def load_damaged(rank: int, world_size: int, folder: str) -> None:
     name = "onebit_adam_compact_2"
     for form in ("compact", "float32"):
-        kind = KINDS[name]._replace(options={**KINDS[name].options, "state": form})
-        params, optimizer = make_fixture(kind)
-        hf_compressopt.load_state(optimizer, FIXTURES / name)
+        params, optimizer = load_in_form(form, KINDS[name], f"{folder}/{name}")
         before = observe(params, optimizer)
         for case, (_, text) in DAMAGED.items():
             with pytest.raises(CheckpointError) as caught:
@@ -271,8 +268,9 @@ def load_damaged(rank: int, world_size: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damaged")
+    saved = shutil.copytree(written(tmp_path_factory) / "onebit_adam_compact_2", folder / "onebit_adam_compact_2")
     for case, (change, _) in DAMAGED.items():
-        change(shutil.copytree(FIXTURES / "onebit_adam_compact_2", folder / case))
+        change(shutil.copytree(saved, folder / case))
     return folder
 
 

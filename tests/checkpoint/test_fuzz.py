@@ -20,8 +20,8 @@ import torch
 from hf_compressopt import load_state
 from hf_compressopt.checkpoint.portable import consolidate, import_state
 from hf_compressopt.format import inspect
-from hf_compressopt.format.index import CheckpointError
-from tests.checkpoint.make_fixtures import FIXTURES, KINDS, make, observe, train
+from hf_compressopt.format.index import CheckpointError, sealed
+from tests.checkpoint.kinds import KINDS, make, observe, train, written
 
 CASES, QUICK = 2000, 60
 INDEX = "compressopt.index.json"
@@ -30,6 +30,16 @@ JUNK: list[Any] = [
     None, True, False, 0, -1, 1, 7, 10**30, -(10**30), 2**63, 0.5, -0.5, 1e308, math.nan, math.inf, -math.inf,
     "", "x", "0", "../x", "\x00", "\ud800", "float64", "complex64", [], [0], [[]], [None], {}, {"a": 1}, [1e9, "x"],
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory)
+
+
+def sealed_anyhow(index: Any) -> bytes:
+    """An index with its digest, if it is an object at all."""
+    return sealed(index) if isinstance(index, dict) and index else json.dumps(index).encode()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -135,24 +145,24 @@ def refuse_or_consolidate(folder: Path, where: str, suffix: str) -> bool:
     return True
 
 
-def fuzz_index(case: int, folder: Path, optimizers: Any) -> bool:
+def fuzz_index(case: int, kinds: Path, folder: Path, optimizers: Any) -> bool:
     generator, name = random.Random(case), LOADED[case % len(LOADED)]
-    target = shutil.copytree(FIXTURES / name, folder / f"index{case}")
+    target = shutil.copytree(kinds / name, folder / f"index{case}")
     data = (target / INDEX).read_bytes()
     if case % 4 == 0:
         data = damaged(data, generator)
     elif case % 4 == 1:
-        data = json.dumps(mutated(json.loads(data), generator)).encode()
+        data = sealed_anyhow(mutated(json.loads(data), generator))
     else:
         index = json.loads(data)
-        data = json.dumps({**index, "header": mutated(index["header"], generator)}).encode()
+        data = sealed({**index, "header": mutated(index["header"], generator)})
     (target / INDEX).write_bytes(data)
     return look_at(target, name if case % 3 else generator.choice(LOADED), optimizers, case)
 
 
-def fuzz_shard(case: int, folder: Path, optimizers: Any) -> bool:
+def fuzz_shard(case: int, kinds: Path, folder: Path, optimizers: Any) -> bool:
     generator, name = random.Random(case), LOADED[case % len(LOADED)]
-    target = shutil.copytree(FIXTURES / name, folder / f"shard{case}")
+    target = shutil.copytree(kinds / name, folder / f"shard{case}")
     shard = generator.choice(sorted(target.glob("*.safetensors")))
     data = shard.read_bytes()
     size = int.from_bytes(data[:8], "little")
@@ -165,7 +175,7 @@ def fuzz_shard(case: int, folder: Path, optimizers: Any) -> bool:
         index = json.loads((target / INDEX).read_text())
         for entry in index["shards"]:
             entry["bytes"] = (target / entry["file"]).stat().st_size
-        (target / INDEX).write_text(json.dumps(index))
+        (target / INDEX).write_bytes(sealed(index))
     return look_at(target, name, optimizers, case)
 
 
@@ -178,10 +188,10 @@ def look_at(target: Path, name: str, optimizers: Any, case: int) -> bool:
     return loaded
 
 
-def fuzz_import(case: int, folder: Path, optimizers: Any) -> bool:
+def fuzz_import(case: int, kinds: Path, folder: Path, optimizers: Any) -> bool:
     generator, suffix = random.Random(case), (".pt", ".pt", ".safetensors")[case % 3]
     file, out = folder / f"source{case}{suffix}", folder / f"out{case}"
-    file.write_bytes(source(suffix, case % 2 == 0, generator))
+    file.write_bytes(source(kinds, suffix, case % 2 == 0, generator))
     try:
         import_state(file, out)
     except ValueError as error:
@@ -193,9 +203,9 @@ def fuzz_import(case: int, folder: Path, optimizers: Any) -> bool:
     return True
 
 
-def source(suffix: str, structured: bool, generator: random.Random) -> bytes:
+def source(kinds: Path, suffix: str, structured: bool, generator: random.Random) -> bytes:
     """A malformed file of AdamW's state: other values in a sound file, or a sound file with damaged bytes."""
-    path = FIXTURES / "files" / {".pt": "optimizer.pt", ".safetensors": "adamw_1.safetensors"}[suffix]
+    path = kinds / "files" / {".pt": "optimizer.pt", ".safetensors": "adamw_1.safetensors"}[suffix]
     data = path.read_bytes()
     if not structured:
         return damaged(data, generator)
@@ -215,13 +225,50 @@ FUZZERS = [fuzz_index, fuzz_shard, fuzz_import]
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fuzz", FUZZERS)
-def test_some_malformed_files_are_refused_clearly(fuzz: Callable[..., bool], tmp_path: Path, optimizers: Any) -> None:
-    assert not all([fuzz(case, tmp_path, optimizers) for case in range(QUICK)])
+def test_some_malformed_files_are_refused_clearly(
+    fuzz: Callable[..., bool], kinds: Path, tmp_path: Path, optimizers: Any
+) -> None:
+    assert not all([fuzz(case, kinds, tmp_path, optimizers) for case in range(QUICK)])
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fuzz", FUZZERS)
-def test_malformed_files_are_refused_clearly(fuzz: Callable[..., bool], tmp_path: Path, optimizers: Any) -> None:
-    outcomes = [fuzz(case, tmp_path, optimizers) for case in range(CASES)]
+def test_malformed_files_are_refused_clearly(
+    fuzz: Callable[..., bool], kinds: Path, tmp_path: Path, optimizers: Any
+) -> None:
+    outcomes = [fuzz(case, kinds, tmp_path, optimizers) for case in range(CASES)]
     assert outcomes.count(False) > CASES // 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["onebit_adam_compressed_1", "adamw_1"])
+def test_no_bit_of_an_index_can_flip_unseen(name: str, kinds: Path, tmp_path: Path, optimizers: Any) -> None:
+    """Each bit, alone: the load refuses and changes nothing, and inspect --verify calls none of them whole."""
+    folder = shutil.copytree(kinds / name, tmp_path / name)
+    data = bytearray((folder / INDEX).read_bytes())
+    params, optimizer, before = optimizers(name)
+    for bit in range(8 * len(data)):
+        data[bit // 8] ^= 1 << bit % 8
+        (folder / INDEX).write_bytes(data)
+        with pytest.raises(CheckpointError, match=INDEX):
+            load_state(optimizer, folder)
+        (facts,) = inspect.collect(folder, verify=True)
+        assert facts["problems"], f"bit {bit} of {name}"
+        data[bit // 8] ^= 1 << bit % 8
+    assert observe(params, optimizer) == before
+    (folder / INDEX).write_bytes(data)
+    load_state(optimizer, folder)
+    print(f"{8 * len(data)} bits of {len(data)} bytes")
+
+
+def test_an_index_of_version_4_has_no_digest_and_loads(kinds: Path, tmp_path: Path, optimizers: Any) -> None:
+    folder = shutil.copytree(kinds / "adamw_1", tmp_path / "adamw_1")
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({**index, "version": 4}))
+    assert not refuse_or_load(folder, "adamw_1", optimizers, "a digest in version 4")
+    del index["digest"]
+    (folder / INDEX).write_text(json.dumps({**index, "version": 4}))
+    assert refuse_or_load(folder, "adamw_1", optimizers, "version 4")
+    (folder / INDEX).write_text(json.dumps(index))
+    assert not refuse_or_load(folder, "adamw_1", optimizers, "version 5 without a digest")

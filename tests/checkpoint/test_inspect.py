@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_compressopt import cli
+from hf_compressopt import cli, save_state
+from hf_compressopt.format.index import sealed
 from tests.support.harness import run_ranks
 from tests.support.launching import environment
 
@@ -164,3 +165,21 @@ def test_what_is_no_checkpoint_has_exit_code_2(saved: Path, tmp_path: Path) -> N
         "holds no checkpoint of hf_compressopt"
         in subprocess.run([*CLI, str(tmp_path)], capture_output=True, text=True, env=environment()).stderr
     )
+
+
+def test_names_in_a_file_cannot_change_what_a_terminal_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forged = "\x1b[2J\x1b[H\u202e\x9b1mAdamW\nwhole (every byte was read)\r"
+    optimizer = torch.optim.AdamW([(forged, nn.Parameter(torch.ones(3)))])
+    save_state(optimizer, tmp_path)
+    file = tmp_path / "compressopt.index.json"
+    index = json.loads(file.read_text())
+    index["header"] |= {"class": forged, "stage": forged, "step": forged, "world_size": forged}
+    index["tensors"][forged] = {"dtype": "float32", "shape": [0], "pieces": []}
+    file.write_bytes(sealed(index))
+    lines = inspect(str(tmp_path), capsys=capsys)[1].splitlines()
+    assert "DAMAGED" in lines[0] and sum(r"\x1b[2J\x1b[H\u202e\x9b1mAdamW\nwhole" in line for line in lines) >= 4
+    assert all(line.isprintable() for line in lines)
+    assert cli.main(["consolidate", str(tmp_path), str(tmp_path / "out.pt")]) == 1
+    assert all(line.isprintable() for line in capsys.readouterr().err.splitlines())

@@ -1,6 +1,8 @@
 """Checkpoints cross over between ZeroOptimizer and the optimizer that it wraps."""
 
+import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, ZeroOptimizer, load_state, save_state
-from hf_compressopt.format.index import CheckpointError
+from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import use_accelerate
 
@@ -93,6 +95,18 @@ def test_they_cross_over_between_any_numbers_of_ranks(tmp_path: Path) -> None:
         assert all(torch.equal(same[key], other[key]) and same[key].any() for key in same)
 
 
+OUT_OF_RANGE = [
+    ("lr", "much", "lr must be of the kind of"),
+    ("lr", math.nan, "lr of param group 1 must be >= 0, got nan"),
+    ("lr", math.inf, "lr of param group 1 must be finite"),
+    ("weight_decay", math.nan, "weight_decay of param group 1 must be >= 0, got nan"),
+    ("eps", -1.0, "eps of param group 1 must be >= 0, got -1"),
+    *(("betas", betas, r"betas\[0\] must be in \[0, 1\), got") for betas in ([1.0, 0.9], [-1.0, 0.9], [3.0, 0.9])),
+    ("betas", [0.9, 1.0], r"must be in \[0, 1\), got 1.0"),
+    ("amsgrad", True, "amsgrad of param group 1 is True, and there is no max_exp_avg_sq/"),
+]
+
+
 @pytest.mark.invariant(27)
 def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     params, optimizer = make("AdamW", zero=False)
@@ -111,11 +125,13 @@ def test_what_a_plain_optimizer_cannot_be_is_refused_and_changes_nothing(tmp_pat
         load_state(torch.optim.AdamW(halves), tmp_path / "halves")
     save_state(optimizer, tmp_path / "plain")
     file = tmp_path / "plain" / "compressopt.index.json"
-    index = json.loads(file.read_text())
-    index["header"]["param_groups"][1]["lr"] = "much"
-    file.write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="lr must be of the kind of"):
-        load_state(optimizer, tmp_path / "plain")
+    saved = json.loads(file.read_text())
+    for key, value, said in OUT_OF_RANGE:
+        index = copy.deepcopy(saved)
+        index["header"]["param_groups"][1][key] = value
+        file.write_bytes(sealed(index))
+        with pytest.raises(CheckpointError, match=said):
+            load_state(optimizer, tmp_path / "plain")
     after = [value for p in params for value in optimizer.state.get(p, {}).values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hf_compressopt import FusedAdam, OnebitAdam, ZeroOptimizer, cli, load_state, save_state
+from hf_compressopt import FusedAdam, OnebitAdam, ZeroOneAdam, ZeroOptimizer, cli, load_state, save_state
 from hf_compressopt.format.progress import progress
 from tests.support.harness import run_ranks
 from tests.support.launching import environment
@@ -199,6 +199,25 @@ def test_a_parameter_without_a_variance_is_a_new_one_to_adamw(tmp_path: Path) ->
     assert state[1]["step"] == 0 and not state[1]["exp_avg"].any()
 
 
+def test_parameters_called_like_what_is_each_ranks_own(tmp_path: Path) -> None:
+    """Inside a local interval "exp_avg/rank0/w" is of "w", outside of it, of "rank0/w"."""
+    names, params = ("w", "rank0/w", "rank0/rank0/w"), [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = ZeroOneAdam(list(zip(names, params, strict=True)), lr=0.1, var_freeze_step=2)
+    for step in range(6):
+        for number, p in enumerate(params):
+            p.grad = torch.full((3,), 1.0 + number)
+        optimizer.step()
+        save_state(optimizer, tmp_path)
+        command("consolidate", tmp_path, tmp_path / f"{step}.safetensors")
+        found = load_file(tmp_path / f"{step}.safetensors")
+        for name, expected in divided(optimizer, params).items():
+            kind, number = name.split("/p")
+            value, steps = found[f"{kind}/{names[int(number)]}"], found[f"step/{names[int(number)]}"]
+            if kind != "step":
+                value = value / (1 - optimizer.param_groups[0]["betas"][kind == "exp_avg_sq"] ** steps)
+            torch.testing.assert_close(value, expected, check_dtype=False, rtol=1e-4, atol=0)
+
+
 def test_what_is_left_out_is_told(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     halves = ZeroOptimizer([("h", nn.Parameter(torch.ones(4, dtype=torch.bfloat16)))], torch.optim.AdamW)
     halves.param_groups[0]["params"][0].grad = torch.ones(4, dtype=torch.bfloat16)
@@ -371,6 +390,10 @@ def test_import_refuses_what_is_no_state_of_adamw(
     files = {"sgd.pt": sgd.state_dict(), "stub.pt": stub, "own.pt": onebit.state_dict(), "model.pt": {"w": 1}}
     for name, contents in files.items():
         torch.save(contents, tmp_path / name)
+    for name, value in {"wide": torch.ones(1).expand(10**9), "shared": torch.ones(1000)}.items():
+        group = {**torch.optim.AdamW([nn.Parameter(torch.ones(1))]).state_dict()["param_groups"][0], "params": [0]}
+        moments = {"step": torch.tensor(1.0), "exp_avg": value, "exp_avg_sq": value.view(-1)}
+        torch.save({"state": {0: moments}, "param_groups": [group]}, tmp_path / f"{name}.pt")
     (tmp_path / "junk.pt").write_bytes(b"junk")
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     for name, said in {
@@ -378,6 +401,8 @@ def test_import_refuses_what_is_no_state_of_adamw(
         "stub.pt": "load the checkpoint in its folder with hf_compressopt.load_state",
         "own.pt": "load the checkpoint in its folder with hf_compressopt.load_state",
         "model.pt": "is not an optimizer's state dict",
+        "wide.pt": "its tensors share memory: 4000000000 bytes of them lie in a storage of 4 bytes",
+        "shared.pt": "its tensors share memory: 8000 bytes of them lie in a storage of 4000 bytes",
         "junk.pt": "junk.pt is not readable by torch.load",
         "junk.safetensors": "junk.safetensors is not readable as safetensors",
     }.items():

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_compressopt import load_state, save_state
+from hf_compressopt import ZeroOneAdam, load_state, save_state
 from hf_compressopt.checkpoint.portable import import_state
-from tests.checkpoint.make_fixtures import FIXTURES
 from tests.checkpoint.test_async_save import held_back
 from tests.checkpoint.test_checkpoint import make, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
@@ -33,7 +32,7 @@ def adamw(*names: str) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("prefix", ["", ".hidden", "a/b", "../a", "a b", "ü", "a\n", "-a", "a*"])
 def test_a_prefix_that_no_load_accepts_is_refused(prefix: str, tmp_path: Path) -> None:
-    for call in (save_state, load_state, lambda *a, **k: import_state(FIXTURES / "files" / "optimizer.pt", a[1], **k)):
+    for call in (save_state, load_state, lambda *a, **k: import_state(tmp_path / "optimizer.pt", a[1], **k)):
         with pytest.raises(ValueError, match="prefix must be a plain name .* give the folder as the directory"):
             call(adamw(), tmp_path / "out", prefix=prefix)
     assert not (tmp_path / "out").exists()
@@ -195,7 +194,7 @@ def test_a_save_whose_files_another_one_removed_fails_on_all_ranks(tmp_path: Pat
 END = """
 import resource, sys, torch
 from torch import nn
-from hf_compressopt import async_save_state, wait_for_saves
+from hf_compressopt import ZeroOneAdam, async_save_state, wait_for_saves
 param = nn.Parameter(torch.ones(1000))
 optimizer = torch.optim.AdamW([param])
 param.grad = torch.ones(1000)
@@ -223,6 +222,63 @@ def test_a_failed_save_that_nobody_asked_about_gives_an_exit_code(tmp_path: Path
 
 def test_import_needs_no_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    import_state(FIXTURES / "files" / "optimizer.pt", tmp_path)
+    torch.save(adamw().state_dict(), tmp_path / "optimizer.pt")
+    import_state(tmp_path / "optimizer.pt", tmp_path)
     index = json.loads((tmp_path / "compressopt.index.json").read_text())
     assert len(index["shards"]) == 1 and index["header"]["world_size"] == 1
+
+
+def test_a_save_follows_no_link(tmp_path: Path) -> None:
+    """The names of the index under way and of the lock can be foreseen: who may write there could redirect a save."""
+    folder, precious = tmp_path / "out", tmp_path / "precious"
+    folder.mkdir()
+    precious.write_text("precious")
+    (folder / "compressopt.index.tmp").symlink_to(precious)
+    save_state(adamw(), folder)
+    assert precious.read_text() == "precious" and not (folder / "compressopt.index.json").is_symlink()
+    (folder / "compressopt.index.lock").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError, match="a lock must not be a symbolic link: remove it"):
+        save_state(adamw(), folder)
+    assert not (tmp_path / "made").exists()
+    (folder / "compressopt.index.lock").unlink()
+    save_state(adamw(), folder)
+    load_state(adamw(), folder)
+
+
+def lead_astray(rank: int, world_size: int, directory: str) -> None:
+    """A link takes the place of a shard that is begun."""
+    from hf_compressopt.checkpoint import saving
+
+    write = saving._write_shard
+
+    def link_and_write(snapshot: Any, quiet: bool) -> Any:
+        shard = saving.begun(snapshot.shard_file(rank))
+        shard.unlink()
+        shard.symlink_to(Path(directory, "precious"))
+        return write(snapshot, quiet)
+
+    saving._write_shard = link_and_write
+    try:
+        save_state(adamw(), f"{directory}/out")
+    finally:
+        saving._write_shard = write
+
+
+def test_a_shard_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    errors = run_ranks_expecting_error(1, lead_astray, str(tmp_path))
+    assert "symbolic links" in errors[0] and (tmp_path / "precious").read_text() == "precious"
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Each rank's own momentum of "w", inside a local interval, and the one for all ranks of "rank0/w"."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    groups = [{"params": [("w", params[0])]}, {"params": [("rank0/w", params[1])], "non_freeze": True}]
+    optimizer = ZeroOneAdam(groups, lr=0.1, var_freeze_step=2)
+    for _ in range(5):
+        for param in params:
+            param.grad = torch.ones(3)
+        optimizer.step()
+    with pytest.raises(ValueError, match="two tensors of the state are called 'exp_avg/rank0/w': give other names"):
+        save_state(optimizer, tmp_path)
+    save_state(optimizer, tmp_path, names=["v", "w"])

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_compressopt import cli, run
-from tests.checkpoint.make_fixtures import FIXTURES
+from hf_compressopt import cli, run, save_state
 from tests.support.launching import environment, run_python
 
 ESTIMATE = ["estimate", "--params", "1e6", "--nodes", "4"]
@@ -273,8 +272,9 @@ def test_two_thousand_random_command_lines_end_in_an_exit_code(
     check_random_lines(1, 2000, tmp_path, capsys)
 
 
-def test_a_reader_that_has_read_enough_causes_no_traceback() -> None:
-    command = [sys.executable, "-m", "hf_compressopt.cli", "inspect", str(FIXTURES / "adamw_1")]
+def test_a_reader_that_has_read_enough_causes_no_traceback(tmp_path: Path) -> None:
+    save_state(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), tmp_path)
+    command = [sys.executable, "-m", "hf_compressopt.cli", "inspect", str(tmp_path)]
     started = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(PYTHONUNBUFFERED="1")
     )

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.harness import run_ranks
 
@@ -86,6 +88,9 @@ def test_several_ranks_without_torch_distributed_are_refused(monkeypatch: pytest
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, but torch.distributed is not initialized"):
         make()
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    with pytest.raises(ValueError, match="WORLD_SIZE must be a whole number of at least 1, got 'abc'"):
+        make()
 
 
 class Recording:
@@ -164,3 +169,60 @@ def test_a_send_does_not_occupy_the_calling_thread() -> None:
     """Also: the own part of a gather may lie in its place already."""
     for threads in run_ranks(2, exchange_large_parts):
         assert len(threads) == 1 and threading.main_thread().name not in threads
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most bytes of a tensor that any operation has returned."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.nbytes = max(self.nbytes, found.nbytes)
+        return found
+
+
+def broadcast(rank: int, world_size: int) -> None:
+    from hf_compressopt.collectives.torch_dist import TorchCommunicator
+
+    communicator = TorchCommunicator()
+    for ranks in (communicator, communicator.duplicate()):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+            whole = torch.full((6, 50), rank == 0, dtype=dtype)
+            for tensor in (whole, whole.t(), whole[:, ::2], whole[0, 0], whole[:0]):
+                tensor.fill_(rank == 0)
+                with LargestTensor() as largest:
+                    ranks.broadcast(tensor)
+                assert tensor.all() and largest.nbytes <= tensor.nbytes, (tensor.shape, largest.nbytes)
+    assert not communicator.traffic.bytes
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_broadcast_needs_no_copy_for_each_rank(world_size: int) -> None:
+    run_ranks(world_size, broadcast)
+
+
+def follow_the_model(rank: int, world_size: int) -> None:
+    """The optimizers were made where the model was before; "meta" stands for that device."""
+    from hf_compressopt import OnebitAdam, ZeroOptimizer, attach_ddp
+
+    before = torch.device("meta")
+    model = nn.Linear(5, 5)
+    optimizer = OnebitAdam(model.parameters(), freeze_step=2)
+    optimizer.communicator.device = before
+    assert attach_ddp(DistributedDataParallel(model), optimizer).communicator.device.type == "cpu"
+
+    group = dist.new_group([*range(world_size)])
+    other, own = nn.Linear(5, 5), nn.Linear(5, 5)
+    groups = [{"params": [*other.parameters()]}, {"params": [*own.parameters()], "process_group": group}]
+    zero = ZeroOptimizer(groups, torch.optim.AdamW)
+    for ranks in zero.partition.ranks.each():
+        ranks.device = before
+    own(torch.ones(1, 5)).sum().backward()
+    zero.step()
+    assert [ranks.device.type for ranks in zero.partition.ranks.each()] == ["cpu", "cpu"]
+
+
+def test_messages_are_where_the_model_is_now() -> None:
+    run_ranks(2, follow_the_model)

@@ -1,5 +1,6 @@
 """Low-bit gradients on real gloo ranks: equal to a simulation in bits, through DDP's hook and in plain loops."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -369,12 +370,32 @@ def test_a_resume_from_files_gives_the_same_bits_in_a_quarter_of_the_bytes(tmp_p
         ({"compression": "int2"}, "compression must be one of"),
         ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be > 0"),
         ({"dtype": torch.float64}, "must be float32, bfloat16 or float16"),
+        ({"params": "int4"}, "come first, got 'int4'"),
+        ({"params": nn.Linear(2, 2)}, "come first, got Linear"),
+        ({"params": ["weight"]}, "come first, got .'weight'"),
+        ({"params": torch.zeros(3)}, "come first, got tensor"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    p = nn.Parameter(torch.zeros(3, dtype=options.pop("dtype", torch.float32)))
+    given = dict(options)
+    p = nn.Parameter(torch.zeros(3, dtype=given.pop("dtype", torch.float32)))
     with pytest.raises((ValueError, TypeError), match=message):
-        GradientCompression([p], **options)
+        GradientCompression(**{"params": [p], **given})
+
+
+def pickled(rank: int, world_size: int) -> None:
+    states = [GradientCompression([nn.Parameter(torch.zeros(40))], bucket_cap_mb=cap()) for _ in range(2)]
+    for step in range(4):
+        grad = torch.randn(40, generator=torch.Generator().manual_seed(10 * step + rank))
+        for state in states:
+            state.params[0].grad = grad.clone()
+            state.average_gradients()
+        assert torch.equal(*(state.params[0].grad for state in states))
+        states[1] = pickle.loads(pickle.dumps(states[1]))
+
+
+def test_a_pickle_goes_on_with_the_same_bits() -> None:
+    run_ranks(2, pickled)
 
 
 def unlike(rank: int, world_size: int) -> None:

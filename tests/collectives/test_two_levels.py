@@ -285,6 +285,24 @@ def test_a_process_group_has_levels_of_its_own() -> None:
     assert inside[0] == (2, pytest.approx([1.5] * 100, rel=0.01))
 
 
+def make_and_drop(rank: int, world_size: int) -> None:
+    held = []
+    for _ in range(4):
+        p = nn.Parameter(torch.ones(100))
+        optimizer = OnebitAdam([p], node_size=2, freeze_step=1, warmup_bits=32)
+        for _ in range(3):
+            p.grad = torch.ones(100)
+            average_gradients(optimizer)
+            optimizer.step()
+        del optimizer
+        held.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+    assert held[1:] == held[:1] * 3, held
+
+
+def test_dropped_optimizers_leave_no_groups_behind() -> None:
+    run_ranks(4, make_and_drop)
+
+
 # -- errors on the way ------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_compressopt.format.index import CHECKSUM, DTYPES, CheckpointIndex, Piece, Shard, TensorEntry
+from hf_compressopt.format.index import DTYPES, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.format.reshard import Plan, plan_reads
 
@@ -43,7 +43,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[CheckpointIndex, Contents, dict[str, b
             pieces.append(Piece(shard, key, start, stop, sums))
         tensors[name] = TensorEntry(dtype, (numel,), tuple(pieces))
     shards = [Shard(f"s{r}", 10**6) for r in range(ranks)]
-    index = CheckpointIndex("0", block_bytes, CHECKSUM, {"world_size": ranks}, [], shards, tensors)
+    index = CheckpointIndex("0", block_bytes, {"world_size": ranks}, [], shards, tensors)
     index.validate()
     return index, contents, whole
 
@@ -97,7 +97,6 @@ def index_of(tensors: dict[str, TensorEntry], ranks: int = 2, **fields: Any) -> 
         **{
             "save_id": "0",
             "block_bytes": 8,
-            "checksum": CHECKSUM,
             "header": {},
             "parameters": [],
             "shards": [Shard(f"s{r}", 100) for r in range(ranks)],

@@ -343,6 +343,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     divided.set_gradient_divide_factor(3.0)
     wide, _ = sharded(make().double(), "shard")
     calls: dict[str, Any] = {
+        "mesh must be a DeviceMesh": lambda: compress_fsdp(net, "int4"),
         "2 dimensions": lambda: compress_fsdp(net, mesh["shard"]),
         "not sharded by FSDP2": lambda: compress_fsdp(make(), mesh),
         "mesh=mesh['shard']": lambda: compress_fsdp(over_all, mesh),
@@ -366,7 +367,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 def test_refuses_by_name() -> None:
     for found in run_ranks(4, refusals):
-        assert len(found) == 9
+        assert len(found) == 10
         for text, error in found.items():
             assert text in error
 

@@ -43,7 +43,7 @@ def test_an_unmodified_trainer_script_runs_with_two_processes(launcher: str, tmp
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     stages = [row["compressopt/stage"] for row in history if "loss" in row]
     assert stages == [0.0, 0.0, 1.0, 1.0, 1.0]
-    attached = [line for line in done.stderr.splitlines() if "attached to Trainer: OnebitAdam" in line]
+    attached = [line for line in done.stderr.splitlines() if "attached OnebitAdam" in line]
     assert len(attached) == 1 and "2 rank(s) over gloo" in attached[0] and "freeze_step=2" in attached[0]
     assert done.stderr.count("step 2: warmup ends") == 1
 
@@ -54,6 +54,29 @@ def test_what_cannot_be_run_is_said(tmp_path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path)
         assert done.returncode == 2 and "usage:" in done.stderr
     assert "'nowhere.py' is no file" in done.stderr
+
+
+def test_a_script_imports_from_its_own_folder_and_not_from_the_current_one(tmp_path: Path) -> None:
+    """As with `python script.py`: a stray xxhash.py in the current folder is imported neither here nor there."""
+    script, here = tmp_path / "script" / "show.py", tmp_path / "here"
+    here.mkdir()
+    script.parent.mkdir()
+    script.write_text("import json, sys, beside, xxhash; print(json.dumps(sys.path))")
+    script.with_name("beside.py").touch()
+    (here / "xxhash.py").write_text("raise RuntimeError('a stray module')")
+    paths = []
+    for words in ([], ["-m", "hf_compressopt.run"]):
+        command = [sys.executable, *words, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=here)
+        assert done.returncode == 0, done.stderr
+        paths.append(json.loads(done.stdout))
+    assert paths[0] == paths[1] and paths[0][0] == str(script.parent)
+
+
+def test_a_world_size_that_is_no_number_is_named() -> None:
+    done = run_python(["-m", "hf_compressopt.run", SCRIPT], WORLD_SIZE="abc")
+    assert done.returncode == 2 and "WORLD_SIZE must be a whole number of at least 1, got 'abc'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_importing_the_package_is_cheap() -> None:

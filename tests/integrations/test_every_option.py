@@ -63,8 +63,8 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     ("factor_min", LAMB, {"factor_min": 1.5}, True),
     ("factor_threshold", LAMB, {"factor_threshold": 0.0001}, True),
 ]
-#: Options with one legal value here: amsgrad must be False, cuda_aware needs a GPU.
-ONE_VALUE = {"amsgrad", "cuda_aware"}
+#: Options with one legal value here: amsgrad must be False, cuda_aware needs a GPU, Trainer knows the total_steps.
+ONE_VALUE = {"amsgrad", "cuda_aware", "total_steps"}
 ROWS = [*((name, name, {}, False) for name in BASE), *TABLE]
 FEW = len(BASE) + 2
 

@@ -33,12 +33,23 @@ def test_each_option_reaches_its_owner(name: str, text: str | None, found: Optim
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("zero2_adamw", "bukcet_cap_mb=50", "zero2_adamw has no option 'bukcet_cap_mb'; legal are"),
-        ("fused_adam", "zero_stage=2,bukcet_cap_mb=50", "FusedAdam has no option 'bukcet_cap_mb'; legal are"),
+        ("zero2_adamw", "bukcet_cap_mb=50", "zero2_adamw has no option 'bukcet_cap_mb': did you mean 'bucket_cap_mb'"),
+        (
+            "fused_adam",
+            "zero_stage=2,bukcet_cap_mb=50",
+            "FusedAdam has no option 'bukcet_cap_mb': did you mean 'bucket_cap_mb'",
+        ),
         ("zero1_adamw", "freeze_step=3", "no option 'freeze_step'"),
         ("zero1_adamw", "stage=2", "no option 'stage'"),
+        ("zero1_adamw", "help", "the options of zero1_adamw are allgather_bucket_size .an int or none; default None"),
+        ("onebit_adam", "help", "warmup_bits .an int; default 4"),
+        ("adamw_torch", "help", "grad_compression .a name; default none.*zero_stage"),
         ("zero1_adamw", "lr=2", "--learning_rate"),
-        ("onebit_lamb", "max_update=5", "OnebitLamb has no option 'max_update'; legal are"),
+        (
+            "onebit_lamb",
+            "max_update=5",
+            "OnebitLamb has no option 'max_update', which onebit_adam and zero_one",
+        ),
         ("lamb", "async_save=true", "async_save=true is not supported with lamb"),
         ("adamw_torch", "zero_stage=3", "stage must be 1 or 2, got 3"),
         ("adamw_torch", "zero_stage=two", "zero_stage must be an int"),
@@ -64,7 +75,7 @@ def test_an_option_that_trainers_own_optimizer_ignores_is_refused_under_zero(opt
     if known and "momentum" not in alone:
         pytest.skip("the Trainer of this transformers gives SGD no options")
     args = TrainingArguments(**given, optim_args=f"{known}zero_stage=2,bukcet_cap_mb=50")
-    with pytest.raises(ValueError, match=f"{optim} has no option 'bukcet_cap_mb'; legal are .*bucket_cap_mb"):
+    with pytest.raises(ValueError, match=f"{optim} has no option 'bukcet_cap_mb': did you mean 'bucket_cap_mb'"):
         Trainer.get_optimizer_cls_and_kwargs(args)
     args.optim_args = f"{known}zero_stage=2,bucket_cap_mb=50"
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)

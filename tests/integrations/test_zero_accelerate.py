@@ -83,7 +83,7 @@ def test_every_way_in_gives_ddps_numbers(tmp_path: Path) -> None:
         assert result["class"] == "ZeroOptimizer" and result["lr"] == plain["lr"], how
         for name, value in plain["params"].items():
             torch.testing.assert_close(result["params"][name], value, rtol=0, atol=1e-6)
-        assert result["logged"][-1]["compressopt/stage"] == (1.0 if how == "plugin1" else 2.0)
+        assert result["logged"][-1]["compressopt/zero_stage"] == (1.0 if how == "plugin1" else 2.0)
     # stage 1 holds whole gradients over the two micro-batches, stage 2 sends those of each
     assert found["plugin2"]["messages"] == 2 * found["plugin1"]["messages"]
 

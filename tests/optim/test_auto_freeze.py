@@ -10,7 +10,7 @@ from torch import nn
 from hf_compressopt.checkpoint.flat_state import FlatState
 from tests.support.harness import run_ranks
 
-OPTION = {"OnebitAdam": "freeze_step", "OnebitLamb": "freeze_step", "ZeroOneAdam": "var_freeze_step"}
+NAMES = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 STEPS, WINDOW = 40, 5  # D = 1 / (1 - 0.8)
 
 
@@ -19,7 +19,7 @@ def make(name: str, **options: Any) -> tuple[nn.Parameter, Any]:
 
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(40))
-    settings: dict[str, Any] = {OPTION[name]: "auto", "betas": (0.9, 0.8), "lr": 1e-3, "scale_block": 8}
+    settings: dict[str, Any] = {"freeze_step": "auto", "betas": (0.9, 0.8), "lr": 1e-3, "scale_block": 8}
     settings |= {"min_freeze_step": 1, **options}
     return p, getattr(hf_compressopt, name)([p], **settings)
 
@@ -65,7 +65,7 @@ def run(rank: int, world_size: int, name: str, options: dict[str, Any], director
     return {**results, "freeze_step": optimizer.freeze_step, "stage": optimizer.metrics()["stage"]}
 
 
-@pytest.mark.parametrize("name", OPTION)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_variance_decides_alike_on_all_ranks_and_survives_a_resume(name: str, tmp_path: Path) -> None:
     options = {"freeze_threshold": 0.9}
     plain = run_ranks(2, run, name, options, "")
@@ -84,7 +84,7 @@ def test_the_variance_decides_alike_on_all_ranks_and_survives_a_resume(name: str
         assert found == stability_says(plain[0]["variances"][:found], plain[0]["lrs"], 0.9, STEPS)
 
 
-@pytest.mark.parametrize("name", OPTION)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_bound_holds(name: str) -> None:
     """It yields to the learning rate's warmup, which lasts until step 8, and a window of 5 steps at the full rate."""
     for bound, found in ((15, 15), (9, 12)):
@@ -101,11 +101,13 @@ def test_bad_options_are_named() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             make("OnebitAdam", **options)
-    with pytest.raises(ValueError, match="var_freeze_step must be >= 1, got 0"):
-        make("ZeroOneAdam", var_freeze_step=0)
+    with pytest.raises(ValueError, match="total_steps must be >= 1, got 0"):
+        make("OnebitAdam", total_steps=0)
+    with pytest.raises(ValueError, match="var_freeze_step=3 are two names of one option"):
+        make("ZeroOneAdam", freeze_step=3, var_freeze_step=3)
 
 
-@pytest.mark.parametrize("name", OPTION)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_schedule_is_fitted_anew_until_the_first_step(name: str) -> None:
     """A Trainer with auto_find_batch_size tells another length of the run with every attempt."""
     import hf_compressopt
@@ -113,11 +115,52 @@ def test_a_schedule_is_fitted_anew_until_the_first_step(name: str) -> None:
     param, cls = nn.Parameter(torch.ones(5)), getattr(hf_compressopt, name)
     twice, once = (cls([p], warmup_bits=32) for p in (param, nn.Parameter(torch.ones(5))))
     for optimizer, lengths in ((twice, (400, 2000, 160)), (once, (160,))):
-        optimizer.defer_schedule([])
+        assert optimizer.schedule_is_open
         for steps in lengths:
             assert optimizer.fit_schedule(steps) and not optimizer.fit_schedule(steps)
+        assert not optimizer.schedule_is_open
     assert FlatState(twice).header()["schedule"] == FlatState(once).header()["schedule"]
     assert twice.max_freeze_step == (16 if name == "ZeroOneAdam" else 32)
     param.grad = torch.ones(5)
     twice.step()
     assert not twice.fit_schedule(1000)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loop_of_ones_own_gives_the_length_of_the_run(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """freeze_step is "auto" unless it is given; total_steps fits what is not given, as Trainer does."""
+    import hf_compressopt
+
+    cls = getattr(hf_compressopt, name)
+
+    def of(**options: Any) -> dict[str, Any]:
+        return dict(cls([nn.Parameter(torch.ones(5))], warmup_bits=32, **options).schedule.options())
+
+    assert of()["freeze_step"] == "auto" and of()["max_freeze_step"] == 100_000
+    share = 200 if name == "ZeroOneAdam" else 400
+    assert of(total_steps=2000)["max_freeze_step"] == share
+    assert of(total_steps=2000, max_freeze_step=77)["max_freeze_step"] == 77
+    assert of(total_steps=2000, freeze_step=50)["freeze_step"] == 50 and not caplog.records
+    if name == "ZeroOneAdam":
+        assert of(var_freeze_step=50) == of(freeze_step=50)
+        assert of(total_steps=2000)["local_step_scaler"] == 200
+        assert of(total_steps=2000, local_step_scaler=7)["local_step_scaler"] == 7
+    given = cls([nn.Parameter(torch.ones(5))], freeze_step=500)
+    assert not given.schedule_is_open and given.fit_schedule(400) == "" and given.freeze_step == 500
+    (record,) = caplog.records
+    assert "freeze_step=500 is beyond the end of the run, which has 400 steps" in record.getMessage()
+
+
+def test_the_log_names_the_bound_that_held(caplog: pytest.LogCaptureFixture) -> None:
+    import hf_compressopt
+
+    caplog.set_level("INFO", logger="hf_compressopt")
+    for bounds, found in (((4, 1), "max_freeze_step"), ((2, 6), "min_freeze_step")):
+        p = nn.Parameter(torch.ones(5))
+        optimizer = hf_compressopt.OnebitAdam([p], max_freeze_step=bounds[0], min_freeze_step=bounds[1])
+        assert "max_freeze_step" not in optimizer.describe()
+        for _ in range(8):
+            p.grad = torch.ones(5)
+            optimizer.step()
+        said = [record.getMessage() for record in caplog.records if "auto: found" in record.getMessage()]
+        assert said[-1] == f"freeze_step=auto: found {max(bounds)} (its bound, {found})"

@@ -12,7 +12,7 @@ from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
 from hf_compressopt.optim.gradient_noise import NOISE, GradientNoise
 from tests.support.harness import run_ranks
 
-NUMEL, DEVIATION = 30_000, 0.02
+NUMEL, DEVIATION = 65_536, 0.0135  # enough for a sketch of 4096 numbers
 
 
 def gradient(rank: int, step: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_it_is_that_of_the_gradients(world_size: int) -> None:
         noise = (square - mean) * world_size / (world_size - 1)
         total, weight = 0.95 * total + 0.05 * (1 - noise / square), 0.95 * weight + 0.05
         assert norm == pytest.approx(math.sqrt(mean), rel=0.05)
-        assert scale == pytest.approx(weight / total - 1, rel=0.12 if step > 10 else 0.5)
+        assert scale == pytest.approx(weight / total - 1, rel=0.25 if step > 10 else 0.5)
     assert scale == pytest.approx(true, rel=0.15)
 
 
@@ -129,4 +129,4 @@ def test_a_state_that_no_run_has_saved_is_refused(tensor: torch.Tensor) -> None:
     from hf_compressopt.schedules import OnebitSchedule
 
     with pytest.raises(ValueError, match=rf"'{NOISE}' must be float64 \[2\]"):
-        check_tensors({NOISE: tensor}, OnebitSchedule())
+        check_tensors({NOISE: tensor}, OnebitSchedule(freeze_step=5))

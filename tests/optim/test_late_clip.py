@@ -425,7 +425,7 @@ def test_a_run_resumes_bit_for_bit(state: str, scaled: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize("tensor", [torch.zeros(4), torch.zeros(2).double()])
 def test_a_last_norm_that_no_run_has_saved_is_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=rf"'{LATE_CLIP}' must be float64 \[4\]"):
-        check_tensors({LATE_CLIP: tensor}, OnebitSchedule())
+        check_tensors({LATE_CLIP: tensor}, OnebitSchedule(freeze_step=5))
 
 
 # -- overlap, and where it is refused ---------------------------------------------------------------------------------

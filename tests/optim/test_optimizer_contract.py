@@ -28,7 +28,7 @@ def make_one(shapes=((6,), (3, 4)), kind=OnebitAdam, **kwargs):
     """One rank alone: its parameters and the optimizer."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    return params, kind(params, **{"lr": 0.01, kind.freeze_option: FREEZE_STEP, **kwargs})
+    return params, kind(params, **{"lr": 0.01, "freeze_step": FREEZE_STEP, **kwargs})
 
 
 def draw(params, t):

@@ -61,21 +61,21 @@ def given_sets(schedule: type[Schedule]) -> Iterator[dict[str, Any]]:
     yield {}
     for options in ({"max_freeze_step": 37}, {"min_freeze_step": 5}, {"max_freeze_step": 250, "min_freeze_step": 40}):
         yield options
-        yield {schedule.freeze_option: AUTO, **options}
+        yield {"freeze_step": AUTO, **options}
 
 
 @pytest.mark.parametrize("low_bit", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_is_given_stays_and_the_rest_fits_the_run(schedule: type[Schedule], low_bit: bool) -> None:
     for steps in LENGTHS:
-        explicit = schedule(**{schedule.freeze_option: 7})  # type: ignore[call-arg]
-        kept = explicit.fitted(steps, [schedule.freeze_option], low_bit=low_bit)
-        assert kept.freezes_at == 7 and "as given" in kept.describe(steps, [schedule.freeze_option])
+        explicit = schedule(freeze_step=7)  # type: ignore[call-arg]
+        kept = explicit.fitted(steps, ["freeze_step"], low_bit=low_bit)
+        assert kept.freeze_step == 7 and "as given" in kept.describe(steps, ["freeze_step"])
         for given in given_sets(schedule):
             fitted = schedule(**given).fitted(steps, list(given), low_bit=low_bit)  # type: ignore[call-arg]
             options = fitted.options()
             assert all(options[name] == value for name, value in given.items())
-            assert fitted.freezes_at == AUTO and schedule.of(options) == fitted
+            assert fitted.freeze_step == AUTO and schedule.of(options) == fitted
             for other in LENGTHS:  # a Trainer that learns another length of the run
                 anew = fitted.fitted(other, list(given), low_bit=low_bit).fitted(steps, list(given), low_bit=low_bit)
                 assert anew == fitted
@@ -105,7 +105,7 @@ def test_a_run_in_full_precision_gives_its_first_stage_a_share(steps: int) -> No
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_auto_stays_in_the_first_stage_until_it_finds_a_step(schedule: type[Schedule]) -> None:
-    auto = schedule(**{schedule.freeze_option: AUTO, "max_freeze_step": 9, "min_freeze_step": 1})  # type: ignore[call-arg]
+    auto = schedule(**{"freeze_step": AUTO, "max_freeze_step": 9, "min_freeze_step": 1})  # type: ignore[call-arg]
     assert all(auto.plan(step).stage.number == 0.0 and not auto.plan(step).ends_stage for step in (1, 9, 10, 10_000))
     found = auto.frozen_at(12)
     assert found.plan(12).ends_stage and [found.plan(step).stage.number for step in (12, 13)] == [0.0, 1.0]

@@ -39,7 +39,7 @@ def peaks_of_steps(rank: int, world_size: int, names: list[str]) -> dict[str, fl
         params = [torch.nn.Parameter(torch.ones(NUMEL // TENSORS)) for _ in range(TENSORS)]
         for number, param in enumerate(params):
             param.grad = torch.full_like(param, 0.01 * (number + 1))
-        if hasattr(cls, "freeze_option"):
+        if hasattr(cls, "schedule_class"):
             options = {"bucket_cap_mb": BUCKET_CAP_MB, **options}
         optimizer = cls(params, lr=1e-4, **options)
         for _ in range(steps):

@@ -1,7 +1,9 @@
 """Gradients in ZeroOptimizer: graphs of all kinds, faults, overlap, memory, groups."""
 
 import copy
+import io
 import os
+import pickle
 import time
 from functools import partial
 from typing import Any
@@ -313,24 +315,41 @@ def test_groups_added_later_closures_schedulers_and_hooks() -> None:
     run_ranks(2, groups_and_more)
 
 
-def copied(rank: int, world_size: int) -> None:
-    """A copy trains its own parameters, from where the original was, gradients included."""
+def saved(pair: Any) -> Any:
+    torch.save(pair, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "torch.save": saved}
+
+
+def copied(rank: int, world_size: int, how: str) -> None:
+    """A copy trains its own parameters, from where the original was, gradients included if it is a deep one."""
     case = Case(options={"reduce_bucket_size": 300}, groups=True)
     model, optimizer = train_zero(rank, case)
-    loss_of(model, rank, 3).backward()
-    twin, other = copy.deepcopy((model, optimizer))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    if how == "deepcopy":
+        loss_of(model, rank, 3).backward()
+    twin, other = COPIES[how]((model, optimizer))
     assert "ZeroOptimizer" in repr(other) and other.steps == 3
+    for one in (model, twin) if how != "deepcopy" else ():
+        loss_of(one, rank, 3).backward()
     other.step()
     assert list(different(bits(model), bits(twin)))
     optimizer.step()
     for one, its in ((model, optimizer), (twin, other)):
         run_steps(rank, case, one, its, range(4, 6))
     assert not list(different(bits(model), bits(twin)))
+    own = ZeroOptimizer(Net().parameters(), torch.optim.SGD, lr=0.1, process_group=dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"process_group.*cannot be pickled: save its state_dict\(\)"):
+        pickle.dumps(own)
 
 
 @pytest.mark.invariant(20)
-def test_deepcopy() -> None:
-    run_ranks(2, copied)
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(how: str) -> None:
+    run_ranks(2, copied, how)
 
 
 def uneven(rank: int, world_size: int) -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_compressopt import CompressOptPlugin, FusedAdam, ZeroOptimizer
+from hf_compressopt import CompressOptPlugin, FusedAdam, OnebitAdam, ZeroOptimizer, guard_torch_clipping
+from hf_compressopt.collectives import torch_clipping
 from tests.support.harness import run_ranks
+from tests.support.logs import log_lines
 from tests.support.zero_runs import bits, different
 
 
@@ -135,6 +137,7 @@ def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks() -> 
 
 
 def torchs_clipping(rank: int, world_size: int) -> None:
+    guard_torch_clipping()
     model, other = net(), net()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
     x = torch.ones(2, 20)
@@ -152,3 +155,29 @@ def torchs_clipping(rank: int, world_size: int) -> None:
 
 def test_torchs_clipping_is_refused_by_name() -> None:
     run_ranks(2, torchs_clipping)
+
+
+def owners(kind: str, params: Any, **options: Any) -> Any:
+    if kind == "zero":
+        return ZeroOptimizer(params, torch.optim.SGD, lr=1.0, clip_grad=options.get("max_grad_norm", 0.0))
+    return OnebitAdam(params, zero_stage=2, **options)
+
+
+@pytest.mark.parametrize("kind", ["zero", "onebit"])
+def test_nothing_is_patched_by_an_optimizer_which_says_what_it_lacks(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        for name, value in [*vars(module).items()]:
+            if callable(value) and name.startswith(("clip_", "_clip_")):
+                monkeypatch.setattr(module, name, getattr(value, torch_clipping._GUARDED, value))
+    before = dict(vars(torch.nn.utils.clip_grad))
+    monkeypatch.setattr(torch_clipping, "_said", False)
+    for clip, count in ((0.5, 0), (0.0, 1), (0.0, 0)):
+        model = net()
+        with log_lines() as lines:
+            optimizer = owners(kind, model.parameters(), max_grad_norm=clip)
+            model(torch.ones(2, 20)).sum().backward()
+            optimizer.step()
+        assert sum("guard_torch_clipping() makes it raise" in line for line in lines) == count
+    assert vars(torch.nn.utils.clip_grad) == before

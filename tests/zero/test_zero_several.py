@@ -1,12 +1,15 @@
 """Several ZeroOptimizers in one process: of the same parameters, and of one backward."""
 
+import gc
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_compressopt import ZeroOptimizer
+from hf_compressopt import FusedAdam, GradientCompression, OnebitAdam, ZeroOptimizer, average_gradients
 from tests.support.harness import run_ranks
 from tests.support.logs import log_lines
 from tests.support.zero_runs import bits, different
@@ -21,9 +24,13 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(torch.randn(3, 24, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean()
 
 
-def train(rank: int, model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
+def train(rank: int, model: nn.Module, optimizer: Any) -> list[Tensor]:
     for step in range(3):
         loss_of(model, rank, step).backward()
+        if isinstance(optimizer, Compressed):
+            optimizer.compression.average_gradients()
+        elif isinstance(optimizer, OnebitAdam) and optimizer.zero_stage < 2:
+            average_gradients(optimizer)
         optimizer.step()
     return bits(model)
 
@@ -39,7 +46,7 @@ def made_again(rank: int, world_size: int) -> None:
             kept.clear()
         found = train(rank, model, ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options))
     assert not list(different(expected, found))
-    assert any("get no more gradients" in line for line in lines) == (rank == 0)
+    assert any("gets no more gradients" in line for line in lines) == (rank == 0)
     for old in kept:
         with pytest.raises(RuntimeError, match="use the newer one"):
             old.step()
@@ -47,6 +54,84 @@ def made_again(rank: int, world_size: int) -> None:
 
 def test_a_second_optimizer_takes_the_place_of_the_first() -> None:
     run_ranks(2, made_again)
+
+
+class Compressed(torch.optim.AdamW):
+    """AdamW behind GradientCompression."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, lr=1e-2)
+        self.compression = GradientCompression(params, "int8")
+
+
+KINDS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    **{f"Zero {n}": partial(ZeroOptimizer, optimizer_class=torch.optim.AdamW, lr=1e-2, stage=n) for n in (1, 2)},
+    **{f"OnebitAdam {n}": partial(OnebitAdam, lr=1e-2, zero_stage=n) for n in (0, 1, 2)},
+    "GradientCompression": Compressed,
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "FusedAdam": partial(FusedAdam, lr=1e-2),
+}
+TAKERS = ["Zero 1", "Zero 2", "OnebitAdam 2"]
+ORDINARY = ["AdamW", "FusedAdam"]
+
+
+def one_follows_another(rank: int, world_size: int, first: str) -> None:
+    """Make one optimizer after another of the same parameters, as in a notebook; the first one stays alive."""
+    for kind, make in KINDS.items():
+        alone = net(1)
+        expected = train(rank, alone, make([*alone.parameters()]))
+        model = net(1)
+        params = [*model.parameters()]
+        old = KINDS[first](params)
+        loss_of(model, rank, 0).backward()
+        old.step()
+        model.load_state_dict(net(1).state_dict())
+        with log_lines() as lines:
+            new = make(params)
+        assert any("takes over" in line for line in lines) == (kind not in ORDINARY), (kind, lines)
+        if kind in ORDINARY:
+            loss_of(model, rank, 0).backward()
+            with pytest.raises(RuntimeError, match=rf"{kind}.step\(\) moved 8 .*run backward again"):
+                new.step()
+            assert not list(different(bits(model), bits(net(1))))
+        found = train(rank, model, new)
+        assert not list(different(expected, found)), f"{kind} after {first}"
+        with pytest.raises(RuntimeError, match="gets no gradients any more"):
+            old.step()
+
+
+@pytest.mark.parametrize("first", TAKERS)
+def test_a_living_optimizer_leaves_its_gradients_to_the_next_one(first: str) -> None:
+    run_ranks(2, one_follows_another, first)
+
+
+class Averaging(torch.optim.Optimizer):
+    """A user's wrapper of an optimizer, which is one itself."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+@pytest.mark.parametrize("first", TAKERS)
+def test_a_wrapper_around_the_owner_may_step(first: str) -> None:
+    model = net(1)
+    wrapper = Averaging(KINDS[first]([*model.parameters()]))
+    loss_of(model, 0, 0).backward()
+    wrapper.step()
+    assert list(different(bits(model), bits(net(1))))
+
+
+@pytest.mark.parametrize("kind", TAKERS)
+def test_a_dropped_optimizer_leaves_no_hook(kind: str) -> None:
+    params = [*net(1).parameters()]
+    for _ in range(3):
+        KINDS[kind](params)
+        gc.collect()
+        assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in params)
 
 
 def shared_graph(rank: int, world_size: int, options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import copy
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from hf_compressopt.format.index import CheckpointError
+from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.harness import run_ranks
 from tests.support.zero_runs import (
     OPTIMIZERS,
@@ -161,6 +162,11 @@ HOSTILE = {
     "a loss scale that is no number": header("loss_scale", ["a", 1]),
     "param groups that are none": header("param_groups", [3]),
     "a word for a number": hyperparameter("lr", "abc"),
+    "a rate that is no number": hyperparameter("lr", math.nan),
+    "a decay that is no number": hyperparameter("weight_decay", math.nan),
+    "a beta of one": hyperparameter("betas", [0.9, 1.0]),
+    "a beta below zero": hyperparameter("betas", [-1.0, 0.999]),
+    "amsgrad without its maxima": hyperparameter("amsgrad", True),
     "one beta": hyperparameter("betas", [0.9]),
     "a number for a choice": hyperparameter("amsgrad", 0.5),
     "a transposed moment": tensor("exp_avg/p", "shape", [5, 4]),
@@ -181,7 +187,7 @@ def test_a_hostile_index_is_refused_by_name_and_changes_nothing(damage: Any, tmp
     file = tmp_path / "compressopt.index.json"
     index = json.loads(file.read_text())
     damage(index)
-    file.write_text(json.dumps(index))
+    file.write_bytes(sealed(index))
     p.grad = torch.ones_like(p)
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())

@@ -65,8 +65,7 @@ def accelerate_code(translation: Translation) -> str:
 def _plugin(translation: Translation) -> dict[str, Any]:
     """The plugin's fields, or nothing if the plugin has no field for an option."""
     name, stage = translation.optim, ZERO_NAMES.get(translation.optim)
-    freeze = getattr(ALGORITHMS.get(name), "freeze_option", "")
-    options = {"freeze_step" if key == freeze else key: value for key, value in translation.optim_args.items()}
+    options = {"freeze_step" if key == "var_freeze_step" else key: v for key, v in translation.optim_args.items()}
     if not (stage or name in ALGORITHMS) or options.keys() - set(_PLUGIN_FIELDS):
         return {}
     return ({"zero_stage": stage} if stage else {"optimizer": name}) | options

@@ -1,0 +1,309 @@
+"""The host's time of a step: CPU time of the step's thread, per bucket, with buckets so small that nothing else weighs.
+
+    python scripts/benchmark_host.py --json docs/host_time.json     # times
+    python scripts/benchmark_host.py --modules                      # modules of the package that a step calls
+    python scripts/benchmark_host.py --syncs                        # values that a step fetches from the device
+
+Two processes train over gloo. Every variant takes a step on a model of its own, in an order by chance that is alike
+on both ranks. A step is backward, average, clip and update. The time of a backward that sends nothing is subtracted.
+Medians are over rounds, on rank 0. The baseline is an all-reduce per bucket, clip_grad_norm_ and fused AdamW.
+
+--modules counts calls by sys.setprofile: modules of which a step enters any function, its generators included.
+--syncs counts, on CPU tensors, what waits for a GPU: item() and what calls it (float, bool, is_nonzero), equal,
+tolist, numpy and cpu; and tensors that are made from Python numbers, which copy to the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from _common import check_least, gloo_ranks, parser_of, print_table, shuffled, write_measurements
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_compressopt
+from hf_compressopt import GradientCompression, ZeroOptimizer, average_gradients, compress_hook
+
+WORLD_SIZE = 2
+FREEZE = 3  # steps before the compressed stage
+SETTLING = 8  # steps before anything is measured: the compressed stage, DDP's buckets and all caches are there
+PACKAGE = str(Path(hf_compressopt.__file__).parent) + os.sep
+BASELINE = "all_reduce, clip, AdamW"
+BACKWARD = "backward alone"
+#: Calls that wait for a device.
+_WAITING = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::item", "aten::equal")
+_FETCHING = ("tolist", "numpy", "cpu")
+_COPYING = ("tensor", "as_tensor", "scalar_tensor")
+
+Step = Callable[[], object]
+
+
+class Vectors(nn.Module):
+    """One parameter per bucket, and a loss whose gradient is a constant of the rank."""
+
+    def __init__(self, buckets: int, numel: int) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(torch.ones(numel)) for _ in range(buckets))
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        self.gradients = [torch.randn(numel, generator=generator) for _ in range(buckets)]
+
+    def forward(self) -> Tensor:
+        """Sum of the products."""
+        return torch.stack(
+            [value @ gradient for value, gradient in zip(self.values, self.gradients, strict=True)]
+        ).sum()
+
+
+class Training:
+    """A variant: a model, and what follows its backward."""
+
+    def __init__(self, name: str, buckets: int, numel: int) -> None:
+        self.model: nn.Module = Vectors(buckets, numel)
+        self.params = list(self.model.parameters())
+        self.bucket_mb = 4 * numel / 2**20
+        self._after = METHODS[name](self)
+
+    def prepare(self) -> None:
+        """Run forward, which is not part of a step."""
+        self.loss = self.model()
+
+    def step(self) -> None:
+        """Run backward, average, clip, update, and throw gradients away."""
+        self.loss.backward()
+        self._after()
+        for param in self.params:
+            param.grad = None
+
+    def update(self) -> Step:
+        """Return torch's clipping and fused AdamW."""
+        optimizer = torch.optim.AdamW(self.params, lr=1e-3, fused=True)
+
+        def clip_and_step() -> None:
+            nn.utils.clip_grad_norm_(self.params, 1.0)
+            optimizer.step()
+
+        return clip_and_step
+
+
+def all_reduced(training: Training) -> Step:
+    """Average each bucket by itself, as a plain loop does."""
+    update = training.update()
+
+    def step() -> None:
+        for param in training.params:
+            dist.all_reduce(param.grad)
+            param.grad.div_(WORLD_SIZE)
+        update()
+
+    return step
+
+
+def compressed(name: str, training: Training, **options: Any) -> Step:
+    """A compressed optimizer, soon in its compressed stage, which sends in every step."""
+    optimizer = getattr(hf_compressopt, name)(training.params, lr=1e-4, bucket_cap_mb=training.bucket_mb, **options)
+
+    def step() -> None:
+        average_gradients(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    return step
+
+
+def int4(training: Training) -> Step:
+    """Average gradients in 4 bits in a plain loop."""
+    state = GradientCompression(training.params, "int4", bucket_cap_mb=training.bucket_mb)
+    update = training.update()
+
+    def step() -> None:
+        state.average_gradients()
+        update()
+
+    return step
+
+
+def ddp(training: Training, compression: str | None) -> Step:
+    """Average gradients by DistributedDataParallel, as they are or in 4 bits."""
+    named, update = list(training.model.named_parameters()), training.update()
+    training.model = wrapped = DistributedDataParallel(training.model, bucket_cap_mb=training.bucket_mb)
+    if compression is not None:
+        state = GradientCompression(named, compression, bucket_cap_mb=training.bucket_mb)
+        wrapped.register_comm_hook(state, compress_hook)
+    return update
+
+
+def zero(training: Training) -> Step:
+    """Partition gradients and state among the ranks."""
+    optimizer = ZeroOptimizer(
+        training.params, torch.optim.AdamW, stage=2, bucket_cap_mb=training.bucket_mb, lr=1e-3, fused=True
+    )
+
+    def step() -> None:
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    return step
+
+
+METHODS: dict[str, Callable[[Training], Step]] = {
+    BACKWARD: lambda _: lambda: None,
+    BASELINE: all_reduced,
+    "OnebitAdam": partial(compressed, "OnebitAdam", freeze_step=FREEZE),
+    "ZeroOneAdam": partial(compressed, "ZeroOneAdam", var_freeze_step=FREEZE, local_step_clipper=1),
+    "OnebitLamb": partial(compressed, "OnebitLamb", freeze_step=FREEZE),
+    "int4 gradients": int4,
+    "DDP": partial(ddp, compression=None),
+    "DDP, int4 gradients": partial(ddp, compression="int4"),
+    "ZeRO-2": zero,
+}
+
+
+def measured_seconds(trainings: dict[str, Training], rounds: int) -> dict[str, float]:
+    """Median seconds of this thread in a step of each variant."""
+    times: dict[str, list[float]] = {name: [] for name in trainings}
+    for number in range(rounds):
+        for name in shuffled(trainings, number):
+            trainings[name].prepare()
+            dist.barrier()
+            start = time.thread_time()
+            trainings[name].step()
+            times[name].append(time.thread_time() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def called_modules(step: Step) -> list[str]:
+    """Modules of the package of which a step calls a function."""
+    found: set[str] = set()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return sorted(found)
+
+
+class WaitingCalls(TorchDispatchMode):
+    """Counts operators that wait for a device."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count it, then run it."""
+        self.counts.update(name for name in [func.name().split(".")[0]] if name in _WAITING)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def copying_calls(counts: Counter[str]) -> Iterator[None]:
+    """Counts calls that copy from a device or to it, of any thread, which no operator shows."""
+
+    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def count_and_call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return call(*args, **kwargs)
+
+        return count_and_call
+
+    with ExitStack() as stack:
+        for home, name in [*((Tensor, name) for name in _FETCHING), *((torch, name) for name in _COPYING)]:
+            stack.enter_context(mock.patch.object(home, name, counted(name, getattr(home, name))))
+        yield
+
+
+def host_syncs(step: Step) -> dict[str, int]:
+    """Number of each kind of call in a step that waits for a device, or copies to it."""
+    counts: Counter[str] = Counter()
+    with WaitingCalls(counts), copying_calls(counts):
+        step()
+    return dict(sorted(counts.items()))
+
+
+def settled(name: str, arguments: argparse.Namespace) -> Training:
+    """A variant that has done what only first steps do."""
+    training = Training(name, arguments.buckets, arguments.numel)
+    for _ in range(SETTLING):
+        training.prepare()
+        training.step()
+    training.prepare()
+    return training
+
+
+def run_rank(rank: int, store: str, arguments: argparse.Namespace) -> None:
+    """Measure on a rank; rank 0 prints."""
+    logging.getLogger("hf_compressopt").setLevel(logging.ERROR)
+    with gloo_ranks(rank, WORLD_SIZE, store):
+        if arguments.modules or arguments.syncs:
+            count = called_modules if arguments.modules else host_syncs
+            found: dict[str, Any] = {name: count(settled(name, arguments).step) for name in METHODS}
+        else:
+            trainings = {name: settled(name, arguments) for name in METHODS}
+            found = as_ratios(measured_seconds(trainings, arguments.rounds), arguments.buckets)
+        if rank == 0:
+            report(arguments, found)
+
+
+def as_ratios(seconds: dict[str, float], buckets: int) -> dict[str, Any]:
+    """Microseconds per bucket without backward, and their ratio to the baseline."""
+    net = {name: value - seconds[BACKWARD] for name, value in seconds.items() if name != BACKWARD}
+    return {
+        name: {"us_per_bucket": 1e6 * value / buckets, "ratio": value / net[BASELINE]} for name, value in net.items()
+    }
+
+
+def report(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print a table, and write JSON if asked."""
+    if arguments.modules:
+        rows = [["", "modules", "which"], *([name, str(len(rows)), " ".join(rows)] for name, rows in found.items())]
+    elif arguments.syncs:
+        others = ([name, str(sum(row.values())), repr(row)] for name, row in found.items())
+        rows = [["", "syncs", "which"], *others]
+    else:
+        times = ([name, f"{row['us_per_bucket']:.0f}", f"{row['ratio']:.2f}"] for name, row in found.items())
+        rows = [["", "us per bucket", "ratio"], *times]
+    print_table(f"{arguments.buckets} buckets of {arguments.numel} values, {WORLD_SIZE} ranks, gloo", rows)
+    options = {name: getattr(arguments, name) for name in ("rounds", "buckets", "numel")}
+    write_measurements(arguments.json, options, load=os.getloadavg()[0], found=found)
+
+
+def main() -> None:
+    """Parse the arguments and start the ranks."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of a step of each variant (%(default)s)")
+    parser.add_argument("--buckets", type=int, default=56, help="buckets of a step (%(default)s)")
+    parser.add_argument("--numel", type=int, default=256, help="values of a bucket (%(default)s)")
+    parser.add_argument("--json", type=Path, help="write what was found here, too")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--modules", action="store_true", help="count the modules that a step calls instead")
+    what.add_argument("--syncs", action="store_true", help="count what waits for a device instead")
+    arguments = parser.parse_args()
+    check_least(parser, arguments, {"rounds": 1, "buckets": 1, "numel": 1})
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_rank, (f"{folder}/store", arguments), WORLD_SIZE)
+
+
+if __name__ == "__main__":
+    main()

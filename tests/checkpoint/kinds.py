@@ -1,0 +1,178 @@
+"""One small checkpoint of each kind of optimizer, which tests load, damage and convert."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.harness import run_ranks
+from tests.support.made_once import made_once
+
+SHAPES = [(5, 7), (11,), (0, 4), ()]
+#: Options of a param group whose loaded values are compared.
+GROUP_OPTIONS = ("lr", "betas", "eps", "weight_decay", "exp_avg_mask")
+
+
+class Kind(NamedTuple):
+    """A checkpoint to write: its optimizer, the number of ranks, and the steps before the save."""
+
+    optimizer: str
+    options: dict[str, Any]
+    ranks: int
+    steps: int
+    dtype: torch.dtype = torch.float32
+    own_group: bool = False
+    loads_on: tuple[int, ...] = (1, 2)
+
+
+ONEBIT = {"freeze_step": 2, "bucket_cap_mb": 0.0001, "scale_block": 16}
+COMPACT = {**ONEBIT, "state": "compact"}
+ZERO_ONE = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
+ZERO_ONE |= {"bucket_cap_mb": 0.0001, "scale_block": 16}
+ZERO = {"reduce_bucket_size": 40}
+BF16 = torch.bfloat16
+
+KINDS: dict[str, Kind] = {
+    "onebit_adam_warmup_1": Kind("OnebitAdam", ONEBIT, 1, 1),
+    "onebit_adam_warmup_2": Kind("OnebitAdam", ONEBIT, 2, 1),
+    "onebit_adam_compressed_1": Kind("OnebitAdam", ONEBIT, 1, 4),
+    "onebit_adam_compressed_2": Kind("OnebitAdam", ONEBIT, 2, 4),
+    "onebit_adam_compact_1": Kind("OnebitAdam", COMPACT, 1, 4),
+    "onebit_adam_compact_2": Kind("OnebitAdam", COMPACT, 2, 4),
+    "onebit_adam_compact_own_group_2": Kind("OnebitAdam", COMPACT, 2, 4, own_group=True, loads_on=(2,)),
+    "zero_one_adam_compact_2": Kind("ZeroOneAdam", {**ZERO_ONE, "state": "compact"}, 2, 9),
+    "onebit_adam_auto_2": Kind("OnebitAdam", {**ONEBIT, "freeze_step": "auto"}, 2, 2),
+    "onebit_adam_own_group_2": Kind("OnebitAdam", ONEBIT, 2, 4, own_group=True, loads_on=(2,)),
+    "zero_one_adam_variance_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 2),
+    "zero_one_adam_local_1": Kind("ZeroOneAdam", ZERO_ONE, 1, 9),
+    "zero_one_adam_local_2": Kind("ZeroOneAdam", ZERO_ONE, 2, 9),
+    "onebit_lamb_compressed_1": Kind("OnebitLamb", ONEBIT, 1, 4),
+    "onebit_lamb_compressed_2": Kind("OnebitLamb", ONEBIT, 2, 4),
+    "zero1_adamw_2": Kind("AdamW", {"stage": 1, **ZERO}, 2, 2),
+    "zero2_adamw_2": Kind("AdamW", {"stage": 2, **ZERO}, 2, 2),
+    "zero2_adamw_bf16_1": Kind("AdamW", {"stage": 2, **ZERO}, 1, 2, BF16),
+    "zero2_adamw_bf16_2": Kind("AdamW", {"stage": 2, **ZERO}, 2, 2, BF16),
+    "zero2_fused_adam_2": Kind("FusedAdam", {"stage": 2, **ZERO}, 2, 2),
+    "zero2_nadam_2": Kind("NAdam", {"stage": 2, **ZERO}, 2, 2),
+    "adamw_1": Kind("AdamW", {"amsgrad": True}, 1, 2),
+    "adamw_2": Kind("AdamW", {}, 2, 2),
+    "fused_adam_1": Kind("FusedAdam", {}, 1, 2),
+    "lamb_1": Kind("Lamb", {}, 1, 2),
+    "imported_torch_file": Kind("AdamW", {}, 1, 2),
+}
+#: Checkpoints that an optimizer of another class continues: folder, and the optimizer that loads it.
+CROSSINGS: dict[str, tuple[str, Kind]] = {
+    "onebit_adam_compressed_2 into AdamW": ("onebit_adam_compressed_2", Kind("AdamW", {}, 2, 0)),
+    "onebit_adam_compact_2 into AdamW": ("onebit_adam_compact_2", Kind("AdamW", {}, 2, 0)),
+    "zero_one_adam_local_2 into ZeRO": ("zero_one_adam_local_2", Kind("AdamW", {"stage": 2, **ZERO}, 2, 0)),
+    "adamw_2 into OnebitAdam": ("adamw_2", Kind("OnebitAdam", {**ONEBIT, "freeze_step": 100}, 2, 0)),
+    "adamw_2 into ZeRO": ("adamw_2", Kind("AdamW", {"stage": 1, **ZERO}, 2, 0)),
+    "zero2_adamw_2 into FusedAdam": ("zero2_adamw_2", Kind("FusedAdam", {}, 2, 0)),
+    "imported_torch_file into OnebitLamb": (
+        "imported_torch_file",
+        Kind("OnebitLamb", {**ONEBIT, "freeze_step": 100}, 2, 0),
+    ),
+}
+
+
+def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
+    """The parameters and the optimizer of a kind, alike on every rank; all ranks call it."""
+    import hf_compressopt
+
+    generator = torch.Generator().manual_seed(0)
+    named = [
+        (f"layer.{i}", nn.Parameter(torch.randn(shape, generator=generator).to(kind.dtype)))
+        for i, shape in enumerate(SHAPES)
+    ]
+    groups: list[dict[str, Any]] = [
+        {"params": named[:1]},
+        {"params": named[1:-1], "weight_decay": 0.1},
+        {"params": named[-1:]},
+    ]
+    cls = getattr(hf_compressopt, kind.optimizer, None) or getattr(torch.optim, kind.optimizer)
+    if kind.optimizer.startswith(("Onebit", "ZeroOne")):
+        groups[0]["exp_avg_mask"] = (torch.arange(7) < 5).float()
+        groups[2]["non_freeze"] = True
+    if kind.own_group:
+        singles = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        groups[1]["process_group"] = singles[dist.get_rank()]
+    params = [param for _, param in named]
+    if "stage" in kind.options:
+        return params, hf_compressopt.ZeroOptimizer(groups, cls, lr=0.01, **kind.options)
+    return params, cls(groups, lr=0.01, **kind.options)
+
+
+def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        local = hasattr(optimizer, "plan") and not optimizer.plan.reduce_grads
+        generator = torch.Generator().manual_seed(1000 * (rank + 1) * local + step)
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        optimizer.step()
+
+
+def observe(params: list[nn.Parameter], optimizer: Any) -> dict[str, str]:
+    """A digest of everything that this rank holds, by the names of the state dict, and of the parameters."""
+    packed = optimizer.state_dict()
+    groups = [{key: group[key] for key in GROUP_OPTIONS if key in group} for group in packed["param_groups"]]
+    found: dict[str, list[str]] = {}
+    for name, value in _leaves({**packed, "param_groups": groups, "params": [p.detach() for p in params]}):
+        found.setdefault(name, []).append(value)
+    return {name: hashlib.sha256("\n".join(values).encode()).hexdigest()[:12] for name, values in found.items()}
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, key if isinstance(key, str) else name)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _leaves(inner, name)
+    elif isinstance(value, Tensor):
+        data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+        yield name, f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    else:
+        yield name, repr(value)
+
+
+def load_in_form(form: str | None, kind: Kind, folder: str) -> tuple[list[nn.Parameter], Any]:
+    """Load a checkpoint into a new optimizer of this kind, of this form of the state, or of its own."""
+    from hf_compressopt import load_state
+
+    options = {**kind.options, "state": form} if form and "scale_block" in kind.options else kind.options
+    params, optimizer = make(kind._replace(options=options))
+    load_state(optimizer, folder)
+    return params, optimizer
+
+
+def save_all(rank: int, world_size: int, folder: str) -> None:
+    """Save every kind of this number of ranks, and what each rank held."""
+    from hf_compressopt import save_state
+    from hf_compressopt.checkpoint.portable import consolidate, import_state
+
+    for name, kind in KINDS.items():
+        if kind.ranks != world_size:
+            continue
+        params, optimizer = make(kind)
+        train(rank, world_size, params, optimizer, kind.steps)
+        if name == "imported_torch_file":
+            files = Path(folder, "files")
+            files.mkdir()
+            torch.save(optimizer.state_dict(), files / "optimizer.pt")
+            import_state(files / "optimizer.pt", Path(folder, name))
+            consolidate(Path(folder, "adamw_1", "compressopt.index.json"), files / "adamw_1.safetensors")
+        else:
+            save_state(optimizer, f"{folder}/{name}")
+        held = observe([], optimizer)  # the parameters are the host's to save
+        Path(folder, f"{name}-{rank}.json").write_text(json.dumps(held))
+
+
+def written(factory: pytest.TempPathFactory) -> Path:
+    """The folder with a checkpoint of each kind, by its name; those of one rank first: files are made of them."""
+    return made_once(factory, "kinds", lambda folder: [run_ranks(n, save_all, str(folder)) for n in (1, 2)] and None)

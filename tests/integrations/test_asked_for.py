@@ -1,0 +1,298 @@
+"""Whoever asks for compression gets it, or an error that says what to do: nothing trains in full precision silently."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.harness import run_ranks
+from tests.support.logs import log_lines
+from tests.support.trainer_runs import OLD_HOST, Run, make_trainer, small_model, tokens, train, use_accelerate
+
+
+def outcome(rank: int, world_size: int, variables: dict[str, str], arguments: dict[str, Any]) -> str:
+    """Train two steps; the class of the optimizer, or the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        try:
+            return str(train(rank, world_size, Run({"max_steps": 2, **arguments}))["optimizer"])
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("optim", "options", "said"),
+    [
+        ("adamw_torch", "grad_compresion=int4", "has no option 'grad_compresion': did you mean 'grad_compression'?"),
+        ("adamw_torch", "zero_stge=2", "has no option 'zero_stge': did you mean 'zero_stage'?"),
+        ("adamw_torch", "freeze_step=200", "adamw_torch has no option 'freeze_step', which onebit_adam"),
+        ("adamw_torch", "foo=1", "adamw_torch has no option 'foo'."),
+        ("sgd", "momentum=0.9,warmup_bits=4", "sgd has no option 'warmup_bits', which onebit_adam"),
+        ("sgd", "momentum=0.9", "SGD"),
+        ("adamw_torch", None, "AdamW"),
+    ],
+)
+def test_options_that_an_ordinary_optimizer_would_ignore_are_refused(
+    optim: str, options: str | None, said: str, tmp_path: Path
+) -> None:
+    arguments = {"output_dir": str(tmp_path), "optim": optim, "optim_args": options}
+    assert all(said in found for found in run_ranks(2, outcome, {}, arguments))
+
+
+@pytest.mark.parametrize(
+    ("variables", "optim", "said"),
+    [
+        ({"COMPRESSOPT_GRAD_COMPRESION": "int4"}, "adamw_torch", "did you mean 'COMPRESSOPT_GRAD_COMPRESSION'"),
+        ({"COMPRESSOPT_ZERO_STAGE": "2"}, "adamw_torch", "ZeroOptimizer"),
+        ({"COMPRESSOPT_ZERO_STAGE": "1", "COMPRESSOPT_GRAD_COMPRESSION": "int4"}, "fused_adam", "ZeroOptimizer"),
+        ({"COMPRESSOPT_ZERO_STAGE": "1", "COMPRESSOPT_OPTIM": "onebit_adam"}, "adamw_torch", "OnebitAdam"),
+        ({"COMPRESSOPT_OPTIM": "onebit_adam"}, "sgd", "COMPRESSOPT_OPTIM=onebit_adam was asked for, but SGD trains"),
+    ],
+)
+def test_trainer_follows_the_environment_or_says_why_not(
+    variables: dict[str, str], optim: str, said: str, tmp_path: Path
+) -> None:
+    assert all(
+        said in found for found in run_ranks(2, outcome, variables, {"output_dir": str(tmp_path), "optim": optim})
+    )
+
+
+def own_optimizer(rank: int, world_size: int, directory: str, how: str) -> dict[str, Any]:
+    """A Trainer that makes its optimizer in a way of its own, under ``--optim onebit_adam``."""
+    arguments = {"output_dir": directory, "optim": "onebit_adam" if how == "adamw" else "adamw_torch", "max_steps": 15}
+    trainer = make_trainer(rank, world_size, Run({**arguments, "learning_rate": 1e-3}))
+    from hf_compressopt import OnebitAdam
+
+    def create_optimizer(model: Any = None) -> Any:
+        groups = [
+            {"params": [p for p in trainer.model.parameters() if (p.ndim == 1) == flat]} for flat in (True, False)
+        ]
+        if how == "adamw":
+            trainer.optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        else:
+            trainer.optimizer = OnebitAdam(groups, lr=1e-3, warmup_bits=32)
+        return trainer.optimizer
+
+    if how == "layers":
+        trainer.get_optimizer_cls_and_kwargs = lambda *_: (OnebitAdam, {"lr": 1e-3, "warmup_bits": 32})
+    else:
+        trainer.create_optimizer = create_optimizer
+    try:
+        trainer.train()
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": "", "metrics": trainer.optimizer.optimizer.metrics()}
+
+
+def test_an_ordinary_optimizer_of_the_users_in_the_place_of_a_compressed_one_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(2, own_optimizer, str(tmp_path), "adamw"):
+        assert "--optim onebit_adam was asked for, but AdamW trains the model" in found["error"]
+
+
+@pytest.mark.parametrize("how", ["create_optimizer", "layers"])
+def test_the_schedule_of_every_compressed_optimizer_is_fitted_to_the_run(how: str, tmp_path: Path) -> None:
+    for found in run_ranks(2, own_optimizer, str(tmp_path), how):
+        assert found["error"] == "" and found["metrics"]["stage"] == 1.0  # 20 % of 15 steps are the warmup
+
+
+def attach_late(rank: int, world_size: int, how: str) -> str:
+    use_accelerate(rank, world_size)
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, attach
+
+    plugin = CompressOptPlugin(optimizer="onebit_adam") if how == "left alone" else None
+    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin)
+    model = nn.Linear(4, 4)
+    kind = torch.optim.SGD if how == "left alone" else torch.optim.AdamW
+    try:
+        model, _ = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+        if how == "late":
+            attach(accelerator, CompressOptPlugin(grad_compression="int4"))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("late", "it is too late to attach it"),
+        ("left alone", "CompressOptPlugin(optimizer='onebit_adam') was asked for, but SGD trains the model"),
+        ("plain", "no error"),
+    ],
+)
+def test_accelerate_trains_nothing_uncompressed_that_was_to_be_compressed(how: str, said: str) -> None:
+    assert all(said in found for found in run_ranks(2, attach_late, how))
+
+
+def loaded_in_shards(
+    rank: int, world_size: int, folder: str, config: dict[str, int], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Train a model that from_pretrained has sharded; the losses and what was compressed, or the error."""
+    use_accelerate(rank, world_size)
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers.distributed import DistributedConfig
+
+    import hf_compressopt
+
+    hf_compressopt.register()
+    if rank == 0:
+        small_llama().save_pretrained(folder)
+    torch.distributed.barrier()
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config))
+    args = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        max_steps=4,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
+        **arguments,
+    )
+    try:
+        trainer = Trainer(model=model, args=args, train_dataset=tokens())
+        trainer.train()
+    except ValueError as error:
+        return {"error": str(error)}
+    history = trainer.state.log_history
+    return {
+        "error": "",
+        "losses": [row["loss"] for row in history if "loss" in row],
+        "ratio": history[-2].get("compressopt/compression_ratio"),
+        "weights": torch.cat([p.detach().to_local().reshape(-1) for p in model.parameters()]).numpy(),
+    }
+
+
+def small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, use_cache=False, **sizes))
+
+
+@pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
+def test_a_model_loaded_in_shards_is_compressed_between_its_replicas(tmp_path: Path) -> None:
+    config = {"fsdp_size": 2, "dp_replicate_size": 2}
+    plain = run_ranks(4, loaded_in_shards, str(tmp_path), config, {}, timeout=240)
+    int4 = run_ranks(4, loaded_in_shards, str(tmp_path), config, {"optim_args": "grad_compression=int4"}, timeout=240)
+    for rank in range(4):
+        assert plain[rank]["error"] == int4[rank]["error"] == ""
+        assert int4[rank]["weights"].tobytes() == int4[rank % 2]["weights"].tobytes()
+    assert plain[0]["ratio"] is None and int4[0]["ratio"] > 5
+    assert int4[0]["losses"][0] == plain[0]["losses"][0]
+    assert int4[0]["losses"] != plain[0]["losses"] and int4[0]["losses"] == pytest.approx(plain[0]["losses"], abs=0.1)
+
+
+@pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
+@pytest.mark.parametrize(
+    ("config", "arguments", "said"),
+    [
+        ({"fsdp_size": 2}, {"optim_args": "grad_compression=int4"}, "dp_replicate_size=NODES"),
+        ({"fsdp_size": 2}, {"optim": "onebit_adam"}, "not with from_pretrained(distributed_config=...)"),
+        ({"fsdp_size": 2}, {"optim_args": "zero_stage=2"}, "not with from_pretrained(distributed_config=...)"),
+    ],
+)
+def test_other_models_loaded_in_shards_are_refused_by_name(
+    config: dict[str, int], arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    for found in run_ranks(2, loaded_in_shards, str(tmp_path), config, arguments, timeout=120):
+        assert said in found["error"]
+
+
+@pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
+@pytest.mark.parametrize("cut", ["tp_size", "pp_size", "ep_size"])
+def test_tensor_pipeline_and_expert_parallelism_are_refused_by_name(cut: str) -> None:
+    from transformers.distributed import DistributedConfig  # Accelerate refuses to run it on CPUs
+
+    from hf_compressopt.integrations.fsdp_models import why_not_loaded_in_shards
+
+    config = DistributedConfig(**{cut: 2}, fsdp_size=1 if cut == "pp_size" else 2)
+    model = SimpleNamespace(config=SimpleNamespace(distributed_config=config))
+    assert f"{cut}=2 of DistributedConfig" in why_not_loaded_in_shards(model)
+
+
+def registered_late(rank: int, world_size: int, directory: str, options: str | None, first: str) -> dict[str, Any]:
+    """Register after a Trainer was made, as a notebook does: the classes are given back their methods first."""
+    use_accelerate(rank, world_size)
+    from transformers import Trainer, TrainingArguments
+
+    import hf_compressopt
+
+    class Stock(Trainer):
+        """A Trainer whose accelerator was made before the registration."""
+
+        def create_accelerator_and_postprocess(self) -> None:
+            method = Trainer.create_accelerator_and_postprocess
+            getattr(method, "__wrapped__", method)(self)
+
+    args = TrainingArguments(
+        output_dir=directory,
+        use_cpu=True,
+        report_to="none",
+        max_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
+        optim="adamw_torch",
+        optim_args=options,
+        save_strategy="steps",
+        save_steps=3,
+    )
+    trainer = Stock(model=small_model(), args=args, train_dataset=tokens(), eval_dataset=tokens(8))
+    hf_compressopt.register()
+    if first == "evaluate":
+        trainer.evaluate()
+    if first == "log":
+        trainer.log({"loss": 1.0})
+    trainer.train()
+    return {"history": trainer.state.log_history, "model": type(trainer.model_wrapped).__name__}
+
+
+@pytest.mark.parametrize("first", ["train", "evaluate", "log"])
+@pytest.mark.parametrize("options", [None, "grad_compression=int4"])
+def test_a_trainer_that_is_older_than_the_registration_trains(first: str, options: str | None, tmp_path: Path) -> None:
+    found = run_ranks(2, registered_late, str(tmp_path), options, first, timeout=120)[0]
+    ratios = [row.get("compressopt/compression_ratio") for row in found["history"] if "loss" in row][-3:]
+    assert found["model"] == "DistributedDataParallel"
+    assert ratios == [None] * 3 if options is None else all(ratio > 7 for ratio in ratios)
+
+
+def first_lines(rank: int, world_size: int, directory: str, arguments: dict[str, Any], fails: int) -> list[str]:
+    """The log of a run whose first steps fail for want of memory, after their backward pass."""
+    with log_lines() as lines:
+        trainer = make_trainer(rank, world_size, Run({**arguments, "output_dir": directory}))
+        step, sizes = trainer.training_step, set()
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            sizes.add(trainer._train_batch_size)
+            if trainer._train_batch_size not in sizes or len(sizes) <= fails:
+                raise RuntimeError("CUDA out of memory.")
+            return step(*args, **kwargs)
+
+        trainer.training_step = training_step
+        trainer.train()
+    return [line for line in lines if "attached" in line or "fewer" in line]
+
+
+def test_the_log_says_once_what_was_attached_and_after_a_step_what_it_saves(tmp_path: Path) -> None:
+    trying = {"auto_find_batch_size": True, "per_device_train_batch_size": 8, "num_train_epochs": 3, "max_steps": -1}
+    rows = [
+        ({"optim": "onebit_adam", "optim_args": "freeze_step=5"}, 0, "OnebitAdam", "compressed from step 6"),
+        ({"optim": "onebit_adam", "optim_args": "warmup_bits=8"}, 0, "OnebitAdam", "takes all 8 steps"),
+        ({"optim": "onebit_adam", **trying, "optim_args": "freeze_step=5"}, 2, "OnebitAdam", "compressed from step 6"),
+        ({"optim_args": "grad_compression=int4", **trying}, 2, "GradientCompression", "int4"),
+    ]
+    for arguments, fails, name, said in rows:
+        found = run_ranks(2, first_lines, str(tmp_path), arguments, fails, timeout=120)
+        assert found[1] == [] and len(found[0]) == 2, found
+        assert found[0][0].startswith(f"attached {name}") and said in found[0][0]
+        ratio = "3.9x" if "warmup_bits=8" in str(arguments) else "7.8x" if "int4" in said else "7.7x"
+        assert found[0][1].startswith("full precision would send 65 kB a step, this run sends "), found[0][1]
+        assert found[0][1].endswith(f"({ratio} fewer)"), found[0][1]

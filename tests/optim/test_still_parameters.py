@@ -1,0 +1,185 @@
+"""Parameters at the ends of the range: variances that their 8 bits hold as 0, and gradients that 4 bits round to 0."""
+
+import logging
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hf_compressopt
+from tests.support.harness import run_ranks
+
+NAMES = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+MAGNITUDES = (0.0, 1e-45, 1e-38, 1e-30, 1e-23, 1e-20, 1e-19, 1e-12, 1e-3, 1.0, 1e6, 1e15, 1e18)
+SHAPES = [(3,), (24, 5), (40,), (1,), (0, 2)]
+
+
+def draw(seed: int, world_size: int) -> tuple[str, dict[str, Any], Any]:
+    """An optimizer, its options, and the magnitude of each tensor's gradients in the warmup and after it."""
+    rng = np.random.default_rng(seed)
+    name = str(rng.choice(NAMES))
+    options: dict[str, Any] = {
+        "freeze_step": int(rng.integers(1, 4)),
+        "lr": float(rng.choice([1e-3, 0.1])),
+        "eps": float(rng.choice([1e-30, 1e-8])),
+        "betas": (0.9, float(rng.choice([0.9, 0.999]))),
+        "variance_floor": float(rng.choice([0.0, 0.01])),
+        "state": str(rng.choice(["compact", "compact", "float32"])),
+        "warmup_bits": int(rng.choice([4, 8, 32])),
+        "scale_block": 16,
+        "bucket_cap_mb": float(rng.choice([0.0002, 25.0])),
+    }
+    if name == "ZeroOneAdam":
+        options |= {"var_update_scaler": int(rng.integers(1, 4)), "local_step_scaler": 2, "local_step_clipper": 2}
+    if name == "OnebitAdam" and world_size > 1 and rng.random() < 0.3:
+        options |= {"zero_stage": 1, "state": "compact", "warmup_bits": 4}
+    return name, options, rng.choice(MAGNITUDES, size=(2, len(SHAPES)))
+
+
+def give(params: list[nn.Parameter], magnitudes: Any, seed: int, step: int, rank: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
+    for param, magnitude in zip(params, magnitudes, strict=True):
+        drawn = torch.randn(param.shape, generator=generator)
+        param.grad = None if magnitude == 0.0 and step % 2 else drawn * magnitude
+
+
+def step_of(optimizer: Any) -> None:
+    if optimizer.plan.reduce_grads:
+        hf_compressopt.average_gradients(optimizer)
+    optimizer.step()
+
+
+def bits(params: list[nn.Parameter], optimizer: Any) -> list[bytes]:
+    state = [value for p in params for value in dict(optimizer.state[p]).values() if isinstance(value, torch.Tensor)]
+    return [tensor.detach().contiguous().numpy().tobytes() for tensor in (*params, *state)]
+
+
+def resume_everywhere(rank: int, world_size: int, seeds: range, directory: str) -> tuple[Counter[str], list[str]]:
+    """Short runs with a save after every step, whose next step a resumed optimizer takes beside them."""
+    counts: Counter[str] = Counter()
+    different = []
+    for seed in seeds:
+        name, options, magnitudes = draw(seed, world_size)
+        torch.manual_seed(seed)
+        params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+        optimizer = getattr(hf_compressopt, name)(params, **options)
+        for step in range(1, options["freeze_step"] + 4):
+            others = [nn.Parameter(param.detach().clone()) for param in params]
+            resumed = getattr(hf_compressopt, name)(others, **options)
+            if step > 1 and seed % 4:
+                resumed.load_state_dict(optimizer.state_dict())
+            elif step > 1:
+                path = f"{directory}/{seed}-{step}"
+                hf_compressopt.save_state(optimizer, path)
+                hf_compressopt.load_state(resumed, path)
+                if rank == 0:
+                    shutil.rmtree(path, ignore_errors=True)
+            for each, mine in ((params, optimizer), (others, resumed)):
+                give(each, magnitudes[int(step > options["freeze_step"])], seed, step, rank)
+                step_of(mine)
+            counts["resumes"] += step > 1
+            if bits(params, optimizer) != bits(others, resumed):
+                different.append(f"seed {seed}, step {step}: {name}, {options}")
+                break
+        counts["runs"] += 1
+        counts["with still parameters"] += any(any(state.still) for state in optimizer._states)
+        counts["skipped"] += optimizer.skipped_steps > 0
+    return counts, different
+
+
+@pytest.mark.invariant(10)
+@pytest.mark.parametrize(("world_size", "seeds"), [(1, range(60)), (2, range(60, 80))])
+def test_a_resume_is_bitwise_with_gradients_of_any_size(world_size: int, seeds: range, tmp_path: Path) -> None:
+    for counts, different in run_ranks(world_size, resume_everywhere, seeds, str(tmp_path), timeout=120):
+        assert not different, different[:3]
+        assert counts["runs"] == len(seeds) and counts["with still parameters"] > len(seeds) // 4, counts
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world_size", "seeds"), [(1, range(1000, 2700)), (2, range(5000, 5250)), (3, range(6000, 6050))]
+)
+def test_many_resumes_are_bitwise(world_size: int, seeds: range, tmp_path: Path) -> None:
+    for counts, different in run_ranks(world_size, resume_everywhere, seeds, str(tmp_path), timeout=1500):
+        print(world_size, dict(counts))
+        assert not different, different[:3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variance_that_8_bits_hold_as_0_is_none(name: str) -> None:
+    """1e-20 squared is no normal float32 number: the running process must not divide by its square root either."""
+    for state, moves in (("compact", False), ("float32", True)):
+        params = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))]
+        optimizer = getattr(hf_compressopt, name)(params, freeze_step=2, eps=1e-30, lr=1.0, state=state)
+        for step in range(5):
+            for param, size in zip(params, (1.0, 1e-20), strict=True):
+                param.grad = torch.full((8,), size * (1 + step))
+            optimizer.step()
+            if step == 1:
+                before = [param.detach().clone() for param in params]
+        assert not torch.equal(params[0], before[0])
+        assert torch.equal(params[1], before[1]) is not moves, state
+
+
+# -- gradients that are rounded to 0 ----------------------------------------------------------------------------------
+
+
+def train_beside_larger(rank: int, world_size: int, name: str, options: dict[str, Any], ratio: float) -> dict[str, Any]:
+    """A norm's 32 values share a block of 128 elements with a matrix whose gradients are far larger."""
+    torch.manual_seed(0)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hf_compressopt")
+    logger.addHandler(handler)
+    model = nn.ParameterDict(
+        {"first": nn.Parameter(torch.randn(40, 8)), "norm": nn.Parameter(torch.ones(32)), "unused": torch.ones(9)}
+    )
+    model["last"] = nn.Parameter(torch.randn(30, 8))
+    params = list(model.parameters())
+    optimizer = getattr(hf_compressopt, name)(params, lr=1e-3, freeze_step=6, **options)
+    optimizer.label_parameters(model.named_parameters())
+    norms, at_switch = [], None
+    for step in range(30):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        common = torch.Generator().manual_seed(step)
+        for key, param in model.items():
+            noise = torch.randn(param.shape, generator=generator) + torch.randn(param.shape, generator=common)
+            size = {"norm": ratio, "unused": 0.0}.get(key, 1.0)
+            param.grad = size * (noise + 1.0)
+        step_of(optimizer)
+        if step == 5:
+            at_switch = model["norm"].detach().clone()
+        norms.append(float((model["norm"].detach() - 1.0).abs().max()))
+    logger.removeHandler(handler)
+    assert at_switch is not None
+    moved = (model["norm"].detach() - at_switch).abs()
+    unused = float((model["unused"].detach() - 1.0).abs().max()) if "unused" in model else 0.0
+    return {"moved": float(moved.max()), "unused": unused, "lines": lines, "bits": model["norm"].detach().numpy()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("OnebitAdam", {}),
+        ("OnebitAdam", {"state": "float32"}),
+        ("OnebitAdam", {"zero_stage": 1}),
+        ("OnebitLamb", {}),
+        ("ZeroOneAdam", {"var_update_scaler": 100}),
+    ],
+)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_4_bits_round_to_0_freezes_nothing(name: str, options: dict[str, Any], world_size: int) -> None:
+    results = run_ranks(world_size, train_beside_larger, name, {**options, "warmup_bits": 4}, 1e-3)
+    for result in results:
+        assert 0 < result["moved"] < 0.5, result["moved"]
+        assert result["unused"] == 0.0 if not options.get("zero_stage") else True
+        said = [line for line in result["lines"] if "no variance" in line]
+        assert not any("norm" in line for line in said)
+        assert result["bits"].tobytes() == results[0]["bits"].tobytes() or name == "ZeroOneAdam"
+    assert any("unused" in line for line in results[0]["lines"] if "no variance" in line)
