@@ -36,15 +36,7 @@ _USUAL_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on this rank.
-
-    Args:
-        argv: Arguments; None takes those of the command line.
-
-    Returns:
-        0 if rank 0 has printed the ranking, 2 for wrong arguments or a wrong environment, 1 if the link or another rank
-        failed. For 1 and 2, every remaining rank prints the reason.
-    """
+    """Run the command on this rank."""
     arguments = _parser().parse_args(argv)
     try:
         place = _Place(arguments.use_cpu)
@@ -106,11 +98,7 @@ class _Place:
     neighbours: Communicator | None = None
 
     def __init__(self, use_cpu: bool) -> None:
-        """Read the launcher's variables.
-
-        Raises:
-            ValueError: If they are missing or contradict each other.
-        """
+        """Read the launcher's variables."""
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} are not set, which a launcher does: {_START}")
@@ -138,12 +126,7 @@ class _Place:
         return self.ranks // self.local
 
     def join(self, timeout: float) -> None:
-        """Wait for the others, at most ``timeout`` seconds.
-
-        Raises:
-            ValueError: If the launcher's variables contradict each other, or differ between ranks.
-            RuntimeError: If the others do not join in time.
-        """
+        """Wait for the others, at most ``timeout`` seconds."""
         wait = timedelta(seconds=timeout)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -160,12 +143,7 @@ class _Place:
 
 
 def _advise(arguments: argparse.Namespace, place: _Place) -> str:
-    """Measure what is not given, and render the ranking. All ranks call, and raise together.
-
-    Raises:
-        ValueError: If the model cannot be made or timed, or if the planner refuses the numbers.
-        RuntimeError: If a rank has ended.
-    """
+    """Measure what is not given, and render the ranking. All ranks call, and raise together."""
     everyone, given = place.everyone, {key: value for key, value in vars(arguments).items() if value is not None}
     everyone.require_equal("the arguments", given)
     measured: dict[str, Any] = {"backend": everyone.name, "device": place.device.type}

@@ -21,14 +21,7 @@ _FOLDER = "the folder: Trainer's checkpoint-<step>, or the one given to save_sta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Args:
-        argv: Arguments; None takes those of the command line.
-
-    Returns:
-        The subcommand's exit code. Invalid arguments exit with 2.
-    """
+    """Run a subcommand."""
     for stream in (sys.stdout, sys.stderr):  # arguments and files may hold names that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

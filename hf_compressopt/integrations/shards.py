@@ -19,7 +19,7 @@ from hf_compressopt.checkpoint.io import (
     save_state,
     state_is_loaded,
 )
-from hf_compressopt.checkpoint.plain_state import PlainState
+from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
@@ -130,5 +130,5 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
         params, own = list(optimizer.trainable_parameters), optimizer.parameter_names()
     else:
         state = PlainState(optimizer)
-        params, own = list(chain.from_iterable(state.shared_parameters())), state.parameter_names()
+        params, own = list(chain.from_iterable(state.params)), state.parameter_names()
     return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]

@@ -31,11 +31,7 @@ _DESCRIPTION = (
 
 
 def count(text: str, least: int = 1, most: float = 1e15) -> int:
-    """A whole number from text: 8, 124e6, 350M, 7B.
-
-    Raises:
-        ValueError: If the text is no whole number, or a number outside [least, most].
-    """
+    """A whole number from text: 8, 124e6, 350M, 7B."""
     legal = f"a whole number from {least} to {most:g}, such as 8, 124e6 or 350M"
     found = re.fullmatch(r"(.*?)([kKmMgGbBtT]?)", text.strip())
     value = _float(found[1], legal, text) * _PREFIXES[found[2].lower()] if found else -1
@@ -45,11 +41,7 @@ def count(text: str, least: int = 1, most: float = 1e15) -> int:
 
 
 def mebibytes(text: str) -> float:
-    """A size in MiB from text: 25, 0.5.
-
-    Raises:
-        ValueError: If the text is no number, or a number that holds no float32 value or is not finite.
-    """
+    """A size in MiB from text: 25, 0.5."""
     legal = f"a number of MiB, at least one float32 value and at most {_LARGEST_MIB:g}"
     value = _float(text, legal, text)
     if not _SMALLEST_MIB <= value <= _LARGEST_MIB:
@@ -58,13 +50,7 @@ def mebibytes(text: str) -> float:
 
 
 def bandwidth(text: str) -> float:
-    """Bytes per second from text: 10G, 25Gbit, 25Gbps, 100 Mbit/s, 3.1GB/s. Prefixes are powers of 1000.
-
-    A prefix without a unit means bits, as vendors of networks use it.
-
-    Raises:
-        ValueError: If the text is no rate, or a rate that is not above zero and finite.
-    """
+    """Bytes per second from text: 10G, 25Gbit, 25Gbps, 100 Mbit/s, 3.1GB/s. Prefixes are powers of 1000."""
     legal = "a number with a unit, such as 25Gbit, 25Gbps, 25G, 100Mbit/s (bits) or 3.1GB/s (bytes)"
     found = re.fullmatch(r"(\S*?)\s*([kKmMgGtT]?)(bit|b|B|byte|)(/s|ps|)", text.strip())
     if found is None or (found[3] in ("b", "B") and not found[4]) or not (found[3] or (found[2] and not found[4])):
@@ -74,11 +60,7 @@ def bandwidth(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """Seconds from text: 1.2, 1.2s, 350ms, 20us.
-
-    Raises:
-        ValueError: If the text is no time, or a time that is not above zero and finite.
-    """
+    """Seconds from text: 1.2, 1.2s, 350ms, 20us."""
     legal = "a number of seconds, or with a unit: 1.2, 1.2s, 350ms, 20us"
     found = re.fullmatch(r"(\S*?)\s*(s|ms|us|)", text.strip())
     if found is None:
@@ -201,11 +183,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """All predictions, in values that JSON can hold.
-
-    Raises:
-        ValueError: If an argument that the model of time needs is missing, or if the numbers contradict each other.
-    """
+    """All predictions, in values that JSON can hold."""
     import torch
 
     from hf_compressopt.planner import report

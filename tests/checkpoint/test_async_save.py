@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) ->
 def save_without_memory(rank: int, world_size: int, directory: str) -> None:
     """Rank 1 has none for its copy: all hear of it at the end, and of the earlier checkpoint nothing is lost."""
     from hf_compressopt import async_save_state, load_state, save_state
-    from hf_compressopt.checkpoint.snapshot import HostCopy
+    from hf_compressopt.checkpoint.save import HostCopy
 
     def take(*_: Any) -> Any:
         raise MemoryError("no room for a copy")

@@ -14,11 +14,10 @@ import xxhash
 from safetensors.torch import save_file
 
 from hf_compressopt import load_state
-from hf_compressopt.checkpoint.plain_state import PlainState
+from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import DTYPES, CheckpointError, CheckpointIndex, Piece, Shard, TensorEntry
-from hf_compressopt.format.reader import ShardFile
-from hf_compressopt.format.writer import ShardWriter
+from hf_compressopt.format.shards import ShardFile, ShardWriter
 
 
 @pytest.mark.parametrize("block_bytes", [7, 64, 4096])

@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import threading
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hf_compressopt.format import writer
+from hf_compressopt.checkpoint.portable import PendingTensor, write_torch_file
+from hf_compressopt.format import shards as writer
 from hf_compressopt.format.index import BLOCK_BYTES, DTYPES
-from hf_compressopt.format.reader import ShardFile
-from hf_compressopt.format.torch_file import TorchFile
-from hf_compressopt.format.writer import ShardWriter
+from hf_compressopt.format.shards import ShardFile, ShardWriter
 
 
 def data_of(tensor: torch.Tensor) -> bytes:
@@ -181,21 +179,22 @@ def test_a_name_that_cannot_be_given_leaves_no_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_files_under_way_have_names_of_their_own(suffix: str, tmp_path: Path) -> None:
-    def begin() -> AbstractContextManager[ShardWriter | TorchFile]:
-        path = tmp_path / f"model{suffix}"
-        return ShardWriter(path, {"a": ("uint8", (1,))}, {}) if suffix == ".safetensors" else TorchFile(path, {"a": 1})
-
+def test_files_under_way_have_names_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "model.tmp").write_text("the user's")
-    with begin() as one, begin() as other:
+    writers = [ShardWriter(tmp_path / "model.safetensors", {"a": ("uint8", (1,))}, {}) for _ in range(3)]
+    with writers[0] as one, writers[1] as other:
         for file in (one, other):
-            if isinstance(file, ShardWriter):
-                file.write("a", b"1")
+            file.write("a", b"1")
             file.finish()
-    with pytest.raises(KeyboardInterrupt), begin():
+    with pytest.raises(KeyboardInterrupt), writers[2]:
         raise KeyboardInterrupt
+
+    def interrupted(tensor: PendingTensor) -> list[bytes]:
+        write_torch_file(tmp_path / "model.pt", {"a": 1}, lambda _: [])  # another one, meanwhile
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_torch_file(tmp_path / "model.pt", PendingTensor(torch.float32, (2,)), interrupted)
     assert (tmp_path / "model.tmp").read_text() == "the user's"
-    assert {path.name for path in tmp_path.iterdir()} == {"model.tmp", f"model{suffix}"}
-    loaded = load_file(tmp_path / "model.safetensors") if suffix == ".safetensors" else torch.load(one.path)
-    assert loaded["a"] == (49 if suffix == ".safetensors" else 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.tmp", "model.safetensors", "model.pt"}
+    assert load_file(tmp_path / "model.safetensors")["a"] == 49 and torch.load(tmp_path / "model.pt") == {"a": 1}
