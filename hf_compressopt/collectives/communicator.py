@@ -167,7 +167,10 @@ class Communicator(ABC):
     def all_to_all(
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order."""
+        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order.
+
+        ``inputs`` has as many elements on all ranks.
+        """
 
     @abstractmethod
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:

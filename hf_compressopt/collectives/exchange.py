@@ -136,40 +136,57 @@ class ErrorFeedback:
 # -- the compressed exchange ------------------------------------------------------------------------------------------
 
 
-class _Sizes(NamedTuple):
-    """The messages of one rank for one bucket.
+class _Plan(NamedTuple):
+    """What one rank sends of a bucket, prepared once for each size of a bucket.
 
     Attributes:
-        parts: Elements, chunks and bytes of each run of chunks that one call compresses.
+        is_flat: Whether the topology is flat.
+        parts: Elements and bytes of each chunk that this rank sends, if it is not.
         nbytes: Bytes of the messages to all servers.
         to_peers: Those to each server.
+        from_peers: Bytes of the message from each peer.
+        peers: Ranks that exchange a shard.
         own_numel: Elements of the chunk whose server this rank is.
-        own: Bytes of one message of that chunk.
-        stride: Bytes of the longest message, and so from one to the next where all are gathered.
+        own: The first and the last byte of this server's message where all are gathered.
+        stride: Bytes of the longest message, and so from one to the next there.
+        total: Bytes of all of these.
         shards: In the hierarchical topology, the elements that the rank at each place of a node sends.
     """
 
-    parts: list[tuple[int, int, int]]
+    is_flat: bool
+    parts: list[tuple[int, int]]
     nbytes: int
     to_peers: list[int]
+    from_peers: list[int]
+    peers: int
     own_numel: int
-    own: int
+    own: tuple[int, int]
     stride: int
+    total: int
     shards: list[int]
 
 
-def _find_sizes(numel: int, form: Any, place: Topology) -> _Sizes:
+def _make_plan(numel: int, form: Any, place: Topology) -> _Plan:
     nbytes = form.chunk_nbytes(numel, place.world_size)
     to_peers, (start, stop) = [nbytes[chunk] for chunk in place.sent_chunks], place.own_range(numel)
-    parts, shards = [(numel, place.world_size, sum(nbytes))], [numel]
-    if place.node_size > 1:
-        parts = [(count, 1, form.nbytes(count)) for count in place.sent_numels(numel) if count]
-        ranges = [place.shard_range(numel, at) for at in range(place.node_size)]
-        shards = [last - first for first, last in ranges]
-    return _Sizes(parts, sum(to_peers), to_peers, stop - start, nbytes[place.own_chunk], nbytes[0], shards)
+    ranges, stride = [place.shard_range(numel, at) for at in range(place.node_size)], nbytes[0]
+    first, own = place.own_chunk * stride, nbytes[place.own_chunk]
+    return _Plan(
+        is_flat=place.node_size == 1,
+        parts=[(count, form.nbytes(count)) for count in place.sent_numels(numel) if count],
+        nbytes=sum(to_peers),
+        to_peers=to_peers,
+        from_peers=[own] * place.nodes,
+        peers=place.nodes,
+        own_numel=stop - start,
+        own=(first, first + own),
+        stride=stride,
+        total=stride * place.world_size,
+        shards=[last - first for first, last in ranges],
+    )
 
 
-_sizes: Callable[[int, Any, Topology], _Sizes] = cache(_find_sizes)
+_plan: Callable[[int, Any, Topology], _Plan] = cache(_make_plan)
 
 
 def all_reduce(
@@ -199,14 +216,20 @@ def all_reduce(
     if ranks.world_size == 1:
         alone: AnyAverage = _with_old_errors(z, feedback)
         return alone
-    messages = yield from _messages(z, feedback.worker, new.worker, form, ranks)
+    plan = _plan(numel, form, ranks.topology)
+    messages = torch.empty(plan.nbytes, dtype=torch.uint8, device=z.device)
+    if plan.is_flat:
+        form.compress_settled_(z, feedback.worker[0], new.worker[0], messages, ranks.world_size)
+    else:
+        yield from _compress_shard(z, feedback.worker, new.worker, messages, form, ranks, plan)
     del z
-    received = yield from _received(numel, messages, form, ranks)
+    received = yield from _received(messages, ranks, plan)
     del messages  # a bucket on its way holds one phase's messages
-    together, own = own_message(numel, form, ranks, received.device)
-    form.average_compress_(received, feedback.server, new.server, own, ranks.topology.nodes)
-    del received
-    return (yield from gather_messages(numel, together, form, ranks))
+    together, own = _own_message(plan, received.device)
+    form.average_compress_(received, feedback.server, new.server, own, plan.peers)
+    del received, own
+    yield from all_gather(together, ranks, last=None)
+    return form.average(numel, together, ranks.world_size, plan.stride)
 
 
 def _with_old_errors(z: Combination, feedback: ErrorFeedback) -> Any:
@@ -235,12 +258,16 @@ def reduce_scatter(
     Returns:
         [n_own] float32. It is not finite if a value of any rank is not.
     """
-    numel, device, peers = z.numel, z.device, ranks.topology.nodes
-    messages = yield from _messages(z, old, new, form, ranks)
+    plan = _plan(z.numel, form, ranks.topology)
+    messages = torch.empty(plan.nbytes, dtype=torch.uint8, device=z.device)
+    if plan.is_flat:
+        form.compress_settled_(z, old[0], new[0], messages, ranks.world_size)
+    else:
+        yield from _compress_shard(z, old, new, messages, form, ranks, plan)
     del z
-    received = yield from _received(numel, messages, form, ranks)
-    mean = torch.empty(_sizes(numel, form, ranks.topology).own_numel, dtype=torch.float32, device=device)
-    form.mean_(received, mean, peers, 1.0 / peers)
+    received = yield from _received(messages, ranks, plan)
+    mean = torch.empty(plan.own_numel, dtype=torch.float32, device=received.device)
+    form.mean_(received, mean, plan.peers, 1.0 / plan.peers)
     return mean
 
 
@@ -248,12 +275,14 @@ def own_message(
     numel: int, form: MessageFormat[Any], ranks: Communicator, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return memory for what :func:`gather_messages` gathers, uint8, and the place of this server's message in it."""
-    sizes, place = _sizes(numel, form, ranks.topology), ranks.topology
-    together = torch.empty(place.world_size * sizes.stride, dtype=torch.uint8, device=device)
-    first = place.own_chunk * sizes.stride
-    if sizes.own < sizes.stride:
-        together[first + sizes.own : first + sizes.stride].zero_()
-    return together, together[first : first + sizes.own]
+    return _own_message(_plan(numel, form, ranks.topology), device)
+
+
+def _own_message(plan: _Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    together, (first, stop) = torch.empty(plan.total, dtype=torch.uint8, device=device), plan.own
+    if stop - first < plan.stride:
+        together[stop : first + plan.stride].zero_()
+    return together, together[first:stop]
 
 
 def gather_messages(
@@ -264,41 +293,37 @@ def gather_messages(
     ``together`` is that of :func:`own_message`, with this server's message written.
     """
     yield from all_gather(together, ranks, last=None)
-    return form.average(numel, together, ranks.world_size, _sizes(numel, form, ranks.topology).stride)
+    return form.average(numel, together, ranks.world_size, _plan(numel, form, ranks.topology).stride)
 
 
-def _messages(
+def _compress_shard(
     z: Combination,
     old: Sequence[Errors],
     new: Sequence[Errors],
+    messages: Tensor,
     form: MessageFormat[Any],
     ranks: Communicator,
-) -> Task[Tensor]:
-    """Return this rank's messages to the servers, one after another, uint8."""
-    sizes = _sizes(z.numel, form, ranks.topology)
-    messages = torch.empty(sizes.nbytes, dtype=torch.uint8, device=z.device)
-    if ranks.levels is None:
-        form.compress_settled_(z, old[0], new[0], messages, ranks.world_size)
-        return messages
-    levels = ranks.levels
-    values = torch.empty(z.numel, dtype=torch.float32, device=z.device)
+    plan: _Plan,
+) -> Task[None]:
+    """Average a bucket inside the node, and compress this rank's shard of the mean."""
+    assert ranks.levels is not None
+    node, values = ranks.levels.node, torch.empty(z.numel, dtype=torch.float32, device=z.device)
     kernels.on(values).combine_(z, values)
-    mean = yield from summed(values.to(levels.dtype), sizes.shards, levels.node, 1.0 / levels.node.world_size)
-    means = torch.split(mean, [numel for numel, _, _ in sizes.parts])
-    outs = torch.split(messages, [nbytes for _, _, nbytes in sizes.parts])
+    mean = yield from summed(values.to(ranks.levels.dtype), plan.shards, node, 1.0 / node.world_size)
+    del values
+    means = torch.split(mean, [numel for numel, _ in plan.parts])
+    outs = torch.split(messages, [nbytes for _, nbytes in plan.parts])
     for part, before, after, out in zip(means, old, new, outs, strict=True):
         form.compress_settled_(Combination.of(part), before, after, out, 1)
-    return messages
 
 
-def _received(numel: int, messages: Tensor, form: MessageFormat[Any], ranks: Communicator) -> Task[Tensor]:
+def _received(messages: Tensor, ranks: Communicator, plan: _Plan) -> Task[Tensor]:
     """Send each server its message, and return those of all peers for this server's chunk, in rank order."""
-    sizes, peers = _sizes(numel, form, ranks.topology), ranks if ranks.levels is None else ranks.levels.peers
-    if peers.world_size == 1:
+    if plan.peers == 1:
         return messages
-    received = messages.new_empty(peers.world_size * sizes.own)
-    splits = [sizes.own] * peers.world_size
-    handle = peers.all_to_all(received, messages, output_splits=splits, input_splits=sizes.to_peers)
+    received = messages.new_empty(sum(plan.from_peers))
+    peers = ranks if ranks.levels is None else ranks.levels.peers
+    handle = peers.all_to_all(received, messages, output_splits=plan.from_peers, input_splits=plan.to_peers)
     yield None
     handle.wait()
     return received
@@ -365,14 +390,16 @@ def all_gather(whole: Tensor, ranks: Communicator, *, last: bool | None = _LAST)
         ranks: The ranks.
         last: What is yielded before the last wait.
     """
-    place, levels = ranks.topology, ranks.levels
-    groups = [(ranks, whole)]
-    if levels is not None:
-        shard = whole.view(place.node_size, -1)[place.place]
-        groups = [(levels.peers, shard), (levels.node, whole)]
-    groups = [(group, together) for group, together in groups if group.world_size > 1]
+    levels = ranks.levels
+    if levels is None:
+        steps = [(ranks, whole)]
+    else:
+        shard = whole.view(levels.node.world_size, -1)[levels.node.rank]
+        steps = [(levels.peers, shard), (levels.node, whole)]
+    groups = [(group, together) for group, together in steps if group.world_size > 1]
     for number, (group, together) in enumerate(groups, 1):
-        handle = group.all_gather(together, together.view(group.world_size, -1)[group.rank])
+        count = together.numel() // group.world_size
+        handle = group.all_gather(together, together[group.rank * count : (group.rank + 1) * count])
         yield last if number == len(groups) else None
         handle.wait()
 

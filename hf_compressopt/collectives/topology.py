@@ -32,7 +32,7 @@ _NODE_DTYPES = {32: torch.float32, 16: torch.bfloat16}
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Topology:
     """The place of a rank.
 
@@ -94,6 +94,7 @@ class Topology:
         return [stop - start for start, stop in ranges]
 
 
+#: The place of a rank, always the same object, which is found again by its identity.
 topology_of = lru_cache(maxsize=None)(Topology)
 
 
