@@ -41,7 +41,6 @@ from hf_compressopt.kernels import (
     AdamUpdate,
     Average,
     Combination,
-    Commit,
     Descent,
     IntegerFormat,
     Segment,
