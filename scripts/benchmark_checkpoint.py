@@ -39,7 +39,7 @@ from torch import nn
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer, async_save_state, load_state, save_state
 from hf_compressopt.checkpoint.io import checkpointable
-from hf_compressopt.checkpoint.snapshot import take_snapshot
+from hf_compressopt.checkpoint.save import take_snapshot
 from hf_compressopt.zero.memory import release_memory, resident_bytes
 
 BLOCK = 4 * MIB

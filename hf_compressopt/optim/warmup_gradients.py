@@ -132,6 +132,7 @@ class WarmupGradients:
             self._told = True
             message = (
                 "warmup_bits=%d is not in use: the gradients were averaged in another way, in full precision. Call "
+                "hf_compressopt.register() before Trainer or Accelerate prepare the model, "
                 "hf_compressopt.attach_ddp(model, optimizer) for a DistributedDataParallel model, or "
                 "hf_compressopt.average_gradients(optimizer) before step(); or give warmup_bits=32"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from hf_compressopt.checkpoint.zero_errors import error_tensors
+from hf_compressopt.checkpoint.partitioned import error_tensors
 from hf_compressopt.format.index import CheckpointError
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import same_on_all_ranks

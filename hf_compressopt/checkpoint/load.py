@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_compressopt.checkpoint.adam_source import source_of
-from hf_compressopt.checkpoint.checkpointable import Checkpointable, LoadPlan, checked_names, describe_parameters
-from hf_compressopt.checkpoint.source import Stored
+from hf_compressopt.checkpoint.adamw import Stored, source_of
+from hf_compressopt.checkpoint.state import LoadPlan, State
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -23,26 +22,14 @@ from hf_compressopt.format.index import (
     errors_naming,
     name_by_place,
 )
-from hf_compressopt.format.progress import progress
-from hf_compressopt.format.reader import ShardFiles, absent_shards
-from hf_compressopt.format.record import StateTensor
+from hf_compressopt.format.plan import StateTensor
+from hf_compressopt.format.shards import ShardFiles, absent_shards, progress
 
 
 def load(
-    state: Checkpointable, optimizer: torch.optim.Optimizer, folder: Path, names: Sequence[str] | None, prefix: str
+    state: State, optimizer: torch.optim.Optimizer, folder: Path, names: Sequence[str] | None, prefix: str
 ) -> None:
-    """Read a checkpoint into an optimizer's state, verified. All ranks call.
-
-    Args:
-        state: The optimizer, as a checkpoint sees it.
-        optimizer: The optimizer itself.
-        folder: The folder.
-        names: A name for each trainable parameter, or None.
-        prefix: Start of the files' names.
-
-    Raises:
-        CheckpointError: If the checkpoint is damaged or does not fit; on all ranks.
-    """
+    """Read a checkpoint into an optimizer's state, verified. All ranks call."""
     communicator = state.communicator
     index, path = _agreed_index(communicator, folder / INDEX_NAME.format(prefix=prefix))
     places = _places(communicator, folder, index)
@@ -52,7 +39,7 @@ def load(
         def check() -> _Reading:
             with errors_naming(path):
                 by_place = index.header.get(BY_PLACE)
-                grouped = _names_by_place(state, optimizer) if by_place else checked_names(state, names)
+                grouped = _names_by_place(state, optimizer) if by_place else state.checked_names(names)
                 source = source_of(index, _class_of(optimizer), optimizer.param_groups)
                 _check_model(state, index, grouped)
                 out_of_reach = _out_of_reach(places, communicator.rank, index)
@@ -71,11 +58,7 @@ def load(
 
 
 def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointIndex, Path]:
-    """Return the index of the same save on all ranks, and its file.
-
-    A save into several folders may have been cut off when only some of them had their new index. Then the other folders
-    have it under its temporary name, and all have the shards.
-    """
+    """Return the index of the same save on all ranks, and its file."""
     index = communicator.run_together(lambda: CheckpointIndex.read(path), others=CheckpointError)
     saves = communicator.all_gather_object(index.save_id)
     if len(set(saves)) == 1:
@@ -110,11 +93,7 @@ def _places(communicator: Communicator, folder: Path, index: CheckpointIndex) ->
 
 
 def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -> dict[int, str]:
-    """Return the errors to raise if this rank needs shards that only other ranks have, by their numbers.
-
-    Raises:
-        CheckpointError: If no rank has a shard.
-    """
+    """Return the errors to raise if this rank needs shards that only other ranks have, by their numbers."""
     mine, told = places[rank], {}
     for number, problem in mine.absent.items():
         holders = [(other, place) for other, place in enumerate(places) if number not in place.absent]
@@ -133,34 +112,27 @@ def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the optimizer's class, or of the class that a ZeroOptimizer wraps.
-
-    Other packages have an AdamW too: their classes have the module in the name.
-    """
+    """Return the name of the optimizer's class, or of the class that a ZeroOptimizer wraps."""
     cls = getattr(optimizer, "optimizer_class", type(optimizer))
     known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))
     return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
 
 
-def _names_by_place(state: Checkpointable, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def _names_by_place(state: State, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the names of the trainable parameters of each param group by their places, as for :data:`BY_PLACE`."""
     names = []
-    for number, (group, params) in enumerate(zip(optimizer.param_groups, state.shared_parameters(), strict=True)):
+    for number, (group, params) in enumerate(zip(optimizer.param_groups, state.params, strict=True)):
         places = {param: place for place, param in enumerate(group["params"])}
         names.append([name_by_place(number, places[param]) for param in params])
     return names
 
 
-def _check_model(state: Checkpointable, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
-    """Check that a checkpoint is whole and of this optimizer's parameters.
-
-    Raises:
-        ValueError: If it is not.
-    """
+def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
+    """Check that a checkpoint is whole and of this optimizer's parameters."""
     saved_ranks = index.header["world_size"]
     if saved_ranks != len(index.shards):
         raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
-    mine = describe_parameters(state, names)
+    mine = state.described(names)
     if index.header.get(BY_PLACE):
         _check_places(index.parameters, mine)
     elif mine != index.parameters:

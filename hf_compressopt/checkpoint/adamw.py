@@ -13,7 +13,7 @@ switch does not move in the run, and is a new one for AdamW.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,13 +21,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.compact_tensors import CODE, CompactTensors
-from hf_compressopt.checkpoint.filling import fill
-from hf_compressopt.checkpoint.header import COMPRESSED, PLAIN, Header
-from hf_compressopt.format.index import CheckpointIndex
-from hf_compressopt.format.reader import ShardFiles
-from hf_compressopt.format.record import MASTER, Per, StateTensor, TensorKey
-from hf_compressopt.format.reshard import plan_reads
+from hf_compressopt.checkpoint.compressed import CODE, CompactTensors
+from hf_compressopt.checkpoint.state import COMPRESSED, PLAIN, Header, fill
+from hf_compressopt.format.index import CheckpointIndex, TensorEntry
+from hf_compressopt.format.plan import MASTER, Per, StateTensor, TensorKey, plan_reads
+from hf_compressopt.format.shards import ShardFiles
+
+
+class Stored:
+    """A checkpoint as it was saved.
+
+    Attributes:
+        index: Its index.
+        header: What the optimizer checks and takes over beside tensors.
+        entries: Its tensors, by name.
+    """
+
+    header: Header
+    entries: Mapping[str, TensorEntry]
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        """Take the description from the index."""
+        self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
+        self._compact = CompactTensors(index)
+
+    def _decoded(self, tensor: StateTensor, files: ShardFiles) -> Iterator[Tensor] | None:
+        """Return the elements in order, part by part, of a tensor that is not read as it was saved."""
+        return self._compact.error_parts(tensor, files) if tensor in self._compact else None
+
+    def check(self, tensor: StateTensor, world_size: int, files: ShardFiles) -> None:
+        """Read and verify what one of ``world_size`` ranks reads, and keep nothing of it."""
+        if (parts := self._decoded(tensor, files)) is not None:
+            for _ in parts:
+                pass
+            return
+        for source in plan_reads(self.index, tensor, world_size).sources:
+            for read in source:
+                for _ in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
+                    pass
+
+    def read(self, tensor: StateTensor, world_size: int, files: ShardFiles, out: Tensor) -> None:
+        """Read what one of ``world_size`` ranks reads into ``out``, flattened, of its dtype, on any device."""
+        if (parts := self._decoded(tensor, files)) is None:
+            fill(out, plan_reads(self.index, tensor, world_size), files, self.index)
+            return
+        done = 0
+        for part in parts:
+            out[done : done + part.numel()] = part
+            done += part.numel()
+
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -55,45 +97,47 @@ class Entry:
     stored: StateTensor | None = None
 
 
-class AdamView:
-    """A checkpoint as one of AdamW.
+class AdamView(Stored):
+    """A checkpoint as one of AdamW, for an optimizer of Adam's family that did not save it.
 
     Attributes:
-        index: The checkpoint's index.
         param_groups: Of each param group the hyperparameters of torch's AdamW.
-        entries: Its tensors, by ``<kind>/<parameter>``, in the order of the param groups.
+        found: Its tensors, by ``<kind>/<parameter>``, in the order of the param groups.
         notes: Sentences about what the checkpoint has and AdamW does not.
     """
 
-    def __init__(self, index: CheckpointIndex) -> None:
-        """Find AdamW's tensors.
-
-        Raises:
-            ValueError: If the checkpoint cannot be one of AdamW.
-        """
-        self.index, self.header, self._compact = index, Header.of(index.header), CompactTensors(index)
-        if self.header.optimizer not in (COMPRESSED if self.header.compressed else PLAIN):
+    def __init__(self, index: CheckpointIndex, optimizer: str = "AdamW") -> None:
+        """Find AdamW's tensors; ``optimizer`` is the class that loads them."""
+        super().__init__(index)
+        self.saved, values = self.header, index.header
+        if self.saved.optimizer not in (COMPRESSED if self.saved.compressed else PLAIN):
             raise ValueError(
-                f"it was saved by {self.header.title}, which keeps no moments of Adam; supported are "
+                f"it was saved by {self.saved.title}, which keeps no moments of Adam; supported are "
                 f"{', '.join((*COMPRESSED, *PLAIN))}"
             )
-        groups = index.header.get("param_groups")
-        if not isinstance(groups, list) or len(groups) != len(index.parameters):
-            raise ValueError(f"it has {len(index.parameters)} param groups and the hyperparameters {groups!r}")
+        self._groups = self.saved.param_groups(len(index.parameters))
         self._names = {parameter["name"] for group in index.parameters for parameter in group}
-        self._groups: list[dict[str, Any]] = groups
         self.param_groups = [self._hyperparameters(group) for group in self._groups]
-        self.entries = {str(entry.key): entry for entry in self._find()}
+        self.found = {str(entry.key): entry for entry in self._find()}
         self._check_complete()
         self.notes = list(self._find_notes())
         self._factors: dict[str, dict[str, float]] = {}
+        self._by_name = {_name(entry): entry for entry in self.found.values()}
+        self.entries = {name: TensorEntry(e.dtype, e.shape, ()) for name, e in self._by_name.items()}
+        fresh = {"stage": 0, "world_size": len(index.shards), "loss_scale": values.get("loss_scale", [1.0, 0])}
+        kept = {name: values[name] for name in ("step", "skipped_steps", "bytes_sent")}
+        own = {"class": f"ZeroOptimizer({optimizer})", "param_groups": self.param_groups}
+        self.header = Header.of({**own, **fresh, **kept})
 
-    def read(self, entry: Entry, files: ShardFiles, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
-        """Read elements [start, stop) of a tensor, flattened, in parts of a few MiB in order.
+    def _decoded(self, tensor: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        """See the base class; all ranks read the same."""
+        entry = self._by_name.get(str(tensor.key))
+        if entry is None:
+            raise ValueError(f"the checkpoint has no tensor {str(tensor.key)!r}")
+        return self.read_parts(entry, files, tensor.start, tensor.stop)
 
-        Raises:
-            CheckpointError: If they are not what was saved.
-        """
+    def read_parts(self, entry: Entry, files: ShardFiles, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
+        """Read elements [start, stop) of a tensor, flattened, in parts of a few MiB in order."""
         stop = prod(entry.shape) if stop is None else stop
         factor = self._factors_of(entry, files)[entry.key.kind]
         if entry.stored is None:
@@ -139,7 +183,7 @@ class AdamView:
 
     def _is_own(self, kind: str, name: str) -> bool:
         """Return whether each rank has such a tensor of its own; parameters may be called "w" and "rank0/w"."""
-        if not self.header.compressed or str(TensorKey(kind, name, rank=0)) not in self.index.tensors:
+        if not self.saved.compressed or str(TensorKey(kind, name, rank=0)) not in self.index.tensors:
             return False
         found = re.fullmatch(r"rank\d+/(.*)", name, re.DOTALL)
         of_another = found is not None and found[1] in self._names and self._is_own(kind, found[1])
@@ -148,27 +192,27 @@ class AdamView:
     def _check_complete(self) -> None:
         known = {
             str(entry.stored.key.of_rank(rank) if entry.stored.of_each_rank else entry.stored.key)
-            for entry in self.entries.values()
+            for entry in self.found.values()
             if entry.stored is not None
             for rank in range(len(self.index.shards))
         }
-        known |= {str(TensorKey(CODE, entry.key.owner)) for entry in self.entries.values()}
+        known |= {str(TensorKey(CODE, entry.key.owner)) for entry in self.found.values()}
         for name in self.index.tensors:
             if name.startswith(("exp_avg/", f"{CODE}/")) and name not in known:
                 raise ValueError(
                     f"it has {name!r}, of a param group with a process_group of its own: only some of the ranks hold "
                     "such parameters, and no one state dict of AdamW has them all"
                 )
-        for entry in self.entries.values():
+        for entry in self.found.values():
             name = entry.key.owner
-            missing = [kind for kind in MOMENTS if str(TensorKey(kind, name)) not in self.entries]
+            missing = [kind for kind in MOMENTS if str(TensorKey(kind, name)) not in self.found]
             if entry.stored is None and missing:
                 raise ValueError(f"it has no {missing[0]} of {name!r}, so it is not a state of Adam")
             if entry.stored is None and self._stored_step(entry) is None:
                 raise ValueError(f"it has no step of {name!r}, so it is not a state of Adam")
 
     def _hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        decoupled = group.get("decoupled_weight_decay", group.get("adam_w_mode", self.header.optimizer != "Adam"))
+        decoupled = group.get("decoupled_weight_decay", group.get("adam_w_mode", self.saved.optimizer != "Adam"))
         found = {
             "lr": group["lr"],
             "betas": tuple(group["betas"]),
@@ -181,7 +225,7 @@ class AdamView:
         return {**found, **({"initial_lr": group["initial_lr"]} if "initial_lr" in group else {})}
 
     def _find_notes(self) -> Iterator[str]:
-        if any(entry.stored is not None and entry.stored.of_each_rank for entry in self.entries.values()):
+        if any(entry.stored is not None and entry.stored.of_each_rank for entry in self.found.values()):
             yield "inside a local interval each rank has a momentum of its own: the mean over the ranks is taken"
         if any(name.startswith("worker_error/") for name in self.index.tensors):
             yield "the error feedback is left out: AdamW has none"
@@ -211,7 +255,7 @@ class AdamView:
         if (counted := str(TensorKey("variance_steps", group=entry.group))) in self.index.tensors:
             updates = self._number(counted, entry.place, files)
         switched = self._switched(group)
-        if switched and not self._any(self.entries[str(TensorKey("exp_avg_sq", entry.key.owner))].stored, files):
+        if switched and not self._any(self.found[str(TensorKey("exp_avg_sq", entry.key.owner))].stored, files):
             return {**factors, STEP: 0.0, "exp_avg": 0.0}
         applied = not switched and bool(group.get("bias_correction", True))
         for beta, count, kinds in zip(
@@ -224,15 +268,15 @@ class AdamView:
 
     def _switched(self, group: dict[str, Any]) -> bool:
         """Return whether the bias corrections of this group are part of its moments."""
-        if not self.header.compressed or group.get("non_freeze"):
+        if not self.saved.compressed or group.get("non_freeze"):
             return False
         schedule = self.index.header["schedule"]
-        freeze_step = schedule.get("freeze_step", schedule.get("var_freeze_step"))
+        freeze_step = schedule["freeze_step" if "freeze_step" in schedule else "var_freeze_step"]
         return isinstance(freeze_step, int) and self.index.header["step"] >= freeze_step
 
     def _stored_step(self, entry: Entry) -> tuple[str, int] | None:
         """Return the name of the tensor that holds a parameter's step, and the place in it."""
-        if self.header.compressed:
+        if self.saved.compressed:
             return str(TensorKey(STEP, group=entry.group)), entry.place
         names = (str(TensorKey(STEP, entry.key.owner, per=per)) for per in (Per.SCALAR, Per.NUMBER))
         return next(((name, 0) for name in names if name in self.index.tensors), None)
@@ -249,3 +293,33 @@ class AdamView:
     def _any(self, stored: StateTensor | None, files: ShardFiles) -> bool:
         """Return whether any element of a tensor is not 0."""
         return stored is not None and any(bool(part.any()) for part in self._parts(stored, files, 0, stored.stop))
+
+
+def _name(entry: Entry) -> str:
+    """The name of a tensor of AdamW's state in a checkpoint of AdamW."""
+    return str(replace(entry.key, per=Per.SCALAR) if entry.key.kind == STEP else entry.key)
+
+
+def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:
+    """Return a checkpoint as an optimizer loads it: as its own class saved it, or else as AdamW's state."""
+    stored = Stored(index)
+    saved, to_compressed = stored.header.optimizer, optimizer in COMPRESSED
+    if saved == optimizer or (stored.header.compressed and to_compressed):
+        return stored
+    if saved not in (*PLAIN, *COMPRESSED) or optimizer not in (*PLAIN, *COMPRESSED):
+        return stored
+    view = AdamView(index, "AdamW" if to_compressed else optimizer)
+    check_decay(view, groups, optimizer)
+    return view
+
+
+def check_decay(view: AdamView, groups: Sequence[dict[str, Any]], optimizer: str) -> None:
+    """Check that the weight decay of a checkpoint is of the same kind as that of the optimizer that loads it."""
+    for number, (saved, group) in enumerate(zip(view.param_groups, groups, strict=False)):
+        own = group.get("decoupled_weight_decay", group.get("adam_w_mode", optimizer != "Adam"))
+        if saved["weight_decay"] != 0 and saved["decoupled_weight_decay"] != own:
+            raise ValueError(
+                f"the weight decay of param group {number}, {saved['weight_decay']}, is "
+                f"{'decoupled' if saved['decoupled_weight_decay'] else 'L2 regularization'} in the checkpoint, and not "
+                f"in {optimizer}"
+            )

@@ -19,13 +19,17 @@ from hf_compressopt.checkpoint.io import (
     save_state,
     state_is_loaded,
 )
-from hf_compressopt.checkpoint.plain_state import PlainState
+from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
-from hf_compressopt.integrations.capabilities import follows_plan, owns_gradients, saves_shards
-from hf_compressopt.integrations.ddp_models import without_compile
+from hf_compressopt.integrations.algorithms import (
+    follows_plan,
+    owns_gradients,
+    saves_shards,
+)
 from hf_compressopt.integrations.log import prefix_of
+from hf_compressopt.integrations.models import without_compile
 
 logger = logging.getLogger(__name__)
 
@@ -130,5 +134,5 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
         params, own = list(optimizer.trainable_parameters), optimizer.parameter_names()
     else:
         state = PlainState(optimizer)
-        params, own = list(chain.from_iterable(state.shared_parameters())), state.parameter_names()
+        params, own = list(chain.from_iterable(state.params)), state.parameter_names()
     return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]

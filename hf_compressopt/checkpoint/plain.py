@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.checkpointable import LoadPlan, check_keys, groups_to_load, room_for, value_of_parameter
-from hf_compressopt.checkpoint.header import Header
+from hf_compressopt.checkpoint.state import (
+    Header,
+    LoadPlan,
+    State,
+    check_keys,
+    groups_to_load,
+    room_for,
+    value_of_parameter,
+)
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.format.index import TensorEntry
-from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
-from hf_compressopt.optim.options import check_count, check_names, plain_group
+from hf_compressopt.format.index import TensorEntry, name_by_place
+from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
+from hf_compressopt.optim.options import check_count, plain_group
 from hf_compressopt.zero.state_dict import FUNCTIONAL
 
 #: Number of a parameter in state dicts, a key of its state, and what was read for it.
 _Row = tuple[int, TensorKey, Tensor]
 
 
-class PlainState:
-    """The state of an ordinary optimizer, which every rank holds alike.
-
-    Attributes:
-        communicator: The ranks that hold it.
-    """
+class PlainState(State):
+    """The state of an ordinary optimizer, which every rank holds alike."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator | None = None) -> None:
-        """Wrap an optimizer.
-
-        Args:
-            optimizer: The optimizer.
-            communicator: The ranks that hold it; all ranks if None.
-
-        Raises:
-            TypeError: For an optimizer whose state is shared out among the ranks, or belongs to no parameter.
-        """
+        """Wrap an optimizer."""
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
                 "the state of LBFGS belongs to no parameter, so that a checkpoint cannot hold it: save "
@@ -53,39 +48,28 @@ class PlainState:
                 "use ZeroOptimizer, or save it as its own documentation says"
             )
         device = next((param.device for param in params), torch.device("cpu"))
-        self.communicator = communicator or make_communicator(None, None, device=device, traffic=Traffic())
-
-    def _params(self) -> Iterator[tuple[int, int, Tensor, str]]:
-        """Each trainable parameter: its number in state dicts, the number of its group, itself, and torch's name."""
-        number = 0
-        for index, group in enumerate(self._optimizer.param_groups):
-            names = group.get("param_names", [f"group{index}.{place}" for place in range(len(group["params"]))])
-            for param, name in zip(group["params"], names, strict=True):
+        names: list[list[str]] = [[] for _ in optimizer.param_groups]
+        trainable: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        self._numbers: list[int] = []  # of the trainable parameters, in state dicts
+        number = count()
+        for index, group in enumerate(optimizer.param_groups):
+            called = group.get("param_names", [name_by_place(index, place) for place in range(len(group["params"]))])
+            for param, name, place in zip(group["params"], called, number, strict=False):
                 if param.requires_grad:
-                    yield number, index, param, name
-                number += 1
+                    names[index].append(name)
+                    trainable[index].append(param)
+                    self._numbers.append(place)
+        own = communicator or make_communicator(None, None, device=device, traffic=Traffic())
+        super().__init__(own, names, trainable)
 
-    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """See the protocol."""
-        params = list(self._params())
-        names = [name for *_, name in params] if names is None else names
-        check_names(names, len(params))
-        grouped: list[list[str]] = [[] for _ in self._optimizer.param_groups]
-        for (_, group, _, _), name in zip(params, names, strict=True):
-            grouped[group].append(name)
-        return grouped
-
-    def shared_parameters(self) -> list[list[Tensor]]:
-        """The trainable parameters of each param group."""
-        grouped: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
-        for _, group, param, _ in self._params():
-            grouped[group].append(param)
-        return grouped
+    def _called(self, names: Sequence[Sequence[str]]) -> Iterator[tuple[int, Tensor, str]]:
+        """Yield each trainable parameter with its number in state dicts and its name."""
+        return zip(self._numbers, chain.from_iterable(self.params), chain.from_iterable(names), strict=True)
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """See the protocol."""
+        """See the base class."""
         tensors = []
-        for (_, _, param, _), name in zip(self._params(), chain.from_iterable(names), strict=True):
+        for _, param, name in self._called(names):
             state = self._optimizer.state.get(param, {})
             self._check_keys(state)
             for key, value in state.items():
@@ -113,7 +97,7 @@ class PlainState:
         }
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """See the protocol."""
+        """See the base class."""
         if header.values.get("class") != f"ZeroOptimizer({self._name})":
             raise ValueError(f"the state is of {header.title}, this optimizer is {self._name}")
         check_count("world_size", header.values.get("world_size"))
@@ -127,7 +111,7 @@ class PlainState:
         # a load_state_dict of the optimizer's own may refuse what was read, and then the state must be as it was
         in_place = type(self._optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         in_place = in_place and not self._optimizer._optimizer_load_state_dict_pre_hooks
-        for (number, _, param, _), name in zip(self._params(), chain.from_iterable(names), strict=True):
+        for number, param, name in self._called(names):
             for key in of_parameter.get(name, []):
                 entry = entries[str(key)]
                 if key.kind == REPLICA:
