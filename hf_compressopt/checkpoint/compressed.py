@@ -20,8 +20,7 @@ from hf_compressopt.format.plan import Per, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles
 from hf_compressopt.kernels import Average, CompactErrors, on
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_messages import chunk_integer_message_nbytes
-from hf_compressopt.kernels.messages import chunk_message_nbytes
+from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, chunk_message_nbytes
 from hf_compressopt.kernels.variance import check_tops, decode_variance
 from hf_compressopt.optim.compact import Moments
 from hf_compressopt.optim.flat_optimizer import FlatOptimizer

@@ -16,7 +16,6 @@ from hf_compressopt.collectives.phases import Task
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions
 from hf_compressopt.flat import Bucket, bucket_numel_of
-from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination
 from hf_compressopt.optim.common import evaluate
 from hf_compressopt.optim.compact import STATE, follow_moments
@@ -138,7 +137,6 @@ class CompressedOptimizer(Scheduled, Measured, LocalGradients, AlikeParameters, 
         amsgrad: bool = False,
     ) -> None:
         """See the class."""
-        attach_to_hosts()
         chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
         given = {name: value for name, value in chosen.items() if value is not None}
         schedule = self.schedule_class(**{"freeze_step": freeze_step, **given})

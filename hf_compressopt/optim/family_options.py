@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS
+from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.optim.compact import STATES
 from hf_compressopt.optim.options import check_at_least, check_scale_block
 
