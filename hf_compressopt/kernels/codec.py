@@ -142,6 +142,8 @@ def any_nan(y: IntegerAverage) -> Tensor:
     Returns:
         [] bool, on the device of the messages.
     """
+    if on(y.messages) is native and library.has("co_any_nan", y.messages.device):
+        return native.any_nan(y)
     return _largest_scale(y).isnan()
 
 

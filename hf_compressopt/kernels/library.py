@@ -55,6 +55,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_copy": [c_void_p, c_void_p, c_int64],
 }
 _EXTRA_ARGUMENTS: dict[str, list[Any]] = {  # what a library may lack
+    "co_any_nan": [c_void_p, c_void_p],
     "co_compress_only": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_commit": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
 }
@@ -140,7 +141,7 @@ def use_instruction_set(name: str) -> None:
 
 
 def has(function: str, device: torch.device) -> bool:
-    """Return whether the library of a device has a function; only the CPU's has all of them."""
+    """Return whether the library of a device has a function."""
     return hasattr(_library(device.type), function)
 
 

@@ -128,6 +128,13 @@ def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
     mark_written([out])
 
 
+def any_nan(y: IntegerAverage) -> Tensor:
+    """Return whether a block of an average is not finite, [] bool, from its scales alone. Where there is co_any_nan."""
+    use, found = Operands(y.messages.device, y.numel), torch.empty((), dtype=torch.bool, device=y.messages.device)
+    call("co_any_nan", use.device, use.average(y), found.data_ptr())
+    return found
+
+
 def combine_(z: Combination, out: Tensor) -> None:
     """See the reference."""
     use = Operands(out.device, z.numel)
