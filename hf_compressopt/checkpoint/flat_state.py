@@ -16,8 +16,8 @@ from hf_compressopt.checkpoint.header import Header
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import Per, StateTensor, TensorKey
 from hf_compressopt.kernels.variance import check_tops
-from hf_compressopt.optim.flat_optimizer import FlatOptimizer
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import GroupState
 from hf_compressopt.optim.options import (
     check_group,
     check_mask,
@@ -26,7 +26,7 @@ from hf_compressopt.optim.options import (
     loadable_group,
     plain_group,
 )
-from hf_compressopt.optim.state_dict import (
+from hf_compressopt.optim.state import (
     check_header,
     check_tensors,
     header_of,
@@ -49,7 +49,7 @@ class FlatState:
         communicator: All ranks.
     """
 
-    def __init__(self, optimizer: FlatOptimizer) -> None:
+    def __init__(self, optimizer: CompressedOptimizer) -> None:
         """Wrap an optimizer."""
         self._optimizer, self.communicator = optimizer, optimizer.communicator
 

@@ -14,8 +14,7 @@ from hf_compressopt.collectives.group_errors import GroupErrors
 from hf_compressopt.format.index import TensorEntry
 from hf_compressopt.format.record import StateTensor, TensorKey
 from hf_compressopt.kernels import Average
-from hf_compressopt.optim.compact import Moments
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group import GroupState, Moments
 
 #: Kinds of the errors.
 WORKER, SERVER = "worker_error", "server_error"

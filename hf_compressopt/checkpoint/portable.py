@@ -38,7 +38,7 @@ from hf_compressopt.format.record import MASTER
 from hf_compressopt.format.torch_file import PendingTensor, TorchFile
 from hf_compressopt.format.writer import ShardWriter
 from hf_compressopt.optim.options import check_at_least, check_betas
-from hf_compressopt.optim.shard_stub import STATE_KEY
+from hf_compressopt.optim.state import STATE_KEY
 
 #: Options of a param group in the state dict of torch's AdamW that are no hyperparameters.
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}

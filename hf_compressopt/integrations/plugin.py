@@ -21,8 +21,7 @@ from hf_compressopt.integrations.optim_args import (
     text_options,
 )
 from hf_compressopt.integrations.zero import check_takes_stage, partitioned
-from hf_compressopt.optim.family_options import check_zero_stage
-from hf_compressopt.optim.options import MAX_UPDATE
+from hf_compressopt.optim.options import MAX_UPDATE, check_zero_stage
 
 _Value = TypeVar("_Value")
 #: Fields that all compressed optimizers take as they are, ``state`` if it is set.

@@ -25,10 +25,10 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Bucket, Span
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions
-from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.functional import adam_options
-from hf_compressopt.optim.group_state import ExtraState, GroupState, has_own_groups
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.lamb import check_coefficients, lamb_step_
+from hf_compressopt.optim.math import adam_options
 from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import OnebitSchedule, StepPlan
 
@@ -55,7 +55,7 @@ class OnebitLamb(CompressedOptimizer):
         factor_max: Upper bound of the factor on that average in the compressed stage.
         factor_min: Lower bound of it, >= 0.
         factor_threshold: Largest relative change of the factor in one step, >= 0.
-        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.

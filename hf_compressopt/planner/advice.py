@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
-from hf_compressopt.optim.compact import STATE
+from hf_compressopt.optim.group import STATE
 from hf_compressopt.planner import report
 from hf_compressopt.planner.cost import Model
 from hf_compressopt.planner.memory import (

@@ -9,7 +9,7 @@ from hf_compressopt.flat import FLOAT_BYTES, chunk_numel
 from hf_compressopt.kernels.errors import ERROR_BITS
 from hf_compressopt.kernels.integer_messages import integer_message_nbytes
 from hf_compressopt.kernels.messages import message_nbytes
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 
 #: The forms of a state: "float32", and the two stages of "compact".
 FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, first stage", "compact, then"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import ZeroConfig
 from hf_compressopt.zero.feedback import SliceErrors
