@@ -105,14 +105,14 @@ def _described(
         start,
         of_each_rank=True,
         is_error=True,
-        node_size=partition.ranks.everyone.topology.node_size,
+        node_size=partition.communicator.topology.node_size,
     )
 
 
 def _key(partition: PartitionedParameters, called: Sequence[str], number: int) -> TensorKey:
     """Return the name of a parameter's errors: of this node in two levels, which groups of some ranks have not."""
     levels = partition.known[number].communicator.levels
-    everyone = partition.ranks.everyone
+    everyone = partition.communicator
     return TensorKey(_WORKER, called[number], rank=everyone.rank if levels is None else everyone.topology.node)
 
 

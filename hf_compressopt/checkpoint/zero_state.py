@@ -15,9 +15,8 @@ from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.record import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_ranks, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-from hf_compressopt.zero.parts import Part, UpdateBucket, element_state
+from hf_compressopt.zero.parts import Part, UpdateBucket, element_state, write_span
 from hf_compressopt.zero.state_dict import check_header, header_of, load_groups, load_header, set_state
-from hf_compressopt.zero.transport import write_span
 from hf_compressopt.zero.update import share_parts
 
 

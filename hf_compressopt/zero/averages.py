@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.optim.math import clip_factor
-from hf_compressopt.zero.loss_scale import LossScale
+from hf_compressopt.zero.config import LossScale
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import Part, UpdateBucket
 
@@ -103,7 +103,7 @@ class GradientAverages:
         while True:
             left, unfrozen = reducer.leftovers(), self._unfrozen(groups)
             own = [float(reducer.fault is not None), float(any(left)), float(bool(unfrozen))]
-            everyone, *others = self._partition.ranks.each()
+            everyone, *others = self._partition.communicators()
             tail = torch.tensor(own + self._flags(left, everyone), dtype=torch.float64, device=everyone.device)
             message = torch.cat([self._squares(), tail])
             everyone.all_reduce(message).wait()
@@ -161,7 +161,7 @@ class GradientAverages:
 
     def _squares(self) -> Tensor:
         """Sum the squares of this rank's averages: [2] float64, of parameters that are not, and are, model-parallel."""
-        squares = torch.zeros(2, dtype=torch.float64, device=self._partition.ranks.everyone.device)
+        squares = torch.zeros(2, dtype=torch.float64, device=self._partition.communicator.device)
         found: dict[tuple[int, torch.device], list[Tensor]] = {}
         for _, part in self._partition.parts():
             average = self._of(part)
@@ -174,7 +174,7 @@ class GradientAverages:
 
     def _sum_over_model(self, squares: Tensor) -> Tensor:
         """Sum squares over the ranks that share a model; parameters that each of them has whole count once."""
-        model = self._partition.ranks.model_parallel
+        model = self._partition.model_parallel
         if model is None:
             return squares.sum()
         replicated, split = squares

@@ -14,20 +14,44 @@ from hf_compressopt.flat import bucket_numel_of
 from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import IntegerFormat
 from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
-from hf_compressopt.zero.loss_scale import LossScale
 from hf_compressopt.zero.transport import Precision
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_FLAGS = (
-    "overlap_comm",
-    "reduce_scatter",
-    "postscale_gradients",
-    "round_robin_gradients",
-    "contiguous_gradients",
-    "ignore_unused_parameters",
-)
+
+
+@dataclass
+class LossScale:
+    """The factor of the loss before backward, which keeps small float16 gradients from becoming zero.
+
+    Attributes:
+        value: The present factor.
+        growth_interval: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
+        good_steps: Steps without an overflow since the factor changed.
+        of_scaler: The factor of a GradScaler, which comes on top.
+    """
+
+    value: float = 1.0
+    growth_interval: int = 0
+    good_steps: int = 0
+    of_scaler: float = 1.0
+
+    @property
+    def of_gradients(self) -> float:
+        """The factor that the gradients of the coming backward carry."""
+        return self.value * self.of_scaler
+
+    def update(self, overflow: bool) -> None:
+        """Count a step: halve the factor after an overflow, double it after ``growth_interval`` good steps."""
+        if self.growth_interval == 0:
+            return
+        if overflow:
+            self.value, self.good_steps = max(self.value / 2, 1.0), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +128,9 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         """Check every option."""
         check_stage(self.stage)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for option in fields(self):
+            if option.type == "bool" and not isinstance(value := getattr(self, option.name), bool):
+                raise TypeError(f"{option.name} must be True or False, got {value!r}")
         if not self.reduce_scatter:
             raise ValueError(
                 "reduce_scatter must be True, got False: an all-reduce would send twice as much and change nothing"
@@ -164,12 +188,12 @@ class ZeroConfig:
     @cached_property
     def grad_form(self) -> IntegerFormat | None:
         """Form of the messages of gradients; None is full precision."""
-        return _form_of(self.grad_compression)
+        return None if self.grad_compression == "none" else IntegerFormat(FORMATS[self.grad_compression])
 
     @cached_property
     def param_form(self) -> IntegerFormat | None:
         """Form of the messages of parameters; None is full precision."""
-        return _form_of(self.param_compression)
+        return None if self.param_compression == "none" else IntegerFormat(FORMATS[self.param_compression])
 
     @cached_property
     def reduce_numel(self) -> int:
@@ -223,19 +247,23 @@ class ZeroConfig:
         return "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
 
     def make_loss_scale(self) -> LossScale:
-        """Make a loss scale at its start."""
-        return LossScale.make(self.loss_scale, self.initial_loss_scale, self.loss_scale_window)
+        """Make a loss scale at its start.
+
+        Raises:
+            ValueError: For an option outside its range.
+        """
+        option, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window
+        if option == "dynamic":
+            if not initial >= 1 or window < 1:
+                raise ValueError(f"initial_loss_scale and loss_scale_window must be >= 1, got {initial} and {window}")
+            return LossScale(float(initial), window)
+        if isinstance(option, bool) or not isinstance(option, (int, float)) or not 0 < option < float("inf"):
+            raise ValueError(f"loss_scale must be a number > 0 or 'dynamic', got {option!r}")
+        return LossScale(float(option))
 
     @classmethod
     def split(cls, config: ZeroConfig | None, options: dict[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:
-        """Separate ZeroOptimizer's options from the wrapped optimizer's.
-
-        Args:
-            config: The options as one object, or None.
-            options: Options of both.
-
-        Returns:
-            ZeroOptimizer's options, and those that are not of it.
+        """Separate ZeroOptimizer's options from the wrapped optimizer's, given as one object or among ``options``.
 
         Raises:
             TypeError: If ``config`` is no ZeroConfig.
@@ -251,26 +279,14 @@ class ZeroConfig:
         return config or cls(**own), inner
 
 
-def _form_of(compression: str) -> IntegerFormat | None:
-    return None if compression == "none" else IntegerFormat(FORMATS[compression])
-
-
 def check_stage(stage: Any) -> None:
-    """Check the stage.
-
-    Raises:
-        ValueError: If it is not 1 or 2.
-    """
+    """Raise a ValueError for a stage other than 1 and 2."""
     if isinstance(stage, bool) or stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, got {stage!r}")
 
 
 def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
-    """Read a floating-point dtype: itself, or a name such as "bf16", "fp32", "bfloat16".
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """Read a floating-point dtype: itself, or a name such as "bf16"; a ValueError for anything else."""
     found = _SHORT_NAMES.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
     if value is not None and found not in DTYPES:
         raise ValueError(f"{name} must be one of 'fp32', 'bf16', 'fp16', a torch dtype, or None, got {value!r}")
@@ -278,11 +294,7 @@ def as_dtype(name: str, value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def require_accelerator(what: str) -> None:
-    """Check that there is a device with memory of its own.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Raise a ValueError if there is no device with memory of its own."""
     if not torch.accelerator.is_available():
         raise ValueError(
             f"{what} moves optimizer state from an accelerator's memory to the host's, and there is no accelerator "

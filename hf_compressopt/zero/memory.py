@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +82,14 @@ def estimate_zero_memory(
     """
     if stage not in (0, 1, 2) or world_size < 1:
         raise ValueError(f"stage must be 0, 1 or 2 and world_size >= 1, got {stage} and {world_size}")
+    if isinstance(model, nn.Module):
+        sizes = [(p.numel(), p.dtype, p.requires_grad) for p in model.parameters()]
+    elif isinstance(model, bool) or not isinstance(model, int) or model < 0:
+        raise ValueError(f"model must be a module or a number of parameters >= 0, got {model!r}")
+    else:
+        sizes = [(model, dtype, True)]
     parameters = gradients = states = errors = trained = 0
-    for numel, kind, trainable in _sizes(model, dtype):
+    for numel, kind, trainable in sizes:
         parameters += numel * kind.itemsize
         if trainable:
             gradients, trained = gradients + numel * kind.itemsize, trained + numel
@@ -100,14 +105,6 @@ def estimate_zero_memory(
         errors = 2 * CompactErrors.nbytes(-(-trained // node_size), world_size // node_size)
     host = states + -(-gradients // (world_size if stage == 1 else 1)) if offload_optimizer and stage else 0
     return MemoryEstimate(parameters, gradients, states, buckets, host, errors)
-
-
-def _sizes(model: nn.Module | int, dtype: torch.dtype) -> Iterable[tuple[int, torch.dtype, bool]]:
-    if isinstance(model, nn.Module):
-        return [(p.numel(), p.dtype, p.requires_grad) for p in model.parameters()]
-    if isinstance(model, bool) or not isinstance(model, int) or model < 0:
-        raise ValueError(f"model must be a module or a number of parameters >= 0, got {model!r}")
-    return [(model, dtype, True)]
 
 
 @dataclass(frozen=True)
@@ -154,15 +151,14 @@ def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
         masters=masters,
         errors=sum(g.errors.nbytes for g in reducer.slices if g.errors is not None),
         resident=resident_bytes(),
-        device_allocated=_device_calls().memory_allocated() if torch.accelerator.is_available() else 0,
+        device_allocated=torch.get_device_module().memory_allocated() if torch.accelerator.is_available() else 0,
     )
 
 
 def memory_reports(optimizer: ZeroOptimizer) -> list[MemoryReport]:
     """Report the memory of all ranks. All ranks call."""
-    return [
-        MemoryReport(**entry) for entry in optimizer.communicator.all_gather_object(asdict(memory_report(optimizer)))
-    ]
+    reports = optimizer.communicator.all_gather_object(asdict(memory_report(optimizer)))
+    return [MemoryReport(**entry) for entry in reports]
 
 
 def resident_bytes() -> int:
@@ -178,7 +174,7 @@ def release_memory() -> None:
     """Free unused memory: Python's garbage, torch's cache on the accelerator, the C library's free lists."""
     gc.collect()
     if torch.accelerator.is_available():
-        _device_calls().empty_cache()
+        torch.get_device_module().empty_cache()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -186,8 +182,3 @@ def release_memory() -> None:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _device_calls() -> Any:
-    """Return torch.cuda, or its counterpart for another accelerator."""
-    return torch.get_device_module()

@@ -29,8 +29,7 @@ from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.zero.feedback import SliceErrors
-from hf_compressopt.zero.partition import Slice
-from hf_compressopt.zero.parts import Part
+from hf_compressopt.zero.parts import Part, Slice
 from hf_compressopt.zero.transport import Window
 
 

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
+from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import check_names
-from hf_compressopt.zero.config import ZeroConfig
+from hf_compressopt.zero.config import LossScale, ZeroConfig
 from hf_compressopt.zero.feedback import SliceErrors
-from hf_compressopt.zero.loss_scale import LossScale
-from hf_compressopt.zero.partition import partition, slice_numel
-from hf_compressopt.zero.parts import Part, UpdateBucket
-from hf_compressopt.zero.ranks import Ranks
+from hf_compressopt.zero.parts import Part, UpdateBucket, partition, slice_numel
 from hf_compressopt.zero.reducer import GradientReducer
 from hf_compressopt.zero.slices import SliceGradients
 from hf_compressopt.zero.supported import check_parameters
@@ -48,13 +49,12 @@ class TrainedParameter:
 
 
 class PartitionedParameters:
-    """Parameters by their numbers, with everything that is laid out over them.
-
-    Numbers are those of :class:`Span`, in the order in which parameters were added.
+    """Parameters by their numbers, in the order in which they were added, with everything that is laid out over them.
 
     Attributes:
         config: The options.
-        ranks: The communicators.
+        communicator: The communicator of all ranks.
+        model_parallel: The communicator of the ranks that share one copy of the model, or None.
         optimizer_class: The wrapped optimizer's class.
         inner_options: Its options.
         known: The parameters by number.
@@ -68,28 +68,30 @@ class PartitionedParameters:
         self,
         groups: Sequence[dict[str, Any]],
         config: ZeroConfig,
-        ranks: Ranks,
-        optimizer_class: type[torch.optim.Optimizer],
-        inner_options: dict[str, Any],
+        traffic: Traffic,
+        inner: tuple[type[torch.optim.Optimizer], dict[str, Any]],
         loss_scale: LossScale,
+        *,
+        process_group: dist.ProcessGroup | None,
+        model_parallel_group: dist.ProcessGroup | None,
     ) -> None:
-        """Lay out the trainable parameters of param groups.
+        """Make the communicators, and lay out the trainable parameters of param groups.
 
-        Args:
-            groups: The param groups.
-            config: The options.
-            ranks: The communicators.
-            optimizer_class: The wrapped optimizer's class.
-            inner_options: Its options.
-            loss_scale: Factor of the loss.
+        Raises:
+            ValueError: If the group does not have the transport, or not the topology.
+            RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
         """
-        self.config, self.ranks = config, ranks
-        self.optimizer_class, self.inner_options = optimizer_class, inner_options
+        self.config, (self.optimizer_class, self.inner_options) = config, inner
+        device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
+        flat = make_communicator(config.transport, process_group, device=device, traffic=traffic)
+        self.communicator: Communicator = with_topology(flat, config.topology_options())
+        self.model_parallel = None if model_parallel_group is None else self._communicator(model_parallel_group)
+        self._by_group: dict[dist.ProcessGroup | None, Communicator] = {None: self.communicator}
         self.known: list[TrainedParameter] = []
         self.tensors: list[Tensor] = []
         self.buckets: list[UpdateBucket] = []
         self.reducer = GradientReducer(
-            ranks.everyone,
+            self.communicator,
             config.precision,
             2 * FLOAT_BYTES * config.reduce_numel,
             loss_scale,
@@ -100,15 +102,18 @@ class PartitionedParameters:
         self._ranks_checked = self.holds_masters = False
         self.add(groups, range(len(groups)))
 
-    def add(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None:
-        """Lay out the trainable parameters of some param groups that are not known yet.
+    def _communicator(self, process_group: dist.ProcessGroup) -> Communicator:
+        return TorchCommunicator(process_group, device=self.communicator.device, traffic=self.communicator.traffic)
 
-        Args:
-            groups: All param groups.
-            numbers: Numbers of the groups to look through.
-        """
-        first = len(self.known)
-        known = {id(tensor) for tensor in self.tensors}
+    def communicators(self) -> list[Communicator]:
+        """List the communicator of all ranks, then those of param groups."""
+        return list(self._by_group.values())
+
+    # -- layout -------------------------------------------------------------------------------------------------------
+
+    def add(self, groups: Sequence[dict[str, Any]], numbers: Iterable[int]) -> None:
+        """Lay out the trainable parameters that are not known yet of the param groups of these numbers."""
+        first, known = len(self.known), {id(tensor) for tensor in self.tensors}
         for number in numbers:
             for found in self._in_group(groups[number], number):
                 if not found.tensor.requires_grad:
@@ -119,17 +124,18 @@ class PartitionedParameters:
                     self.known.append(found)
                     self.tensors.append(found.tensor)
         added = range(first, len(self.known))
-        slices = self._cut(added)
-        before = len(self.reducer.slices)
+        slices, before = self._cut(added), len(self.reducer.slices)
         self.reducer.add([(self.tensors[n], self.known[n].name) for n in added], slices)
         for together in _in_buckets(slices, self.config.reduce_numel):
             self.buckets.append(self._update_bucket([before + index for index in together], groups))
         self._ranks_checked = False
 
     def _in_group(self, group: dict[str, Any], number: int) -> Iterator[TrainedParameter]:
-        process_group = group.get("process_group")
-        communicator = self.ranks.of(process_group)
-        owner = None if process_group is None else torch.distributed.get_process_group_ranks(process_group)[0]
+        process_group: dist.ProcessGroup | None = group.get("process_group")
+        if process_group is not None and process_group not in self._by_group:
+            self._by_group[process_group] = self._communicator(process_group)
+        communicator = self._by_group[process_group]
+        owner = None if process_group is None else dist.get_process_group_ranks(process_group)[0]
         names = group.get("param_names", [f"group{number}.{place}" for place in range(len(group["params"]))])
         split = bool(group.get("model_parallel"))
         for place, (tensor, name) in enumerate(zip(group["params"], names, strict=True)):
@@ -164,14 +170,13 @@ class PartitionedParameters:
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 
     def _update_bucket(self, slices: list[int], groups: Sequence[dict[str, Any]]) -> UpdateBucket:
-        parts = []
+        parts, config = [], self.config
         for number in slices:
             gradients = self.reducer.slices[number]
             for span in gradients.cut.parts[gradients.communicator.rank]:
-                known = self.known[span.index]
-                made = known.tensor, self.config.master, self.config.offload, gradients.param_form is not None
-                parts.append(Part.of(span, number, known.group, *made))
-        return UpdateBucket(slices, parts, groups, self._make_inner, self.config.kept_state)
+                known, is_ahead = self.known[span.index], gradients.param_form is not None
+                parts.append(Part.of(span, number, known.group, known.tensor, config.master, config.offload, is_ahead))
+        return UpdateBucket(slices, parts, groups, self._make_inner, config.kept_state)
 
     def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return self.optimizer_class(groups, **self.inner_options)
@@ -184,20 +189,16 @@ class PartitionedParameters:
             for part in bucket.parts:
                 yield bucket, part
 
-    def parts_of(self, number: int) -> list[tuple[UpdateBucket, Part]]:
-        """List this rank's parts of one parameter in the order of its elements, with their buckets."""
-        mine = [(bucket, part) for bucket, part in self.parts() if part.param == number]
-        return sorted(mine, key=lambda entry: entry[1].span.start)
-
-    def number_of(self, which: Tensor | str) -> int:
-        """Find the number of a parameter.
+    def find(self, which: Tensor | str) -> tuple[int, list[tuple[UpdateBucket, Part]]]:
+        """Find the number of a parameter, and this rank's parts of it in the order of its elements.
 
         Raises:
             KeyError: If it is not a trainable parameter of this optimizer.
         """
         for number, known in enumerate(self.known):
             if which is known.tensor or (isinstance(which, str) and which == known.name):
-                return number
+                mine = [(bucket, part) for bucket, part in self.parts() if part.param == number]
+                return number, sorted(mine, key=lambda entry: entry[1].span.start)
         if isinstance(which, str):
             legal = ", ".join(known.name for known in self.known[:8])
             raise KeyError(f"{which!r} is not a trainable parameter of this optimizer: legal are {legal}, ...")
@@ -211,11 +212,7 @@ class PartitionedParameters:
         return sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
 
     def names_by_group(self, names: Sequence[str] | None, groups: int) -> list[list[str]]:
-        """List the names of the parameters for each of the param groups.
-
-        Args:
-            names: Other names, for all parameters in their order; None is their own.
-            groups: Number of param groups.
+        """List the names of the parameters for each param group: others in their order, or their own if None.
 
         Raises:
             ValueError: If their number is not that of the parameters, or one occurs twice.
@@ -253,10 +250,7 @@ class PartitionedParameters:
         self.reducer.follow_parameters()
 
     def check_ranks_agree(self, options: Sequence[Any]) -> None:
-        """Check once before the first step that all ranks have the same layout, options and parameters.
-
-        Args:
-            options: Whatever must be the same, by its repr.
+        """Check once before the first step that all ranks have the same layout, options (by repr) and parameters.
 
         Raises:
             ValueError: If they differ, on all ranks.
@@ -264,11 +258,16 @@ class PartitionedParameters:
         self.reducer.check_layout()
         if self._ranks_checked:
             return
-        everyone = self.ranks.everyone
-        everyone.require_equal("optimizer, step or options", repr(options))
-        digest = sum(int(bit_sum(self.tensors[number])) for number in self.of_communicator(everyone))
-        everyone.require_equal("the bits of their parameters (are they alike at the start?)", digest)
+        self.communicator.require_equal("optimizer, step or options", repr(options))
+        digest = sum(int(bit_sum(self.tensors[number])) for number in self.of_communicator(self.communicator))
+        self.communicator.require_equal("the bits of their parameters (are they alike at the start?)", digest)
         self._ranks_checked = True
+
+    def check_ranks_again(self) -> None:
+        """Let the next :meth:`check_ranks_agree` look anew, as after a load."""
+        self._ranks_checked = False
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
 
     @property
     def has_replicas(self) -> bool:
@@ -280,10 +279,10 @@ class PartitionedParameters:
         numbers = {number for g in self.reducer.slices if g.param_form is not None for number in g.cut.places}
         copies = {number: self.tensors[number].detach().clone() for number in numbers}
 
+        @torch.no_grad()
         def restore() -> None:
-            with torch.no_grad():
-                for number, copy in copies.items():
-                    self.tensors[number].copy_(copy)
+            for number, copy in copies.items():
+                self.tensors[number].copy_(copy)
             for _, part in self.parts():
                 if part.is_ahead:
                     part.note_replica(self.tensors[part.param])
@@ -298,10 +297,6 @@ class PartitionedParameters:
         """
         if self.holds_masters:
             raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")
-
-    def check_ranks_again(self) -> None:
-        """Let the next :meth:`check_ranks_agree` look anew, as after a load."""
-        self._ranks_checked = False
 
 
 def _in_buckets(slices: Sequence[SliceGradients], bucket_numel: int) -> Iterator[list[int]]:

@@ -1,10 +1,19 @@
-"""This rank's parts of the parameters, and the ordinary optimizers that update them, one bucket at a time."""
+"""This rank's parts of the parameters: their layout, their values, and the ordinary optimizers that update them.
+
+Parameters that are sent together are laid out one after another, each starting at a multiple of ``ALIGN`` elements, and
+cut into slices of equal length, across tensor boundaries. A slice is one message. It is cut again into ``world_size``
+parts, and part r belongs to rank r. Every cut is a multiple of ``ALIGN`` elements away from the start of its parameter,
+so that a vector unit treats each element as it would in the whole tensor: an element-wise optimizer computes the same
+bits on the parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,13 +22,121 @@ from torch import Tensor
 from hf_compressopt.flat import Span
 from hf_compressopt.kernels.memory import is_direct
 from hf_compressopt.optim.lamb import Lamb
-from hf_compressopt.zero.transport import in_host_memory, write_span
 
+#: Elements; a multiple of every vector unit's width and of torch's unrolled loops, in float32 and in 16 bits.
+ALIGN = 64
+#: Slices of a bucket, under way at the same time: one big gloo all-to-all leaves half of the link unused.
+SLICES_PER_BUCKET = 8
+#: Elements below which a slice is not made shorter for that reason.
+SHORTEST_SLICE = 1 << 16
 #: Keys of a param group that are not the wrapped optimizer's.
 OWN_KEYS = ("params", "param_names", "process_group", "model_parallel")
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COMPARED = 1 << 15  # elements that are compared with their master copies at a time
 _COLUMNS = 4093  # a prime: values that change places, by rows or columns of a matrix, come into another sum
+
+
+# -- layout: interval arithmetic alone --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One message: for each rank a part of ``part_numel`` elements, padding included, and the spans in it.
+
+    The offset of a span is its place in its part.
+    """
+
+    part_numel: int
+    parts: tuple[tuple[Span, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole message, padding included."""
+        return self.part_numel * len(self.parts)
+
+    @cached_property
+    def places(self) -> dict[int, list[tuple[int, Span]]]:
+        """The spans of each parameter that has elements here, with their places in the whole slice."""
+        return self.places_in(range(len(self.parts)))
+
+    def places_in(self, ranks: Sequence[int]) -> dict[int, list[tuple[int, Span]]]:
+        """Return the spans of each parameter in the parts of some ranks, with their places in these parts together."""
+        found: dict[int, list[tuple[int, Span]]] = {}
+        for turn, rank in enumerate(ranks):
+            for span in self.parts[rank]:
+                found.setdefault(span.index, []).append((turn * self.part_numel + span.offset, span))
+        return found
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding of the whole slice, as ranges [start, stop)."""
+        filled = sorted((begin, begin + span.numel) for rows in self.places.values() for begin, span in rows)
+        ends = [0, *(stop for _, stop in filled)]
+        begins = [*(start for start, _ in filled), self.numel]
+        return [(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
+
+def slice_numel(bucket_numel: int, world_size: int) -> int:
+    """Return the length of the slices of a bucket, in elements: a multiple of ``ALIGN * world_size``."""
+    wanted = max(-(-bucket_numel // SLICES_PER_BUCKET), min(bucket_numel, SHORTEST_SLICE))
+    return _round_up(wanted, ALIGN * world_size)
+
+
+def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *, rotate: bool = False) -> list[Slice]:
+    """Cut parameters into slices, and each slice into parts for the ranks.
+
+    Args:
+        numels: Number and elements of each parameter, in the order in which they are sent; 0 elements are legal.
+        length: Elements of every slice but the last, a multiple of ``ALIGN * world_size``.
+        world_size: Ranks that share a slice.
+        rotate: Give the first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
+    """
+    begins, position = [], 0
+    for _, numel in numels:
+        begins.append(position)
+        position += _round_up(numel, ALIGN)
+    slices = []
+    for number, low in enumerate(range(0, position, length)):
+        part = min(length, _round_up(position - low, ALIGN * world_size)) // world_size
+        parts = [
+            tuple(_spans(numels, begins, low + turn * part, low + (turn + 1) * part)) for turn in range(world_size)
+        ]
+        first = number % world_size if rotate else 0
+        slices.append(Slice(part, tuple(parts[(rank - first) % world_size] for rank in range(world_size))))
+    return slices
+
+
+def _spans(numels: Sequence[tuple[int, int]], begins: Sequence[int], low: int, high: int) -> Iterator[Span]:
+    index = max(bisect_right(begins, low) - 1, 0)
+    while index < len(begins) and begins[index] < high:
+        (param, numel), begin = numels[index], begins[index]
+        first, last = max(begin, low), min(begin + numel, high)
+        if first < last:
+            yield Span(param, first - begin, last - begin, first - low)
+        index += 1
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def write_span(param: Tensor, start: int, stop: int, values: Tensor) -> None:
+    """Write elements [start, stop) of the flattened parameter, contiguous or not, rounded to its dtype."""
+    if param.is_contiguous():
+        param.detach().view(-1)[start:stop] = values
+    else:
+        flat = param.detach().reshape(-1)  # a copy
+        flat[start:stop] = values
+        param.copy_(flat.view(param.shape))
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """Return a copy in page-locked host memory."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 @dataclass
@@ -28,14 +145,13 @@ class Part:
 
     Attributes:
         span: The elements of the parameter.
-        slice: Number of the slice that they travel in.
+        slice: Number of its slice.
         group: Number of the param group.
         tensor: [span.numel], the parameter of the wrapped optimizer: the memory of the real parameter, or a master
             copy of another dtype or in another place.
         direct: Whether it is the memory of the real parameter.
         is_ahead: Whether it is a master of which all ranks have replicas, which may lag behind: the real parameters.
-        written: After a master copy was written to the parameter: the version of the copy, and the parameter's bits.
-        replica_bits: What tells whether the replica is as it was written last; None if it was not.
+        param: Number of the parameter.
     """
 
     span: Span
@@ -44,31 +160,30 @@ class Part:
     tensor: Tensor
     direct: bool
     is_ahead: bool = False
-    written: tuple[int, list[Tensor]] | None = field(default=None, repr=False, compare=False)
-    replica_bits: list[Tensor] | None = field(default=None, repr=False, compare=False)
+    #: After a master copy was written to the parameter: the version of the copy, and the parameter's bits.
+    _written: tuple[int, list[Tensor]] | None = field(default=None, repr=False, compare=False)
+    #: The bits of the replica as it was written last; None if it was not.
+    _replica_bits: list[Tensor] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Look up the number of the parameter once."""
+        self.param = self.span.index
 
     @classmethod
     def of(
-        cls,
-        span: Span,
-        slice_number: int,
-        group: int,
-        param: Tensor,
-        master_dtype: torch.dtype,
-        offload: bool,
-        is_ahead: bool = False,
+        cls, span: Span, number: int, group: int, param: Tensor, master: torch.dtype, offload: bool, is_ahead: bool
     ) -> Part:
         """Make a part of a parameter, with a master copy if the parameter's own memory is not suitable, or is ahead."""
-        wide = master_dtype if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+        wide = master if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
+        values = param.detach().reshape(-1)[span.start : span.stop]
         if param.is_contiguous() and param.dtype == wide and not offload and not is_ahead:
-            return cls(span, slice_number, group, param.detach().view(-1)[span.start : span.stop], True)
-        master = param.detach().reshape(-1)[span.start : span.stop].to(wide, copy=True)
-        return cls(span, slice_number, group, in_host_memory(master) if offload else master, False, is_ahead)
+            return cls(span, number, group, values, True)
+        copy = values.to(wide, copy=True)
+        return cls(span, number, group, in_host_memory(copy) if offload else copy, False, is_ahead)
 
-    @property
-    def param(self) -> int:
-        """Number of the parameter."""
-        return self.span.index
+    def replica_in(self, param: Tensor) -> Tensor:
+        """Return this part's elements of the real parameter, in its memory if it is contiguous."""
+        return param.detach().reshape(-1)[self.span.start : self.span.stop]
 
     def write_back(self, param: Tensor) -> None:
         """Round a master copy to the parameter."""
@@ -77,18 +192,14 @@ class Part:
             if self.is_ahead:
                 self.note_replica(param)
             else:
-                self.written = self._bits_of(param)
+                self._written = self._bits_of(param)
 
     def read_from(self, param: Tensor) -> None:
         """Give a master copy the parameter's values."""
         if not self.direct:
-            self.tensor.copy_(param.detach().reshape(-1)[self.span.start : self.span.stop])
+            self.tensor.copy_(self.replica_in(param))
             if self.is_ahead:
                 self.note_replica(param)
-
-    def replica_in(self, param: Tensor) -> Tensor:
-        """Return this part's elements of the real parameter, in its memory if it is contiguous."""
-        return param.detach().reshape(-1)[self.span.start : self.span.stop]
 
     def note_replica(self, param: Tensor) -> None:
         """Note that the parameter is as it should be, so that values which other code writes later are seen."""
@@ -96,23 +207,7 @@ class Part:
 
     def expect_replica(self, values: Tensor) -> None:
         """Note that this part's elements of the parameter should be these values, [n]."""
-        self.replica_bits = _fingerprint(values.reshape(-1))
-
-    def _follow_replica(self, values: Tensor) -> None:
-        """Give a master that is ahead the parameter's values if other code has written any of them.
-
-        A replica differs from what its master rounds to, so that single elements cannot tell: the whole part follows.
-        """
-        before, self.replica_bits = self.replica_bits, _fingerprint(values)
-        if before is None or [b.shape for b in before] != [b.shape for b in self.replica_bits]:
-            self.tensor.copy_(values)
-            return
-        pairs = [(old.to(values.device), new) for old, new in zip(before, self.replica_bits, strict=True)]
-        if values.device.type != "cpu" and values.device == self.tensor.device:  # the host does not wait for it
-            changed = torch.stack([(old != new).any() for old, new in pairs]).any()
-            self.tensor.copy_(torch.where(changed, values.to(self.tensor.dtype), self.tensor))
-        elif not all(torch.equal(old, new) for old, new in pairs):
-            self.tensor.copy_(values)
+        self._replica_bits = _fingerprint(values.reshape(-1))
 
     def follow(self, param: Tensor) -> bool:
         """Follow the parameter: to other memory if it was moved, and to values that other code has written.
@@ -124,37 +219,58 @@ class Part:
         Returns:
             Whether the part is on another device now.
         """
+        if self.direct and param.is_contiguous() and param.dtype == self.tensor.dtype:
+            here = self.tensor.data_ptr() - self.span.start * self.tensor.element_size()
+            if param.data_ptr() == here and param.device == self.tensor.device:
+                return False  # the memory is still held: no other tensor has this address
         values = self.replica_in(param)
         if self.is_ahead:
             self._follow_replica(values)
             return False
         if not self.direct:
-            if self.written is None or not _same(self.written, self._bits_of(param)):
+            before = self._written
+            now = None if before is None else self._bits_of(param)
+            if before is None or now is None or before[0] != now[0] or _differ(before[1], now[1]):
                 _take_over(self.tensor, values)
-            self.written = None  # a step that fails may leave the copy changed, and the parameter not
+            self._written = None  # a step that fails may leave the copy changed, and the parameter not
             return False
         moved = values.device != self.tensor.device
         if not param.is_contiguous() or values.dtype != self.tensor.dtype:  # model.to(channels_last) or .to(dtype)
             self.tensor.data, self.direct = values.to(self.tensor.dtype, copy=True), False
-        elif moved or values.data_ptr() != self.tensor.data_ptr():
+        else:
             self.tensor.data = values
         return moved
 
+    def _follow_replica(self, values: Tensor) -> None:
+        """Give a master that is ahead the parameter's values if other code has written any of them.
+
+        A replica differs from what its master rounds to, so that single elements cannot tell: the whole part follows.
+        """
+        before, self._replica_bits = self._replica_bits, _fingerprint(values)
+        if before is None or [b.shape for b in before] != [b.shape for b in self._replica_bits]:
+            self.tensor.copy_(values)
+            return
+        before = [old.to(values.device) for old in before]
+        if values.device.type != "cpu" and values.device == self.tensor.device:  # the host does not wait for it
+            written = torch.where(_changed(before, self._replica_bits), values.to(self.tensor.dtype), self.tensor)
+            self.tensor.copy_(written)
+        elif _differ(before, self._replica_bits):
+            self.tensor.copy_(values)
+
     def _bits_of(self, param: Tensor) -> tuple[int, list[Tensor]] | None:
-        """Return the version of the master copy, and what tells whether its part of the parameter is written."""
-        if self.tensor.device.type != "cpu" or not is_direct(param) or param.device.type != "cpu":
-            return None  # the host would wait for another device
-        return self.tensor._version, _sums_of_bits(param.detach().view(-1)[self.span.start : self.span.stop])
+        """Return the version of a master copy, and what tells whether its part of the parameter is written.
+
+        Masters beside a parameter on a device are compared there: the host would wait for sums, but need not copy.
+        """
+        if self.tensor.device.type != "cpu" or not is_direct(param):
+            return None
+        return self.tensor._version, _sums_of_bits(self.replica_in(param))
 
 
 def _fingerprint(values: Tensor) -> list[Tensor]:
     """Return sums of the bits of [n] values, and copies of a few, that depend on nothing but the values."""
     values = values.resolve_neg()
     return _sums_of_bits(values.clone() if values.storage_offset() * values.element_size() % 8 else values)
-
-
-def _same(one: tuple[int, list[Tensor]], other: tuple[int, list[Tensor]] | None) -> bool:
-    return other is not None and one[0] == other[0] and all(map(torch.equal, one[1], other[1]))
 
 
 def _sums_of_bits(values: Tensor) -> list[Tensor]:
@@ -170,6 +286,17 @@ def _sums_of_bits(values: Tensor) -> list[Tensor]:
     bits = values.view(_BITS[values.element_size()])
     sums = [values[first:last].view(torch.int64).view(rows, _COLUMNS).sum(0)] if rows else []
     return [*sums, bits[:first].clone(), bits[last:].clone()]
+
+
+def _changed(before: Sequence[Tensor], now: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(old != new).any() for old, new in zip(before, now, strict=True)]).any()
+
+
+def _differ(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
+    """Tell whether sums differ; the host waits once for those on a device."""
+    if any(old.shape != new.shape or old.device != new.device for old, new in zip(before, now, strict=True)):
+        return True
+    return not all(map(torch.equal, before, now)) if before[0].is_cpu else bool(_changed(before, now))
 
 
 def _take_over(master: Tensor, values: Tensor) -> None:
@@ -190,13 +317,16 @@ def _keep_digits(master: Tensor, values: Tensor) -> None:
     master.copy_(torch.where(here.to(values.dtype) == values, here, values.to(master.dtype)))
 
 
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
 class UpdateBucket:
     """Some consecutive slices, and the wrapped optimizer of this rank's parts of them.
 
     Each bucket has an optimizer of its own, so that its parameters can be sent while the next bucket is updated.
 
     Attributes:
-        slices: Numbers of the slices.
+        slices: Numbers of the slices, and the parts in each.
         parts: This rank's parts.
         inner: The wrapped optimizer; None if this rank has no part.
     """
@@ -209,38 +339,31 @@ class UpdateBucket:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         state_dtype: torch.dtype | None,
     ) -> None:
-        """Make the wrapped optimizer.
+        """Make the wrapped optimizer of parts of the slices of these numbers, with the options of ``groups``.
 
-        Args:
-            slices: Numbers of the slices.
-            parts: This rank's parts of them.
-            groups: All param groups.
-            make: Makes an optimizer from param groups.
-            state_dtype: dtype of element-wise state between steps; None leaves it as it is.
+        ``state_dtype`` is the dtype of element-wise state between steps; None leaves it as it is.
         """
-        self.slices, self.parts = tuple(slices), list(parts)
-        self._state_dtype = state_dtype
-        self._numbers = sorted({part.group for part in parts})
+        self.slices = {number: [part for part in parts if part.slice == number] for number in slices}
+        self.parts, self._state_dtype = list(parts), state_dtype
         self.inner: torch.optim.Optimizer | None = None
+        self._groups: list[tuple[int, dict[str, Any]]] = []  # number of the user's group, and the wrapped optimizer's
         if parts:
-            self.inner = make([{**hyperparameters(groups[n]), "params": self._tensors(n)} for n in self._numbers])
+            numbers = sorted({part.group for part in parts})
+            own = [[part.tensor for part in parts if part.group == number] for number in numbers]
+            self.inner = make([{**hyperparameters(groups[n]), "params": p} for n, p in zip(numbers, own, strict=True)])
+            self._groups = list(zip(numbers, self.inner.param_groups, strict=True))
 
-    def _tensors(self, group: int) -> list[Tensor]:
-        return [part.tensor for part in self.parts if part.group == group]
+    def take_hyperparameters(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Take the hyperparameters of the users' param groups, which a scheduler may have changed."""
+        for number, group in self._groups:
+            group.update(values[number])
 
-    def take_hyperparameters(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Copy the hyperparameters of the users' param groups, which a scheduler may have changed."""
-        for number, group in self._inner_groups():
-            group.update(hyperparameters(groups[number]))
-
-    def give_hyperparameters(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Copy what the wrapped optimizer may have changed back to the users' param groups."""
-        for number, group in self._inner_groups():
-            groups[number].update(hyperparameters(group))
-
-    def _inner_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        if self.inner is not None:
-            yield from zip(self._numbers, self.inner.param_groups, strict=True)
+    def give_hyperparameters(self, groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
+        """Give the users' param groups what the wrapped optimizer has changed of the values that it took."""
+        for number, group in self._groups:
+            before = values[number]
+            changed = {k: v for k, v in group.items() if k != "params" and (k not in before or v is not before[k])}
+            groups[number].update(changed)
 
     def step(self) -> None:
         """Update the parts that have a gradient."""
@@ -265,27 +388,27 @@ class UpdateBucket:
 
     def state_of(self, part: Part) -> dict[str, Any]:
         """Return the wrapped optimizer's state of a part; empty before the first step."""
-        if self.inner is None:
-            return {}
-        state: dict[str, Any] = self.inner.state.get(part.tensor, {})
-        return state
+        return {} if self.inner is None else self.inner.state.get(part.tensor, {})
 
     def replace_state(self, part: Part, state: dict[str, Any]) -> None:
         """Put a state in place of a part's; an empty one removes it."""
-        if self.inner is not None and state:
-            self.inner.state[part.tensor] = state
-        elif self.inner is not None:
+        if self.inner is not None:
             self.inner.state.pop(part.tensor, None)
+            if state:
+                self.inner.state[part.tensor] = state
 
-    def move_state(self, part: Part) -> None:
-        """Move the state of a part to the device of the part."""
+    def move_state(self, part: Part, to: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Move the state of a part, to the device of the part unless it is said how."""
         state = self.state_of(part)
         for name in element_state(state, part):
-            state[name] = state[name].to(part.tensor.device)
+            state[name] = state[name].to(part.tensor.device) if to is None else to(state[name])
 
     @contextmanager
     def _wide_state(self) -> Iterator[None]:
         """Inside, element-wise state has its part's dtype; outside, the dtype in which it is kept."""
+        if self._state_dtype is None:
+            yield
+            return
         self._convert(None)
         try:
             yield
@@ -293,12 +416,8 @@ class UpdateBucket:
             self._convert(self._state_dtype)
 
     def _convert(self, dtype: torch.dtype | None) -> None:
-        if self._state_dtype is None:
-            return
         for part in self.parts:
-            state = self.state_of(part)
-            for name in element_state(state, part):
-                state[name] = state[name].to(dtype or part.tensor.dtype)
+            self.move_state(part, lambda state, part=part: state.to(dtype or part.tensor.dtype))  # type: ignore[misc]
 
 
 def element_state(state: dict[str, Any], part: Part) -> list[str]:

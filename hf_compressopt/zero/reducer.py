@@ -24,10 +24,11 @@ from hf_compressopt.collectives.backward_pass import inside_another_backward
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.owners import GradientOwner
 from hf_compressopt.optim.state import switched
-from hf_compressopt.zero.loss_scale import LossScale
+from hf_compressopt.zero.config import LossScale
 from hf_compressopt.zero.messages import send_gradients
+from hf_compressopt.zero.parts import in_host_memory
 from hf_compressopt.zero.slices import SliceGradients
-from hf_compressopt.zero.transport import Precision, Window, in_host_memory, pack, reduce_scatter
+from hf_compressopt.zero.transport import Precision, Window, pack, reduce_scatter
 
 # All reducers of the process, and their numbers in the order of construction, which is the same on all ranks: the order
 # of messages is a matter of the process, not of one optimizer.

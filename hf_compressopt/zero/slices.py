@@ -11,7 +11,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Span
 from hf_compressopt.kernels import IntegerFormat
 from hf_compressopt.zero.feedback import SliceErrors
-from hf_compressopt.zero.partition import Slice
+from hf_compressopt.zero.parts import Slice
 
 
 @dataclass

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 #: Hyperparameters that choose an implementation: those of a saved state are left alone.
 FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")
-_NOT_SAVED = ("process_group",)
 
 
 def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
@@ -39,11 +38,7 @@ def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
 
 
 def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
-    """Check that a saved header fits an optimizer.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Raise a ValueError unless a saved header fits an optimizer."""
     wanted = header_of(optimizer)["class"]
     if header.get("class") != wanted:
         raise ValueError(f"the state is of class {header.get('class')!r}, this optimizer of {wanted!r}")
@@ -100,31 +95,21 @@ def _dtype_of_state(optimizer: ZeroOptimizer, value: Tensor, part: Part) -> torc
 
 
 def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -> dict[str, Any]:
-    """Complete torch's state dict, which knows the param groups alone.
-
-    Args:
-        optimizer: The optimizer.
-        packed: Torch's state dict.
-        in_shards: Return a small stub, because the state itself lies in the shards of a checkpoint.
-
-    Raises:
-        RuntimeError: Inside ``masters_in_parameters()``.
-    """
+    """Complete torch's state dict, which knows the param groups alone; make it a stub if the state is in shards."""
     for group in packed["param_groups"]:
-        for key in _NOT_SAVED:
-            group.pop(key, None)
+        group.pop("process_group", None)
     if in_shards:
         return make_stub(packed, optimizer.steps)
     optimizer.partition.require_replicas("state_dict()")
     numbers = {id(tensor): number for number, tensor in enumerate(dict.fromkeys(_all_parameters(optimizer)))}
     for bucket, part in optimizer.partition.parts():
+        tensor = optimizer.partition.tensors[part.param]
         row: dict[str, Any] = {"start": part.span.start, "stop": part.span.stop, "state": bucket.state_of(part)}
         if not part.direct:
             row["master"] = part.tensor
         if part.is_ahead:
-            row["replica"] = part.replica_in(optimizer.partition.tensors[part.param]).clone()
-        number = numbers[id(optimizer.partition.tensors[part.param])]
-        packed["state"].setdefault(number, {"pieces": []})["pieces"].append(row)
+            row["replica"] = part.replica_in(tensor).clone()
+        packed["state"].setdefault(numbers[id(tensor)], {"pieces": []})["pieces"].append(row)
     packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
     if errors := _errors(optimizer):
         packed[STATE_KEY]["worker_errors"] = [error.kept.messages for error in errors]
@@ -143,16 +128,10 @@ def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
 
 
 def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
-    """Load a state dict of this rank and layout, or a whole one of the wrapped optimizer.
-
-    Args:
-        optimizer: The optimizer.
-        state_dict: The state dict.
-        own: Its header if it is one of a ZeroOptimizer, or None.
+    """Load a state dict of this rank and layout, or without a header ``own`` a whole one of the wrapped optimizer.
 
     Raises:
         ValueError: If it does not fit; nothing is changed then.
-        RuntimeError: Inside ``masters_in_parameters()``.
     """
     partition = optimizer.partition
     partition.require_replicas("load_state_dict()")
@@ -161,8 +140,7 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
     if sizes != saved:
         raise ValueError(f"the state dict has param groups of {saved} parameters, this optimizer of {sizes}")
     if own is not None:
-        _check_rank(optimizer, own)
-        _check_errors(optimizer, own)
+        _check_own(optimizer, own)
     keys = chain.from_iterable(group["params"] for group in saved_groups)
     numbers = dict(zip(map(id, _all_parameters(optimizer)), keys, strict=True))
     rows = []
@@ -186,12 +164,11 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
     if own is not None:
         load_header(optimizer, own)
     else:
-        steps = [int(row["step"]) for row in state_dict["state"].values() if "step" in row]
-        optimizer.steps = max(steps, default=0)
+        optimizer.steps = max((int(row["step"]) for row in state_dict["state"].values() if "step" in row), default=0)
 
 
-def _check_rank(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
-    """Check that a state dict of a ZeroOptimizer is of this number of ranks, and of this rank."""
+def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
+    """Check that a state dict of a ZeroOptimizer is of these ranks and slices, and of this rank."""
     check_header(optimizer, own)
     rank, world_size = optimizer.communicator.rank, optimizer.communicator.world_size
     if own["world_size"] != world_size:
@@ -204,10 +181,6 @@ def _check_rank(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
             f"the state dict is rank {own['rank']}'s, this is rank {rank}: each rank has state of its own; save and "
             "load with hf_compressopt.save_state and load_state"
         )
-
-
-def _check_errors(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
-    """Check that the worker errors of a state dict, if it has some, fit the slices of this optimizer."""
     mine, saved = _errors(optimizer), own.get("worker_errors")
     if saved is not None and mine:
         if len(saved) != len(mine):

@@ -16,6 +16,7 @@ from hf_compressopt.optim.math import is_shard
 from hf_compressopt.optim.options import check_at_least, check_parameter
 from hf_compressopt.zero.config import DTYPES, ZeroConfig
 
+# The optimizers that are known to need more than elements, by class name, and by a part of the name for families.
 _NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
 _MATRICES = "it needs whole matrices: use it without ZeRO, or AdamW here"
 _ROWS_AND_COLUMNS = "it needs whole rows and columns: use it without ZeRO, or AdamW here"
@@ -45,7 +46,6 @@ _WHOLE_TENSORS = {
     "AdamP": _STATISTICS,
     "SGDP": _STATISTICS,
 }
-#: The same for families of classes, by a part of the name.
 _FAMILIES = {
     "Prodigy": _STATISTICS,
     "DAdapt": _STATISTICS,
@@ -61,11 +61,7 @@ _NO_FAMILY = "Optimizer8bit"  # the base of all optimizers of bitsandbytes, thos
 
 
 def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Check that an optimizer can be partitioned.
-
-    Args:
-        optimizer_class: The wrapped optimizer's class.
-        options: The wrapped optimizer's options.
+    """Check that an optimizer can be partitioned, with these options.
 
     Raises:
         TypeError: If it is no optimizer class.
@@ -83,9 +79,10 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] = Map
         )
     if issubclass(optimizer_class, Lamb):
         return
-    for cls in optimizer_class.__mro__:
-        if (reason := _reason_against(cls.__name__)) is not None:
-            raise ValueError(f"{optimizer_class.__name__} cannot be partitioned: {reason}")
+    for name in [cls.__name__ for cls in optimizer_class.__mro__ if cls.__name__ != _NO_FAMILY]:
+        reasons = [_WHOLE_TENSORS.get(name), *(reason for part, reason in _FAMILIES.items() if part in name)]
+        if any(reasons):
+            raise ValueError(f"{optimizer_class.__name__} cannot be partitioned: {next(filter(None, reasons))}")
     if options.get("optim_bits", 32) != 32:
         raise ValueError(
             f"{optimizer_class.__name__} with optim_bits={options['optim_bits']} cannot be partitioned: {_IN_BLOCKS}"
@@ -95,13 +92,6 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] = Map
             f"percentile_clipping must be 100, got {options['percentile_clipping']}: {optimizer_class.__name__} would "
             "clip by the norms of this rank's parts of tensors; use clip_grad"
         )
-
-
-def _reason_against(name: str) -> str | None:
-    """The reason why a class of this name cannot be partitioned, or None if there is none."""
-    if name in _WHOLE_TENSORS:
-        return _WHOLE_TENSORS[name]
-    return next((reason for part, reason in _FAMILIES.items() if part in name and name != _NO_FAMILY), None)
 
 
 def take_clipping(
@@ -131,12 +121,7 @@ def take_clipping(
 
 
 def check_parameters(params: Sequence[Tensor], number: int, config: ZeroConfig) -> None:
-    """Check the trainable parameters of a param group.
-
-    Args:
-        params: The parameters of the group.
-        number: Number of the group.
-        config: The options of ZeroOptimizer.
+    """Check the trainable parameters of param group ``number``.
 
     Raises:
         TypeError: For a dtype or layout that is not supported.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives import scattering
 from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.zero.partition import Slice
+from hf_compressopt.zero.parts import Slice, write_span
 
 
 @dataclass(frozen=True)
@@ -165,19 +165,3 @@ def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Commun
                 write_span(params[span.index], span.start, span.stop, gathered[begin : begin + span.numel])
 
     window.add(nbytes, arrived, handle)
-
-
-@torch.no_grad()
-def write_span(param: Tensor, start: int, stop: int, values: Tensor) -> None:
-    """Write elements [start, stop) of the flattened parameter, contiguous or not, rounded to its dtype."""
-    if param.is_contiguous():
-        param.detach().view(-1)[start:stop] = values
-    else:
-        flat = param.detach().reshape(-1)  # a copy
-        flat[start:stop] = values
-        param.copy_(flat.view(param.shape))
-
-
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """Return a copy in page-locked host memory."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,38 +13,36 @@ from hf_compressopt.optim.math import trust_ratio
 from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.messages import send_differences
 from hf_compressopt.zero.parameters import PartitionedParameters
-from hf_compressopt.zero.parts import UpdateBucket
+from hf_compressopt.zero.parts import UpdateBucket, hyperparameters
 from hf_compressopt.zero.transport import Window, gather_parameters
 
 
 def update_parameters(
     partition: PartitionedParameters, averages: GradientAverages, groups: Sequence[dict[str, Any]]
 ) -> None:
-    """Update this rank's parts with the averages, and give all ranks the parameters. All ranks call.
+    """Update this rank's parts with the averages, which are used up, and give all ranks the parameters.
 
     Args:
         partition: The parameters.
-        averages: Their average gradients; used up.
+        averages: Their average gradients.
         groups: The users' param groups, with the hyperparameters.
 
     Raises:
         RuntimeError: Inside ``masters_in_parameters()``.
     """
     partition.require_replicas("step()")
-    before = [dict(group) for group in groups]
-    if issubclass(partition.optimizer_class, Lamb):
-        update = _measure_lamb(partition, averages, before)
-    else:
-
-        def update(bucket: UpdateBucket) -> None:
-            bucket.take_hyperparameters(before)
-            averages.give_to(bucket)
-            bucket.step()
-
+    values = [hyperparameters(group) for group in groups]
+    is_lamb = issubclass(partition.optimizer_class, Lamb)
+    ratios = _trust_ratios(partition, averages, values) if is_lamb else {}
     window = Window(FLOAT_BYTES * partition.config.gather_numel)
     for bucket in partition.buckets:
-        update(bucket)
-        bucket.give_hyperparameters(groups)
+        if is_lamb:
+            bucket.apply(ratios)
+        else:
+            bucket.take_hyperparameters(values)
+            averages.give_to(bucket)
+            bucket.step()
+        bucket.give_hyperparameters(groups, values)
         _send(bucket, partition, window)
     window.drain()
 
@@ -55,13 +53,12 @@ def _send(bucket: UpdateBucket, partition: PartitionedParameters, window: Window
         part.tensor.grad = None
         if not part.is_ahead:
             part.write_back(partition.tensors[part.param])
-    for number in bucket.slices:
+    for number, mine in bucket.slices.items():
         gradients = partition.reducer.slices[number]
         gradients.average = None
         if gradients.errors is not None:
             gradients.errors.keep()
         if gradients.param_form is not None:
-            mine = [part for part in bucket.parts if part.slice == number]
             to = gradients.cut, gradients.communicator, gradients.param_form
             send_differences(partition.tensors, mine, *to, window)
         elif gradients.communicator.world_size > 1:
@@ -80,33 +77,28 @@ def share_masters(partition: PartitionedParameters) -> None:
 def share_parts(partition: PartitionedParameters) -> None:
     """Give all ranks this rank's elements of the parameters, at full precision. All ranks call."""
     window = Window(FLOAT_BYTES * partition.config.gather_numel)
-    with partition.ranks.everyone.traffic.paused():
+    with partition.communicator.traffic.paused():
         for gradients in partition.reducer.slices:
             if gradients.communicator.world_size > 1:
                 gather_parameters(partition.tensors, gradients.cut, gradients.communicator, window)
         window.drain()
 
 
-def _measure_lamb(
-    partition: PartitionedParameters, averages: GradientAverages, groups: Sequence[dict[str, Any]]
-) -> Callable[[UpdateBucket], None]:
-    """Run the first half of Lamb's step, and sum its norms over the ranks in one small all-reduce for all tensors.
-
-    Returns:
-        The second half of the step, for one bucket.
-    """
-    squares = torch.zeros(len(partition.known), 2, dtype=torch.float64, device=partition.ranks.everyone.device)
+def _trust_ratios(
+    partition: PartitionedParameters, averages: GradientAverages, values: Sequence[Mapping[str, Any]]
+) -> dict[int, torch.Tensor]:
+    """Run the first half of Lamb's step; one small all-reduce sums the norms of all tensors over the ranks."""
+    squares = torch.zeros(len(partition.known), 2, dtype=torch.float64, device=partition.communicator.device)
     for bucket in partition.buckets:
-        bucket.take_hyperparameters(groups)
+        bucket.take_hyperparameters(values)
         averages.give_to(bucket)
         for part, square in bucket.measure():
             squares[part.param] += square.to(squares.device)
-    for communicator in partition.ranks.each():
+    for communicator in partition.communicators():
         rows = partition.of_communicator(communicator)
         mine = squares[rows]
         communicator.all_reduce(mine).wait()
         squares[rows] = mine
     options = partition.inner_options
     low, high = options.get("min_coeff", 0.01), options.get("max_coeff", 10.0)
-    ratios = {number: trust_ratio(row[0], row[1], low, high) for number, row in enumerate(squares)}
-    return lambda bucket: bucket.apply(ratios)
+    return {number: trust_ratio(row[0], row[1], low, high) for number, row in enumerate(squares)}

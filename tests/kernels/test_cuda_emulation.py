@@ -5,9 +5,8 @@ What this cannot show: speed, the GPU's memory model beyond the order of threads
 
 import ctypes
 import shutil
-import subprocess
+import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,26 +14,19 @@ import torch
 
 from hf_compressopt.kernels import library, native
 from hf_compressopt.kernels.c_operands import ErrorsRecord
-from hf_compressopt.kernels.operands import Combination, Segment
+from hf_compressopt.kernels.operands import Average, Combination, Segment
 from hf_compressopt.kernels.updates import LambMoments, LambOptions
+from tests.support import emulated
 from tests.support import kernel_cases as cases
 from tests.support.compact_suite import CompactSuite
+from tests.support.emulated import Emulator
 from tests.support.integer_suite import IntegerSuite
 from tests.support.kernel_suite import KernelSuite
 from tests.support.made_once import made_once
 from tests.support.sketch_suite import SketchSuite
 
 CPU = torch.device("cpu")
-EMULATION = Path(__file__).parents[1] / "support" / "emulation"
-SOURCES = Path(library.__file__).parent / "csrc" / "cuda"
-FLAGS = [
-    *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off"),
-    *("-Wno-psabi", "-Wno-unknown-pragmas", "-x", "c++"),
-]
-# A misaligned access, which a GPU refuses, and an overflowing index are reported on stderr.
-CHECKS = ["-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-static-libubsan"]
-ORDERS = {"downwards": 1, "at random": 20}  # of the threads of a block, and of blocks
-BOTH = [pytest.param("downwards"), pytest.param("at random", marks=pytest.mark.full)]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))]
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels are compiled with g++, not found here")
 
@@ -42,19 +34,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the kernels
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a library of that name that runs the CUDA kernels."""
-    return made_once(tmp_path_factory, "emulation", build)
-
-
-def build(folder: Path) -> None:
-    sources = [*SOURCES.glob("*.cu"), EMULATION / "emulator.cpp"]
-    objects = [folder / f"{source.name}.o" for source in sources]
-
-    def compile_one(source: Path, out: Path) -> None:
-        run("g++", *FLAGS, *CHECKS, f"-I{EMULATION}", "-c", str(source), "-o", str(out))
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, sources, objects))
-    run("g++", "-shared", *CHECKS, *map(str, objects), "-o", str(folder / "libcompressopt_cpu.so"))
+    return made_once(tmp_path_factory, "emulation", emulated.build)
 
 
 @pytest.fixture
@@ -62,37 +42,56 @@ def device() -> torch.device:
     return CPU
 
 
-def run(*command: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.fixture(autouse=True, params=BOTH)
-def emulation(
-    request: pytest.FixtureRequest, directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[None]:
-    monkeypatch.setattr(library, "_DIRECTORY", directory)
-    library._library.cache_clear()
-    library._library("cpu").emulator_set_order(ORDERS[request.param])
-    yield
-    library._library.cache_clear()
+@pytest.fixture(autouse=True)
+def emulator(
+    request: pytest.FixtureRequest,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Iterator[Emulator]:
+    """The emulated GPU as the CPU's library: guarded buffers, and other orders of threads in each test and launch."""
+    for emulator in installed(directory, monkeypatch):
+        emulator.seed(zlib.crc32(request.node.nodeid.encode()))
+        yield emulator
     reported = capfd.readouterr().err
     assert "runtime error" not in reported, reported
 
 
+def installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
+    emulator = Emulator(directory)
+    monkeypatch.setattr(library, "_DIRECTORY", directory)
+    monkeypatch.setattr(cases.Arena, "place", staticmethod(emulator.place))
+    library._library.cache_clear()
+    yield emulator
+    library._library.cache_clear()
+    emulator.release()
+
+
+@pytest.fixture(params=SEEDS)
+def order(request: pytest.FixtureRequest) -> None:
+    """Run a test with more orders."""
+
+
+orders = pytest.mark.usefixtures("order")
+
+
+@orders
 class TestKernels(KernelSuite):
     """The suite, on the emulated GPU."""
 
 
+@orders
 class TestIntegers(IntegerSuite):
     """The suite, on the emulated GPU."""
 
 
 @pytest.mark.full
+@orders
 class TestCompact(CompactSuite):
     """The suite, on the emulated GPU."""
 
 
+@orders
 class TestSketch(SketchSuite):
     """The suite, on the emulated GPU."""
 
@@ -115,43 +114,136 @@ def test_wrong_arguments_are_refused_in_words() -> None:
     with pytest.raises(RuntimeError, match="the same index"):
         options = LambOptions(0.9, 0.999, 1e-6, 0.0, False)
         sums = torch.zeros(1, 3, dtype=torch.float64)
-        native.lamb_moments_(LambMoments(cases.Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
+        native.lamb_moments_(LambMoments(Average.of(two), two, two, two, segments, torch.ones(1), sums, options))
     native.combine_(Combination.of(torch.zeros(0)), torch.zeros(0))
 
 
+def status(emulator: Emulator) -> str:
+    """What the library says of the device that is asked for."""
+    native_library = library._library("cpu")
+    return native_library.co_last_error().decode() if native_library.co_check_device(emulator.get("device")) else ""
+
+
+def test_a_driver_that_is_too_old_is_refused_in_words_and_only_then(emulator: Emulator) -> None:
+    assert status(emulator) == ""
+    emulator.set(driver=12080)
+    assert "the NVIDIA driver is too old: it supports CUDA 12.8" in status(emulator)
+    emulator.set(driver=12020, runtime=12090)  # a driver of the same major version runs the code of any minor one
+    assert status(emulator) == ""
+    emulator.set(driver=0)
+    assert "there is no NVIDIA driver on this machine" in status(emulator)
+    emulator.set(driver=13000, runtime=13000)
+    emulator.fail("cudaFuncGetAttributes", emulated.NO_KERNEL_IMAGE)
+    assert "no code for CUDA device 0, of compute capability 9.0: it has sm_90 compute_90" in status(emulator)
+    emulator.fail("cudaGetDeviceCount", emulated.NO_DEVICE)
+    assert "finds no GPU (is it hidden by CUDA_VISIBLE_DEVICES?)" in status(emulator)
+    assert status(emulator) == ""
+
+
+@pytest.mark.parametrize("error", [emulated.OUT_OF_MEMORY, emulated.INSUFFICIENT_DRIVER])
+def test_an_error_of_a_launch_reaches_the_caller_and_the_next_call_works(emulator: Emulator, error: int) -> None:
+    if error == emulated.INSUFFICIENT_DRIVER:
+        emulator.set(driver=12000)
+    emulator.fail("cudaLaunchKernelEx", error)
+    with pytest.raises(RuntimeError, match="launching a kernel: out of memory|the NVIDIA driver is too old"):
+        cases.check_combine(CPU, 1009, 3, with_x=True, with_factors=True)
+    emulator.set(driver=13000)
+    cases.check_combine(CPU, 1009, 3, with_x=True, with_factors=True)
+
+
+def test_the_device_is_switched_only_if_another_one_is_current_and_switched_back(emulator: Emulator) -> None:
+    before = emulator.calls("cudaSetDevice")
+    cases.check_square_sums(CPU, [5, 5000])
+    assert emulator.calls("cudaSetDevice") == before
+    emulator.set(devices=2, device=1)
+    try:
+        cases.check_square_sums(CPU, [5, 5000])
+        assert emulator.get("device") == 1
+        assert emulator.calls("cudaSetDevice") == before + 2
+    finally:
+        emulator.set(devices=1, device=0)
+
+
 @pytest.fixture
-def as_cuda(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+def cuda(emulator: Emulator, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The emulated GPU as CUDA device 0, with nothing known of it yet."""
-    (tmp_path / "libcompressopt_cuda.so").symlink_to(directory / "libcompressopt_cpu.so")
+    (tmp_path / "libcompressopt_cuda.so").symlink_to(directory / emulated.NAME)
     monkeypatch.setattr(library, "_DIRECTORY", tmp_path)
     monkeypatch.setattr(library, "_found", {})
     monkeypatch.setattr(library, "_warned", set())
-    emulator = library._library("cuda")
-    yield emulator
-    emulator.emulator_set_out_of_memory(0)
-    emulator.emulator_set_driver(13000)
+    return torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
-    ("hinder", "values", "reason", "later"),
+    ("old", "reason", "later"),
     [
-        ("emulator_set_out_of_memory", (1, 0), "loading the kernels on CUDA device 0: ", True),
-        ("emulator_set_driver", (12080, 13000), "the NVIDIA driver is too old: it supports CUDA 12.8", False),
+        (False, "loading the kernels on CUDA device 0: out of memory", True),
+        (True, "the NVIDIA driver is too old: it supports CUDA 12.8", False),
     ],
 )
 def test_a_gpu_without_native_kernels_is_told_once_and_one_that_was_busy_gets_them_later(
-    as_cuda: ctypes.CDLL,
-    caplog: pytest.LogCaptureFixture,
-    hinder: str,
-    values: tuple[int, int],
-    reason: str,
-    later: bool,
+    cuda: torch.device, emulator: Emulator, caplog: pytest.LogCaptureFixture, old: bool, reason: str, later: bool
 ) -> None:
-    cuda = torch.device("cuda", 0)
-    getattr(as_cuda, hinder)(values[0])
-    assert [library.available(cuda) for _ in range(3)] == [False] * 3
-    getattr(as_cuda, hinder)(values[1])
-    assert library.available(cuda) is later
+    emulator.set(driver=12080 if old else 13000)
+    emulator.fail("cudaFuncGetAttributes", emulated.OUT_OF_MEMORY)
+    first = library.available(cuda)
+    emulator.set(driver=13000)
+    assert [first, library.available(cuda), library.available(cuda)] == [False, later, later]
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.message.startswith(f"cuda:0 gets the reference kernels, in PyTorch and slower: {reason}")
+
+
+# Faults that a CPU does not mind, in sums.cu or what it includes, and the check that must find each.
+WRITE = "    if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;\n"
+LAST = "    __syncthreads();  // of_warp may be written again\n"
+FAULTS = {
+    "a barrier is missing before a read": {f"{WRITE}    __syncthreads();\n": WRITE},
+    "a barrier is missing before a write": {LAST: ""},
+    "threads meet at two barriers": {
+        LAST: "    if (threadIdx.x < 32) __syncthreads();\n    if (threadIdx.x >= 32) __syncthreads();\n"
+    },
+    "a mask names half of the lanes": {"__shfl_xor_sync(kAllLanes, value": "__shfl_xor_sync(kAllLanes >> 16, value"},
+    "shared memory is read that nobody wrote": {WRITE: WRITE.replace("== 0)", "== 0 && value != 0)")},
+    "a vector is read beyond the end": {
+        "if (span.whole() && (reinterpret": "if (span.last > 0 && (reinterpret",
+    },
+    "an element is read before the begin": {
+        "if (!span.has(k)) continue;\n        if (wide) {\n": "if (wide) {\n            raw.word[k] = "
+        "reinterpret_cast<const volatile unsigned*>(first)[k - 1];\n            if (!span.has(k)) continue;\n"
+    },
+    "PTX reads a vector off its alignment": {
+        '"@!wide ld.global.v2.u32 {%0, %1}, [%4];}"': '"@!wide ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"'
+    },
+    "PTX writes a register too few": {
+        '"@wide ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\\n"': '"@wide ld.global.v2.u32 {%0, %1}, [%4];\\n"'
+    },
+    "two threads write what one should": {"if (threadIdx.x == 0) of_item[blockIdx.x]": "of_item[blockIdx.x]"},
+}
+#: All lanes of a warp write the same number to the same place, which only ThreadSanitizer sees.
+RACE = {WRITE: "    of_warp[threadIdx.x / kWarp] = value;\n"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated.build_changed(tmp_path, directory, "sums", FAULTS[fault])
+    changed = installed(tmp_path, monkeypatch)
+    next(changed).seed(1)
+    options = LambOptions(0.9, 0.999, 1e-6, 0.1, False)
+    with pytest.raises((AssertionError, RuntimeError)):
+        for _ in range(2):
+            cases.check_square_sums(CPU, [7, 10_000, 10_001, 4097, 3, 10_001])
+            cases.check_lamb(CPU, 9001, 6, world_size=3, options=options)
+    with pytest.raises(StopIteration):
+        next(changed)
+
+
+@pytest.mark.full
+def test_no_threads_race(tmp_path: Path) -> None:
+    for name, replace in (("as it is", {}), ("with a race", RACE)):
+        folder = tmp_path / name
+        folder.mkdir()
+        emulated.build(folder, checks=emulated.RACES, replace=replace)
+        reports = emulated.races(folder, *(["sums"] if replace else []))
+        assert bool(reports) == bool(replace), reports[:8000]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from hf_compressopt.zero.partition import ALIGN, partition, slice_numel
+from hf_compressopt.zero.parts import ALIGN, partition, slice_numel
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

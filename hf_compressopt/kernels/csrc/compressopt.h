@@ -176,6 +176,9 @@ CO_API int32_t co_add_integers(const co_integers *y, const co_segment *outputs, 
 /* out <- y. */
 CO_API int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec);
 
+/* found[0] <- 1 if some block of y is not finite, by its scale alone, else 0; also where y->numel is 0. */
+CO_API int32_t co_any_nan(const co_integers *y, uint8_t *found, const co_exec *exec);
+
 /* error <- z + error - (what the messages own stand for); outputs <- y * output_scale, rounded to their dtype.
  * own: as co_compress_integers wrote them, for y's world_size and bits.
  * outputs: data == NULL leaves the output alone. They may be the gradients that z reads, at the same places. Where z has

@@ -26,28 +26,39 @@ struct Mean {
 
     template <int kGroup>
     __device__ void get(Quad (&z)[kTileQuads], const Tile<kGroup>& tile) const {
+        constexpr int kScales = kOneScale ? 1 : kTileQuads;
         const uint8_t* message = messages;
-        Quad sum[kTileQuads];  // of a group
+        int64_t block[kScales];
+#pragma unroll
+        for (int q = 0; q < kScales; ++q) {
+            block[q] = kOneScale ? tile.scale : quotient(tile.inside + tile.offset_or_0(q), scale_block);
+        }
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) z[q] = same(-0.0f);  // to which a sum is added without a change
-        for (int rank = 0; rank < world_size; ++rank, message += stride) {
-            const float first = kOneScale ? scale_at(message, tile.scale) : 0.0f;
-            const uint8_t* const bits = message + 4 * blocks + tile.inside / 8;
-            const bool begins = rank % kMessageGroup == 0;
-            const bool ends = rank % kMessageGroup == kMessageGroup - 1 || rank == world_size - 1;
+        for (int rank = 0; rank < world_size; rank += kMessageGroup) {
+            float scale[kMessageGroup][kScales];
+            unsigned signs[kMessageGroup][kTileQuads];
+#pragma unroll
+            for (int r = 0; r < kMessageGroup; ++r, message += stride) {  // all that a group reads is asked for together
+                if (rank + r >= world_size) continue;
+#pragma unroll
+                for (int q = 0; q < kScales; ++q) scale[r][q] = scale_at(message, block[q]);
+                const uint8_t* const bits = message + 4 * blocks + tile.inside / 8;
+#pragma unroll
+                for (int q = 0; q < kTileQuads; ++q) signs[r][q] = signs_at(bits, tile.offset_or_0(q));
+            }
 #pragma unroll
             for (int q = 0; q < kTileQuads; ++q) {
-                const unsigned signs = tile.has(q) ? signs_at(bits, tile.offset(q)) : 0;
-                float scale = first;
-                if (!kOneScale && tile.has(q)) {
-                    scale = scale_at(message, quotient(tile.inside + tile.offset(q), scale_block));
-                }
-                const Quad value = each([&](int k) { return with_sign(scale, signs >> k); });
-                sum[q] = begins ? value : sum[q] + value;
-            }
-            if (!ends) continue;
+                const auto value = [&](int r) {
+                    return each([&](int k) { return with_sign(scale[r][kOneScale ? 0 : q], signs[r][q] >> k); });
+                };
+                Quad sum = value(0);
 #pragma unroll
-            for (int q = 0; q < kTileQuads; ++q) z[q] = z[q] + sum[q];
+                for (int r = 1; r < kMessageGroup; ++r) {
+                    if (rank + r < world_size) sum = sum + value(r);
+                }
+                z[q] = z[q] + sum;
+            }
         }
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) z[q] = z[q] * inverse;

@@ -41,25 +41,17 @@ struct CompactErrors {
     __device__ bool given() const { return chunks.messages; }
     template <int kGroup>
     __device__ Raw load_raw(const Tile<kGroup>& tile) const {
-        return with_bits().load_raw(tile);
+        return chunks.with_bits<kErrorBits>().load_raw(tile);
     }
     template <int kGroup>
     __device__ Quad at(const Raw& raw, const Tile<kGroup>&, int q) const {
-        return with_bits().of(raw, q);
+        return chunks.with_bits<kErrorBits>().of(raw, q);
     }
     template <int kGroup>
     __device__ void put(const Tile<kGroup>&, int, const Quad&) const {}
     template <int kGroup>
     __device__ void put_all(const Tile<kGroup>& tile, Quad (&rest)[kTileQuads]) const {
-        quantize(rest, with_bits(), tile);
-    }
-
-private:
-    // Their number as a constant.
-    __device__ Integers with_bits() const {
-        Integers result = chunks;
-        result.bits = kErrorBits;
-        return result;
+        quantize(rest, chunks.with_bits<kErrorBits>(), tile);
     }
 };
 

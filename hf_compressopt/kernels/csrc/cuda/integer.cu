@@ -8,31 +8,53 @@ namespace {
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kMessageGroup = 4;  // messages that are summed by themselves
 
-// The mean of the messages of one chunk.
-struct IntegerMean {
+// The messages of one chunk, of all ranks.
+template <int kBits>
+struct Received {
+    static constexpr int bits = kBits;
     Integers first;
     int32_t world_size;
+
+    // Call add(q, sum) with the sums of the groups, in order. load(message, scales): kQuads quads of a message, as they
+    // lie in memory; those of a group are asked for together.
+    template <int kQuads, class Load, class Add>
+    __device__ void for_groups(Load load, Add add) const {
+        const Integers integers = first.with_bits<kBits>();
+        const int64_t scales = integers_nbytes(first.numel, kBits);
+        const uint8_t* message = first.messages;
+        for (int rank = 0; rank < world_size; rank += kMessageGroup) {
+            decltype(load(integers, message, message)) raw[kMessageGroup];
+#pragma unroll
+            for (int r = 0; r < kMessageGroup; ++r, message += first.stride) {
+                if (rank + r < world_size) raw[r] = load(integers, message, message + scales);
+            }
+#pragma unroll
+            for (int q = 0; q < kQuads; ++q) {
+                Quad sum = same(0.0f);
+#pragma unroll
+                for (int r = 0; r < kMessageGroup; ++r) {
+                    if (rank + r < world_size) sum = sum + integers.of(raw[r], q);
+                }
+                add(q, sum);
+            }
+        }
+    }
+};
+
+// Their mean.
+template <int kBits>
+struct IntegerMean {
+    Received<kBits> received;
     Real inverse;
 
     __device__ void get(Quad (&z)[kTileQuads], const Tile<kWarp>& tile) const {
-        const int64_t scales = integers_nbytes(first.numel, first.bits);
-        const uint8_t* message = first.messages;
-        Quad sum[kTileQuads];  // of a group
 #pragma unroll
-        for (int q = 0; q < kTileQuads; ++q) z[q] = sum[q] = same(0.0f);
-        for (int rank = 0; rank < world_size; ++rank, message += first.stride) {
-            const bool ends = rank % kMessageGroup == kMessageGroup - 1 || rank == world_size - 1;
-#pragma unroll
-            for (int q = 0; q < kTileQuads; ++q) {
-                if (tile.has(q)) sum[q] = sum[q] + first.quad(message, message + scales, tile.inside + tile.offset(q));
-            }
-            if (!ends) continue;
-#pragma unroll
-            for (int q = 0; q < kTileQuads; ++q) {
-                z[q] = z[q] + sum[q];
-                sum[q] = same(0.0f);
-            }
-        }
+        for (int q = 0; q < kTileQuads; ++q) z[q] = same(0.0f);
+        received.template for_groups<kTileQuads>(
+            [&](const Integers& integers, const uint8_t* message, const uint8_t* scales) {
+                return integers.load_raw(message, scales, tile);
+            },
+            [&](int q, const Quad& sum) { z[q] = z[q] + sum; });
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) z[q] = z[q] * inverse;
     }
@@ -179,6 +201,41 @@ co_status over_tiles(const co_segment* outputs, const co_combination& z, const I
     return CO_OK;
 }
 
+// ---- scales ----------------------------------------------------------------------------------------------------------
+
+// found <- whether the scale of some block is not a number. One block of threads: scales are 2 bytes of 128 elements. They
+// are read in vectors, which the message contains, beside them whatever is there.
+__global__ void __launch_bounds__(kThreads) find_nan(const Integers __grid_constant__ y, const int64_t chunks,
+                                                     uint8_t* __restrict__ found) {
+    constexpr int kAhead = 4, kHalves = 8;
+    bool nan = false;
+    for (int64_t j = 0; j < chunks; ++j) {
+        const uint8_t* const scales = y.messages + j * y.stride + integers_nbytes(y.size(j), y.bits);
+        const int before = static_cast<int>(reinterpret_cast<uintptr_t>(scales) % 16 / 2);
+        const int64_t stop = before + ceil_div(y.size(j), kIntegerBlock), vectors = ceil_div(stop, kHalves);
+        for (int64_t v = threadIdx.x; v < vectors; v += kAhead * kThreads) {
+            uint4 words[kAhead];
+#pragma unroll
+            for (int a = 0; a < kAhead; ++a) {
+                const int64_t at = v + a * kThreads < vectors ? v + a * kThreads : v;
+                words[a] = load_four(scales - 2 * before + 16 * at);
+            }
+#pragma unroll
+            for (int a = 0; a < kAhead; ++a) {
+                const unsigned of[] = {words[a].x, words[a].y, words[a].z, words[a].w};
+#pragma unroll
+                for (int h = 0; h < kHalves; ++h) {
+                    const int64_t place = (v + a * kThreads) * kHalves + h;
+                    const unsigned magnitude = of[h / 2] >> (16 * (h % 2)) & 0x7fffu;
+                    nan |= before <= place && place < stop && magnitude > 0x7f80u;
+                }
+            }
+        }
+    }
+    const double any = over_block(nan ? 1.0 : 0.0, Maximum());
+    if (threadIdx.x == 0) *found = any != 0.0;
+}
+
 // ---- element by element ----------------------------------------------------------------------------------------------
 
 struct DecodeIntegers {
@@ -188,22 +245,19 @@ struct DecodeIntegers {
 };
 
 // The sum of the messages of one chunk, times a factor, in the order of IntegerMean.
+template <int kBits>
 struct ScaledSum {
-    Integers first;
-    int32_t world_size;
+    Received<kBits> received;
     Real factor;
     float* out;
 
     __device__ void operator()(const Run&, int64_t i, Span span) const {
-        const int64_t scales = integers_nbytes(first.numel, first.bits);
-        const uint8_t* message = first.messages;
-        Quad total = same(0.0f), sum = same(0.0f);
-        for (int rank = 0; rank < world_size; ++rank, message += first.stride) {
-            sum = sum + first.quad(message, message + scales, i);
-            if (rank % kMessageGroup != kMessageGroup - 1 && rank != world_size - 1) continue;
-            total = total + sum;
-            sum = same(0.0f);
-        }
+        Quad total = same(0.0f);
+        received.template for_groups<1>(
+            [&](const Integers& integers, const uint8_t* message, const uint8_t* scales) {
+                return integers.load_raw(message, scales, i);
+            },
+            [&](int, const Quad& sum) { total = total + sum; });
         store(out + i, total * factor, span);
     }
 };
@@ -248,6 +302,13 @@ co_status check_integers(const void* messages, int64_t numel, int32_t bits, int3
     return check_messages(messages, numel, world_size);
 }
 
+// Call call(received) with the messages of one chunk, whose bits are a constant.
+template <class Call>
+co_status with_received(const uint8_t* messages, int64_t numel, int32_t bits, int32_t world_size, Call call) {
+    const Integers first(messages, numel, 1, bits);
+    return bits == 8 ? call(Received<8>{first, world_size}) : call(Received<4>{first, world_size});
+}
+
 co_status check_integers(const co_integers* y) {
     CO_REQUIRE(y != nullptr, "y is null");
     CO_TRY(check_integers(y->messages, y->numel, y->bits, y->world_size));
@@ -289,14 +350,13 @@ int32_t co_average_integers(const uint8_t* messages, const co_errors* error, con
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
-    const IntegerMean mean = {Integers(messages, numel, 1, bits), world_size, static_cast<float>(1.0 / world_size)};
     const Integers to(out, numel, 1, bits);
-    if (error->values) {
-        const FloatErrors old{error->values}, fresh{new_error->values};
-        return compress_tiles_from(mean, old, fresh, to, 0, to.tiles_of_chunk(), place);
-    }
-    const CompactErrors old = compact_errors(*error, numel, 1), fresh = compact_errors(*new_error, numel, 1);
-    return compress_tiles_from(mean, old, fresh, to, 0, to.tiles_of_chunk(), place);
+    return with_received(messages, numel, bits, world_size, [&](const auto& received) {
+        const IntegerMean<std::decay_t<decltype(received)>::bits> mean = {received, static_cast<float>(1.0 / world_size)};
+        return with_errors(*error, numel, 1, [&](const auto& old) {
+            return compress_tiles_from(mean, old, another(old, *new_error), to, 0, to.tiles_of_chunk(), place);
+        });
+    });
 }
 
 int32_t co_mean_integers(const uint8_t* messages, float* out, int64_t numel, int32_t bits, int32_t world_size,
@@ -305,8 +365,10 @@ int32_t co_mean_integers(const uint8_t* messages, float* out, int64_t numel, int
     CO_TRY(check_integers(messages, numel, bits, world_size));
     if (numel == 0) return CO_OK;
     CO_REQUIRE(out, "out is null");
-    return run(ScaledSum{Integers(messages, numel, 1, bits), world_size, factor, out}, RunsOf(nullptr, nullptr, numel),
-               0, Place(*exec));
+    return with_received(messages, numel, bits, world_size, [&](const auto& received) {
+        const ScaledSum<std::decay_t<decltype(received)>::bits> sum = {received, factor, out};
+        return run(sum, RunsOf(nullptr, nullptr, numel), 0, Place(*exec));
+    });
 }
 
 int32_t co_add_integers(const co_integers* y, const co_segment* outputs, int64_t count, float decay, float scale,
@@ -327,6 +389,17 @@ int32_t co_decode_integers(const co_integers* y, float* out, const co_exec* exec
     CO_REQUIRE(out, "out is null");
     return run(DecodeIntegers{Integers(y->messages, y->numel, y->world_size, y->bits, y->stride), out},
                RunsOf(nullptr, nullptr, y->numel), 0, Place(*exec));
+}
+
+int32_t co_any_nan(const co_integers* y, uint8_t* found, const co_exec* exec) {
+    CO_REQUIRE(exec, "exec is null");
+    CO_TRY(check_integers(y));
+    CO_REQUIRE(found, "found is null");
+    const Place place(*exec);
+    const DeviceGuard guard(place.device);
+    CO_TRY(guard.status());
+    const Integers values(y->messages, y->numel, y->world_size, y->bits, y->stride);
+    return launch(find_nan, 1, place, values, y->numel == 0 ? int64_t{0} : values.chunks(), found);
 }
 
 int32_t co_commit_integers(const co_combination* z, const co_errors* error, const uint8_t* own, const co_integers* y,

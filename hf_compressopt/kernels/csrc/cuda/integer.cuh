@@ -41,39 +41,55 @@ struct Integers {
         return quad(message, message + integers_nbytes(size(j), bits), inside);
     }
 
-    // The quads of a tile as they lie in memory: all are asked for before of() looks at the first.
+    // A quad as it lies in memory: several are asked for before of() looks at the first.
+    struct Raw {
+        unsigned word, scale;
+    };
     struct RawTile {
-        unsigned word[kTileQuads], scale[kTileQuads];
+        Raw quads[kTileQuads];
     };
 
+    // The quad at `inside` in a chunk, whose scales begin at `scales`.
+    __device__ Raw load_raw(const uint8_t* message, const uint8_t* scales, int64_t inside) const {
+        return {bits == 8 ? *reinterpret_cast<const unsigned*>(message + inside)
+                          : *reinterpret_cast<const uint16_t*>(message + inside / 2),
+                reinterpret_cast<const uint16_t*>(scales)[inside / kIntegerBlock]};
+    }
+
+    // The quads of a tile that are there: the message may be written where others lie.
     template <int kGroup>
-    __device__ RawTile load_raw(const Tile<kGroup>& tile) const {
-        const uint8_t* const message = messages + tile.chunk * stride;
-        const uint16_t* const scales =
-            reinterpret_cast<const uint16_t*>(message + integers_nbytes(size(tile.chunk), bits));
-        RawTile raw;
+    __device__ RawTile load_raw(const uint8_t* message, const uint8_t* scales, const Tile<kGroup>& tile) const {
+        RawTile raw = {};
 #pragma unroll
         for (int q = 0; q < kTileQuads; ++q) {
-            const int64_t inside = tile.inside + tile.offset_or_0(q);
-            raw.scale[q] = scales[inside / kIntegerBlock];
-            raw.word[q] = bits == 8 ? *reinterpret_cast<const unsigned*>(message + inside)
-                                    : *reinterpret_cast<const uint16_t*>(message + inside / 2);
+            if (tile.has(q)) raw.quads[q] = load_raw(message, scales, tile.inside + tile.offset(q));
         }
         return raw;
     }
 
-    __device__ Quad of(const RawTile& raw, int q) const { return values_of(raw.word[q], raw.scale[q]); }
-
-    // The same of the quad at `inside` in a chunk, whose scales begin at `scales`.
-    __device__ Quad quad(const uint8_t* message, const uint8_t* scales, int64_t inside) const {
-        const unsigned half = reinterpret_cast<const uint16_t*>(scales)[inside / kIntegerBlock];
-        return values_of(bits == 8 ? *reinterpret_cast<const unsigned*>(message + inside)
-                                   : *reinterpret_cast<const uint16_t*>(message + inside / 2),
-                         half);
+    template <int kGroup>
+    __device__ RawTile load_raw(const Tile<kGroup>& tile) const {
+        const uint8_t* const message = messages + tile.chunk * stride;
+        return load_raw(message, message + integers_nbytes(size(tile.chunk), bits), tile);
     }
 
-    __device__ Quad values_of(unsigned word, unsigned half) const {
-        const Real scale = __uint_as_float(half << 16);
+    // Their number as a constant.
+    template <int kBits>
+    __device__ Integers with_bits() const {
+        Integers result = *this;
+        result.bits = kBits;
+        return result;
+    }
+
+    __device__ Quad quad(const uint8_t* message, const uint8_t* scales, int64_t inside) const {
+        return of(load_raw(message, scales, inside));
+    }
+
+    __device__ Quad of(const RawTile& raw, int q) const { return of(raw.quads[q]); }
+
+    __device__ Quad of(const Raw& raw, int = 0) const {
+        const unsigned word = raw.word;
+        const Real scale = __uint_as_float(raw.scale << 16);
         if (bits == 8) {
             return each([&](int k) {
                 return Real(static_cast<float>(static_cast<int8_t>(word >> (8 * k) & 0xffu))) * scale;

@@ -97,21 +97,16 @@ __device__ inline bool in_one_access(const T* first, Span span) {
 // with the stores of the branch for what is not aligned, and puts off a load until its value is used, so that few are
 // under way.
 __device__ inline uint4 load_four(const void* first) {
-#ifdef __CUDA_ARCH__
     uint4 a;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w)
                  : "l"(first)
                  : "memory");
     return a;
-#else
-    return *static_cast<const uint4*>(first);
-#endif
 }
 // Two words where `wide` is 0. One statement, since a load in each of two branches ends in registers of its own, and to
 // bring them together the thread waits for what it has only just asked for.
 __device__ inline uint4 load_four_or_two(const void* first, int wide) {
-#ifdef __CUDA_ARCH__
     uint4 a;
     asm volatile(
         "{.reg .pred wide;\n"
@@ -122,25 +117,27 @@ __device__ inline uint4 load_four_or_two(const void* first, int wide) {
         : "l"(first), "r"(wide)
         : "memory");
     return a;
-#else
-    if (wide) return *static_cast<const uint4*>(first);
-    const uint2 two = *static_cast<const uint2*>(first);
-    return make_uint4(two.x, two.y, 0, 0);
-#endif
+}
+// One element, of four bytes if `wide`, of two if `narrow`, and else 0. One statement, for the same reason.
+__device__ inline unsigned load_one(const void* element, int wide, int narrow) {
+    unsigned a;
+    asm volatile(
+        "{.reg .pred wide, narrow;\n"
+        "setp.ne.s32 wide, %2, 0;\n"
+        "setp.ne.s32 narrow, %3, 0;\n"
+        "mov.u32 %0, 0;\n"
+        "@wide ld.global.u32 %0, [%1];\n"
+        "@narrow ld.global.u16 %0, [%1];}"
+        : "=&r"(a)
+        : "l"(element), "r"(wide), "r"(narrow)
+        : "memory");
+    return a;
 }
 __device__ inline void store_four(void* first, unsigned a, unsigned b, unsigned c, unsigned d) {
-#ifdef __CUDA_ARCH__
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(first), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-#else
-    *static_cast<uint4*>(first) = make_uint4(a, b, c, d);
-#endif
 }
 __device__ inline void store_two(void* first, unsigned a, unsigned b) {
-#ifdef __CUDA_ARCH__
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(first), "r"(a), "r"(b) : "memory");
-#else
-    *static_cast<uint2*>(first) = make_uint2(a, b);
-#endif
 }
 
 // Elements that are not in the span are 0.

@@ -12,12 +12,16 @@ constexpr int kParts = static_cast<int>(kSketch) / (kThreads * kNumbers);  // bl
 constexpr int kWords = static_cast<int>(kSketch / kSignWord);  // hashes of a run's signs
 constexpr int kBatch = kThreads / kWords;  // runs whose signs are hashed together, a word by each thread
 
-__device__ inline float element(const Run& run, int64_t i) {
-    if (!run.grad) return 0.0f;
-    const int64_t at = i - run.start;
-    if (run.grad_dtype == CO_FLOAT32) return static_cast<const float*>(run.grad)[at];
-    const uint16_t bits = static_cast<const uint16_t*>(run.grad)[at];
-    return run.grad_dtype == CO_BFLOAT16 ? __uint_as_float(unsigned{bits} << 16) : __half2float(__ushort_as_half(bits));
+// An element as it lies in memory, of a run of this dtype.
+__device__ inline float number_of(unsigned raw, unsigned dtype) {
+    if (dtype == CO_FLOAT32) return __uint_as_float(raw);
+    return dtype == CO_BFLOAT16 ? __uint_as_float(raw << 16) : __half2float(__ushort_as_half(static_cast<uint16_t>(raw)));
+}
+
+// Which element of a run belongs to a place of the sketch.
+__device__ inline unsigned element_at(unsigned place, unsigned rotation) {
+    const unsigned row = (place / kRowLanes - rotation) % kRows;
+    return row * kRowLanes + (place - rotation / kRows) % kRowLanes;
 }
 
 // The elements of a table's runs in one span. The table may hold only a part of the span: sums of earlier parts are in
@@ -43,32 +47,37 @@ __global__ void __launch_bounds__(kThreads, 4)
         words[threadIdx.x / kWords][threadIdx.x % kWords] =
             keys.sign_word((batch + threadIdx.x / kWords) * kWords + threadIdx.x % kWords);
         __syncthreads();
-        Real value[kBatch][kNumbers];
+        unsigned raw[kBatch][kNumbers], rotation[kBatch], dtypes = 0;  // of two bits each
 #pragma unroll
-        for (int r = 0; r < kBatch; ++r) {
+        for (int r = 0; r < kBatch; ++r) {  // all elements of the batch are asked for before the first is looked at
             const int64_t start = (batch + r) * kSketch - spans.offset;  // of the run, where the segments begin
-            const unsigned rotation = keys.rotation(batch + r);
+            rotation[r] = keys.rotation(batch + r);
             while (entry + 1 < runs.count && runs.entries[entry].stop() <= start) ++entry;
             const bool whole = runs.entries[entry].start <= start && start + kSketch <= runs.entries[entry].stop();
 #pragma unroll
             for (int j = 0; j < kNumbers; ++j) {
-                const unsigned place = static_cast<unsigned>(first + j * kThreads);
-                const unsigned row = (place / kRowLanes - rotation) % kRows;
-                const unsigned inside = row * kRowLanes + (place - rotation / kRows) % kRowLanes;
-                const int64_t i = start + inside;
-                const bool there = begin <= i && i < end;
+                const int64_t i = start + element_at(static_cast<unsigned>(first + j * kThreads), rotation[r]);
+                const bool inside = begin <= i && i < end;
                 int k = entry;
-                while (!whole && there && runs.entries[k].stop() <= i) ++k;
-                const float number = there ? element(runs.entries[k], i) : 0.0f;
-                const unsigned sign = static_cast<unsigned>(words[r][inside / kSignWord] >> inside % kSignWord) << 31;
-                squares = __fma_rn(double{number}, double{number}, squares);  // the product is exact: the bits of two operations
-                value[r][j] = __uint_as_float(__float_as_uint(number) ^ sign);
+                while (!whole && inside && runs.entries[k].stop() <= i) ++k;
+                const Run& run = runs.entries[k];
+                const bool there = inside && run.grad, wide = run.grad_dtype == CO_FLOAT32;
+                const char* const element = static_cast<const char*>(run.grad) + (i - run.start) * (wide ? 4 : 2);
+                raw[r][j] = load_one(element, there && wide, there && !wide);
+                dtypes |= static_cast<unsigned>(run.grad_dtype) << 2 * (r * kNumbers + j);
             }
         }
 #pragma unroll
         for (int r = 0; r < kBatch; ++r) {
 #pragma unroll
-            for (int j = 0; j < kNumbers; ++j) y[j] = y[j] + value[r][j];
+            for (int j = 0; j < kNumbers; ++j) {
+                const float number = number_of(raw[r][j], dtypes >> 2 * (r * kNumbers + j) & 3u);
+                const unsigned inside = element_at(static_cast<unsigned>(first + j * kThreads), rotation[r]);
+                const unsigned sign = static_cast<unsigned>(words[r][inside / kSignWord] >> inside % kSignWord) << 31;
+                // The product is exact: the bits are those of a product and a sum.
+                squares = __fma_rn(double{number}, double{number}, squares);
+                y[j] = y[j] + Real(__uint_as_float(__float_as_uint(number) ^ sign));
+            }
         }
         __syncthreads();  // the words may be written again
     }

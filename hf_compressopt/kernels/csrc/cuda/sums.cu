@@ -16,7 +16,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Item item = find_item(runs);
     const Run& run = runs.entries[item.entry];
     double squares = 0;
-    for_quads(item, [&](int64_t i, Span span) { squares += square_sum(run.param_of(run.load_param(i, span)), span); });
+    for_quads_ahead<4>(
+        item, [&](int64_t i, Span span) { return run.load_param(i, span); },
+        [&](const RawQuad& raw, int64_t, Span span) { squares += square_sum(run.param_of(raw), span); });
     squares = over_block(squares, Sum());
     if (threadIdx.x == 0) of_item[blockIdx.x] = squares;
 }
