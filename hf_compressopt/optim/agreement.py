@@ -36,15 +36,7 @@ def write_log(logger: logging.Logger, level: int, message: str, *args: object) -
 
 
 def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int, sent: str, norm: str) -> None:
-    """Log the end of the first stage, and warn of parameters that do not move after it.
-
-    Args:
-        plan: Plan of the last step of the stage.
-        states: The param groups.
-        world_size: The number of ranks.
-        sent: Name of the values that are sent after the switch.
-        norm: Name of the norm that clipping reports after the switch.
-    """
+    """Log the end of the first stage, and warn of parameters that do not move after it."""
     message = "step %d: %s ends, the variance is frozen; "
     if world_size > 1:
         message += f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
@@ -78,12 +70,7 @@ class Comparison:
     """The comparison of the ranks of one optimizer, before its first step and where a stage begins."""
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
-        """Begin with nothing compared.
-
-        Args:
-            states: The param groups, a list that may grow.
-            communicator: All ranks.
-        """
+        """Begin with nothing compared."""
         self._states, self._communicator = states, communicator
         self._checked = False
         self._compared_at = 0  # the step before which the ranks were compared last
@@ -92,21 +79,12 @@ class Comparison:
         """Have the ranks compare everything before the next step."""
         self._checked = False
 
-    def check(self, plan: StepPlan, before: StepPlan | None, alike: Sequence[Any]) -> None:
-        """Check, before the first step and before the first one of a stage, that the ranks are alike.
-
-        Args:
-            plan: Plan of the coming step.
-            before: Plan of the step before it; None before the first one.
-            alike: Numbers, strings and lists of these that must be alike.
-
-        Raises:
-            ValueError: If the ranks are not alike, on all ranks.
-        """
+    def check(self, plan: StepPlan, before: StepPlan | None, alike: Callable[[], Sequence[Any]]) -> None:
+        """Check, before the first step and before the first one of a stage, that the ranks are alike."""
         if not self._checked:
             own = [state.own_rank is not None for state in self._states]
             self._communicator.require_equal(
-                "optimizer, step, options, or param groups with a process_group of their own", [*alike, own]
+                "optimizer, step, options, or param groups with a process_group of their own", [*alike(), own]
             )
             self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
             self.require_same_hyperparameters()
@@ -123,20 +101,12 @@ class Comparison:
         return [_plain_options(state.options) for state in self._states if state.own_rank is None]
 
     def require_same_hyperparameters(self) -> None:
-        """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed.
-
-        Raises:
-            ValueError: If they do not, on all ranks.
-        """
+        """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed."""
         what = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
         self._communicator.require_equal(what, self.hyperparameters())
 
     def _align(self, step: int) -> None:
-        """Take rank 0's parameters on all ranks if they differ by no more than rounding.
-
-        Raises:
-            ValueError: If they differ by more, on all ranks; nothing has changed.
-        """
+        """Take rank 0's parameters on all ranks if they differ by no more than rounding."""
         error: Exception | None = None
         apart: list[tuple[Communicator, list[GroupState]]] = []
         with self._communicator.traffic.paused():
@@ -160,11 +130,7 @@ class Comparison:
             write_log(logger, logging.WARNING, message, step)
 
     def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
-        """Check that a number of every param group is alike on all the ranks that hold it.
-
-        Raises:
-            ValueError: If one is not, on all ranks.
-        """
+        """Check that a number of every param group is alike on all the ranks that hold it."""
         error: Exception | None = None
         for communicator, states in by_communicator(self._states):
             try:
@@ -192,17 +158,7 @@ def _replicated_bits(state: GroupState) -> int:
 
 
 def _largest_difference(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
-    """Compare this rank's parameters, moments and coefficients with rank 0's. All ranks call.
-
-    Args:
-        states: The same groups on all ranks.
-        steps: Steps taken so far.
-        communicator: The ranks.
-
-    Returns:
-        The largest difference of an element on any rank, as a share of what rounding can explain: its tensor's largest
-        magnitude times 8 sqrt(steps) units of the last place, at most 1 % of it. Infinity if one is not finite.
-    """
+    """Compare this rank's parameters, moments and coefficients with rank 0's. All ranks call."""
     worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
     for tensor in (tensor for state in states for tensor in _replicated(state)):
         tolerance = min(_MOST, 8 * sqrt(steps) * torch.finfo(tensor.dtype).eps)
@@ -307,14 +263,16 @@ class Consensus:
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
                 return gradients, not self.early.not_finite
+        if measured is not None and same and not ask and not max_grad_norm:
+            return measured, measured.is_finite() and not self.early.not_finite
         self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
-            self.early.note_norm(float(norm), max_grad_norm, self._usual, whole=True)
+            self.early.note_norm(norm, max_grad_norm, self._usual, whole=True)
         return gradients, gradients.is_finite() and not self.early.not_finite
 
-    def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> Tensor:
-        """Clip the gradients of the coming step that are in no message yet. Returns [] float64, the norm before."""
+    def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float:
+        """Clip the gradients of the coming step that are in no message yet. Returns the norm before."""
         gradients = self._collect(None, ask=self.asks(plan) and self.are_local(plan))
         gradients.reuse(self.measured)
         chosen = None if parameters is None else list(parameters)
@@ -330,7 +288,7 @@ class Consensus:
         norm = part.clip_(max_norm, in_place=True)
         gradients.after_clipping(part)
         self.measured = gradients
-        self.early.note_norm(float(norm), max_norm, self._usual, whole=whole)
+        self.early.note_norm(norm, max_norm, self._usual, whole=whole)
         return norm
 
     def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
@@ -372,12 +330,7 @@ class Consensus:
         *,
         sketched: bool = False,
     ) -> None:
-        """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike.
-
-        Raises:
-            ValueError: If the ranks differ in their hyperparameters, on all ranks; nothing has changed.
-            Exception: As :meth:`StepGradients.agree`.
-        """
+        """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike."""
         left = [*self.early.signature, *(() if self.freed is None else self.freed.signature)]
         digests = [digest_of([self.comparison.hyperparameters(), left])] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
@@ -429,25 +382,17 @@ class Consensus:
         return mean
 
     def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, list[bool]]:
-        """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients that were clipped before it.
-
-        Args:
-            written: [] float64, not 0 if someone has written parameters on this rank.
-            digests: Numbers to compare.
-
-        Returns:
-            Whether someone has written parameters on any rank; for each digest, whether all ranks have the same one.
-        """
+        """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients clipped before it."""
         mean, self.at_sync = self.at_sync, None
         if mean is None:
             with self.communicator.traffic.paused():
                 sums, alike = self.communicator.sum_and_compare([written], digests)
         else:
-            message = [written, *mean.contributions()]
-            sums, alike = self.communicator.sum_and_compare(message, digests, mean.dtype)
+            means, sketch = mean.contributions()
+            sums, alike = self.communicator.sum_and_compare([written, *means], digests, mean.dtype, sketch)
             mean.square(sums[1:])
             self._common = mean.common
-        return float(sums[0]) > 0, alike
+        return sums[0] > 0, alike
 
     def gradient_digest(self, gradients: Grads | None) -> list[int]:
         """Return a digest of this rank's local gradients the first time, else nothing.

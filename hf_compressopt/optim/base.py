@@ -27,7 +27,7 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.hosts import attach_to_hosts
-from hf_compressopt.kernels import Average, Combination, IntegerFormat
+from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim.agreement import Consensus, report_switch, write_log
 from hf_compressopt.optim.early_messages import EarlyMessages
 from hf_compressopt.optim.freed_gradients import FreedGradients
@@ -41,7 +41,7 @@ from hf_compressopt.optim.group import (
     follow_moments,
     mean_variance_norm,
 )
-from hf_compressopt.optim.math import adam_options, adam_step_
+from hf_compressopt.optim.math import adam_options, adam_step_, descent
 from hf_compressopt.optim.options import (
     check_count,
     check_family_options,
@@ -149,6 +149,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     schedule: Schedule
     lr_warmup: Warmup = Warmup()
+    #: Learning rates that an element of a parameter moves at most in a step, if an algorithm has such a bound.
+    max_update: float | None = None
     #: The gradients that are sent and released during backward, with ``zero_stage=2``.
     freed: FreedGradients | None = None
     step_was_skipped: bool = False
@@ -229,6 +231,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self.traffic = Traffic()
         self._step, self._in_shards = 0, False
         self._states: list[GroupState] = []
+        self._descents: dict[int, Descent] = {}  # of the step under way, by param group
         self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
         self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
         params, device = in_lists(params)
@@ -254,6 +257,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     # -- what an algorithm defines -------------------------------------------------------------------------------------
+
+    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
+        """Compute what the buckets of these param groups share in a compressed step."""
+        self._descents = {state.number: descent(state.options, self.max_update) for state in states}
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
@@ -331,11 +338,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
         self._follow_parameters()
         plan, before = self.plan, self.last_plan if self._step > 0 else None
+        self._consensus.comparison.check(plan, before, self._must_be_alike)
+        return plan
+
+    def _must_be_alike(self) -> list[Any]:
         options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
         options += [self._clip, self.max_grad_norm, self.warmup_bits, self._fused_warmup, self.compact]
-        options += [self.zero_stage]
-        self._consensus.comparison.check(plan, before, [type(self).__name__, self._step, repr(options)])
-        return plan
+        return [type(self).__name__, self._step, repr([*options, self.zero_stage])]
 
     def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
         """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
@@ -364,6 +373,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take the compressed step of some param groups: several buckets are on their way at the same time."""
+        self._begin_buckets(plan, states)
         for _, together in by_communicator(states):
             run_tasks(
                 self._step_of_bucket(plan, state, bucket, feedback, gradients[state.number] if gradients else [])
@@ -434,7 +444,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm must be > 0, got {max_norm}")
-        return self._consensus.clip_(self._begin_step(), max_norm, parameters).float()
+        norm = self._consensus.clip_(self._begin_step(), max_norm, parameters)
+        return torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
 
     def skip_step(self) -> None:
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""

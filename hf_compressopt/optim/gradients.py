@@ -38,7 +38,6 @@ from hf_compressopt.kernels import Segment, sum_of_squares
 from hf_compressopt.kernels.memory import holds_values, in_memory
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.group import GroupState, by_communicator
-from hf_compressopt.optim.math import clip_factor
 from hf_compressopt.optim.options import DTYPES
 
 #: Name of the tensor that holds the moving average.
@@ -58,7 +57,9 @@ class GradientNoise:
         """Take up a measurement of (1), alike on all ranks; NaN and infinity are none."""
         if math.isfinite(common):
             state = self._tensors.setdefault(NOISE, torch.zeros(2, dtype=torch.float64, device="cpu"))
-            state.mul_(MEMORY).add_(torch.tensor([common, 1.0], dtype=torch.float64, device="cpu"), alpha=1 - MEMORY)
+            state.mul_(MEMORY)
+            for place, value in enumerate((common, 1.0)):
+                state[place].add_(value, alpha=1 - MEMORY)
 
     @property
     def common(self) -> float | None:
@@ -74,16 +75,13 @@ class GradientNoise:
 
     def square_ratio(self, share: float) -> float:
         """Return (3) for 1 / W = ``share``, in [share, 1]; 1 before the first measurement."""
-        common = min(1.0, max(0.0, 1.0 if self.common is None else self.common))
+        measured = self.common
+        common = min(1.0, max(0.0, 1.0 if measured is None else measured))
         return common + (1 - common) * share
 
 
 def check_noise(tensor: Tensor) -> None:
-    """Check the moving average of a checkpoint.
-
-    Raises:
-        ValueError: If no run could have saved it.
-    """
+    """Check the moving average of a checkpoint."""
     if tensor.dtype != torch.float64 or tensor.shape != (2,):
         raise ValueError(f"{NOISE!r} must be float64 [2], got {tensor.dtype} {list(tensor.shape)}")
 
@@ -142,14 +140,7 @@ class MeanNorm:
     def add(
         self, communicator: Communicator, tensors: Sequence[tuple[int, Tensor | None]], seed: int | None, size: int
     ) -> None:
-        """Measure the gradients of the parameters of a communicator.
-
-        Args:
-            communicator: The ranks that hold the parameters.
-            tensors: For each parameter its number of elements, and its gradient or None.
-            seed: A number for each step, the same on all ranks; None if the gradients are alike on these ranks.
-            size: The numbers of the sketch that are sent.
-        """
+        """Measure the gradients of the parameters of a communicator."""
         device, share = self.averaged.device, 1 / communicator.world_size
         if seed is None or communicator.world_size == 1:
             square = sum_of_squares([grad for _, grad in tensors if grad is not None], device)
@@ -165,37 +156,31 @@ class MeanNorm:
         """Dtype of the message of all ranks: half the bytes are enough for a sketch."""
         return torch.float32 if any(s.communicator is self.everyone for s in self.sketches) else torch.float64
 
-    def contributions(self) -> list[Tensor]:
-        """Return the numbers of this rank whose sums over all ranks :meth:`square` takes.
+    def contributions(self) -> tuple[list[Tensor], Tensor | None]:
+        """Return four numbers of this rank and its sketch, whose sums over all ranks :meth:`square` takes.
 
         The ranks of each process group of a param group exchange their sketch before: all ranks call.
         """
         zero = torch.zeros_like(self.averaged)
-        own, local, divided, shared = zero, zero, zero, []
+        own, local, divided = zero, zero, zero
+        shared: Tensor | None = None
         for communicator, whole, square, size in self.sketches:
             y = whole if size == whole.numel() else whole.view(-1, size).sum(dim=0)
             share = 1 / communicator.world_size
             local, divided = local + square * share, divided + square * share**2
             if communicator is self.everyone:
-                shared = [y]
+                shared = y
             else:
                 communicator.all_reduce(y).wait()
                 own = own + _square_of_mean(y.double(), communicator.world_size) * share
-        return [self.averaged, own, local, divided, *shared]
+        return [self.averaged, own, local, divided], shared
 
-    def square(self, sums: Tensor) -> Tensor:
-        """Return the squared norm of the mean gradient.
-
-        Args:
-            sums: The sums over all ranks of :meth:`contributions`, float64.
-
-        Returns:
-            [] float64, alike on all ranks.
-        """
-        averaged, own, local, divided = sums[:4].unbind()
-        mean = own + _square_of_mean(sums[4:], self.everyone.world_size)
-        self.common = float((mean - divided) / (local - divided))
-        self.mean_square = float(averaged + local)
+    def square(self, sums: Sequence[float]) -> float:
+        """Return the squared norm of the mean gradient, alike on all ranks."""
+        averaged, own, local, divided, *squares = sums
+        mean = own + sum(squares)
+        self.common = (mean - divided) / (local - divided) if local != divided else math.nan
+        self.mean_square = averaged + local
         return averaged + mean
 
 
@@ -208,18 +193,7 @@ def measure(
     *,
     averaged: bool,
 ) -> MeanNorm:
-    """Measure this rank's gradients for the norm of their mean.
-
-    Args:
-        states: The param groups.
-        gradients: One list of gradients per param group, one entry per parameter; None counts as 0. Empty if they are
-            not valid: then this rank has part in all messages, and contributes nothing.
-        parameters: Take the gradients of these, which may be any; None takes those of all param groups. All ranks hold
-            the parameters that are in no param group.
-        everyone: All ranks.
-        seed: A number for each step, the same on all ranks.
-        averaged: Whether gradients are alike on all ranks already, but for param groups with a process group.
-    """
+    """Measure this rank's gradients for the norm of their mean."""
     chosen: Collection[int] | None = None if parameters is None else {id(p) for p in parameters}
     found = MeanNorm(everyone, states[0].device if states else everyone.device)
     tensors: dict[int, list[tuple[int, Tensor | None]]] = {id(everyone): []}
@@ -296,35 +270,20 @@ class StepGradients:
         *,
         ask: bool,
     ) -> None:
-        """Wrap the gradients of one step.
-
-        Args:
-            groups: See the class.
-            fault: See the class.
-            communicator: The ranks.
-            shares: For each group, 1 over the number of ranks that hold its parameters.
-            ask: See the class.
-        """
+        """Wrap the gradients of one step."""
         self.groups, self.fault, self.ask = groups, fault, ask
         self.left: frozenset[int] = frozenset()
         self.freed: Freed | None = None
         self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
-        self._square: Tensor | None = None
+        self._square: float | None = None
         self.measured_signature: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def collect(
         cls, states: Sequence[GroupState], given: Iterable[Any] | None, communicator: Communicator, *, ask: bool
     ) -> StepGradients:
-        """Collect the gradients of the trainable parameters.
-
-        Args:
-            states: The param groups.
-            given: One gradient (or None) per parameter, flat or per group; None for ``p.grad`` of each.
-            communicator: The ranks.
-            ask: See the class.
-        """
+        """Collect the gradients of the trainable parameters."""
         flat = [param for state in states for param in state.options["params"]]
         try:
             grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
@@ -381,11 +340,7 @@ class StepGradients:
         self._local_squares = squares
 
     def reuse(self, measured: StepGradients | None) -> bool:
-        """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients.
-
-        Returns:
-            Whether they are the same.
-        """
+        """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients."""
         same = measured is not None and measured.measured_signature == self.signature()
         if measured is not None and same:
             self._local_squares = measured._local_squares
@@ -393,7 +348,8 @@ class StepGradients:
 
     def is_usable(self) -> bool:
         """Return whether this rank's gradients are valid and finite."""
-        return self.fault is None and all(math.isfinite(float(square)) for square in self.local_squares().values())
+        squares = [*self.local_squares().values()] if self.fault is None else []
+        return self.fault is None and (not squares or all(map(math.isfinite, torch.stack(squares).tolist())))
 
     def agree(
         self,
@@ -407,39 +363,28 @@ class StepGradients:
         """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers.
 
         One small all-reduce, of which all ranks take part; without ``ask`` nothing is sent.
-
-        Args:
-            digests: Numbers to compare; see :meth:`~hf_compressopt.collectives.agreement.Agreement.sum_and_compare`.
-            overflow: Whether this rank knows already that an element of its gradients is not finite.
-            part: Gradients of some parameters, whose squares are summed in the same message.
-            mean: What this rank knows of the mean gradient of ``part``. Then the norm of ``part`` is that of the mean.
-            ratio: Without ``ask``: returns the factor on the sum of squares of the gradients with a share, if it is not
-                1.
-
-        Returns:
-            For each digest, whether all ranks have the same one; none without ``ask``.
-
-        Raises:
-            Exception: ``fault`` on the ranks that have one, and a RuntimeError on the others.
         """
         part = part or self
         weight = _share_of if self.ask else ratio or _whole
-        squares = [each._own_square(overflow, weight) for each in (self, part)]
+        own = [each._own_square(overflow, weight) for each in (self, *([] if part is self else [part]))]
         alike: list[bool] = []
         if self.ask:
-            faults = torch.full_like(squares[0], float(self.fault is not None))
-            means = [] if mean is None else mean.contributions()
+            faults = torch.full_like(own[0], float(self.fault is not None))
+            means, sketch = ([], None) if mean is None else mean.contributions()
             dtype = torch.float64 if mean is None else mean.dtype
-            sums, alike = self._communicator.sum_and_compare([faults, *squares, *means], digests, dtype)
-            if self.fault is None and float(sums[0]) > 0:
+            numbers = [faults, own[0], own[-1], *means]
+            sums, alike = self._communicator.sum_and_compare(numbers, digests, dtype, sketch)
+            if self.fault is None and sums[0] > 0:
                 raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
-            squares = [sums[1], sums[2]]
-            if mean is not None:
-                squares[1] = torch.where(sums[2].isfinite(), mean.square(sums[3:]), sums[2])
+            squares = sums[1:3]
+            if mean is not None and math.isfinite(squares[1]):
+                squares[1] = mean.square(sums[3:])
+        elif self.fault is None:
+            squares = torch.stack(own).tolist()
         if self.fault is not None:
             raise self.fault
         self._square = squares[0]
-        part._square = squares[1]
+        part._square = squares[-1]
         self.measured_signature = self.signature()
         return alike
 
@@ -452,15 +397,14 @@ class StepGradients:
             square = square + local * weight(share)
         return square
 
-    def square_norm(self) -> Tensor:
+    def square_norm(self) -> float:
         """Return the squared norm of averaged gradients; of local ones the mean over ranks of their squared norms.
 
         The latter is at least the square of the norm of the mean, and at most W times that. Parameters that only some
         of the ranks hold count by the mean over these.
 
-        Returns:
-            [] float64, alike on all ranks, after :meth:`agree`. Not finite if an element on any rank is not, or is too
-            large for its square to be a float32.
+        It is alike on all ranks, after :meth:`agree`, and not finite if an element on any rank is not, or is too large
+        for its square to be a float32.
         """
         if self._square is None:
             self.agree()
@@ -469,17 +413,17 @@ class StepGradients:
 
     def is_finite(self) -> bool:
         """Return whether the gradients of all ranks are finite; alike on all ranks."""
-        return math.isfinite(float(self.square_norm()))
+        return math.isfinite(self.square_norm())
 
-    def clip_(self, max_norm: float, *, in_place: bool) -> Tensor:
-        """Clip to ``max_norm``, by the same factor on every rank; gradients that are not finite do not change.
+    def clip_(self, max_norm: float, *, in_place: bool) -> float:
+        """Clip to ``max_norm``, by the same factor on every rank, and return the norm before.
 
-        Returns:
-            [] float64, the norm before.
+        Gradients that are not finite do not change.
         """
-        norm = self.square_norm().sqrt()
-        factor = float(clip_factor(norm, max_norm))
-        if math.isfinite(float(norm)) and factor < 1.0:
+        square = self.square_norm()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        factor = min(1.0, max_norm / (norm + 1e-6))  # as torch computes it
+        if math.isfinite(norm) and factor < 1.0:
             if in_place:
                 _scale_([grad for grad in self.present() if id(grad) not in self.left], factor)
             else:

@@ -16,7 +16,7 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.group_errors import GroupErrors, values_of
-from hf_compressopt.flat import Bucket, FlatLayout, Span
+from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
@@ -124,13 +124,7 @@ class Moments:
     def room(
         self, *, codes: bool = False, last: Mapping[int, Average] | None = None, shards: MomentShards | None = None
     ) -> Moments:
-        """Return moments of another form, to be filled. They share the memory of what has that form already.
-
-        Args:
-            codes: Whether the variance lies in 8 bits, else in float32.
-            last: Messages that take the momentum's place, by their first elements; None for float32.
-            shards: This rank's part of the moments, if the ranks share them out.
-        """
+        """Return moments of another form, to be filled. They share the memory of what has that form already."""
         found, numel = copy(self), self._layout.numel if shards is None else 0
         found.shards = shards
         found.tops, found.last, found._recent = torch.zeros_like(self.tops), dict(last or {}), None
@@ -168,12 +162,7 @@ class Moments:
         return whole[start : start + self._layout.numels[index]]
 
     def exp_avg_of(self, index: int, still: bool) -> Tensor:
-        """Return a parameter's first moment, [n] float32: a view of the buffer, or decoded values.
-
-        Args:
-            index: The parameter.
-            still: Whether it stands still, so that the momentum that messages tell counts as 0.
-        """
+        """Return a parameter's first moment, [n] float32: a view of the buffer, or decoded values."""
         start, numel = self._layout.starts[index], self._layout.numels[index]
         if not self.last:
             return self.exp_avg[start : start + numel]
@@ -200,12 +189,7 @@ class Moments:
         return self.exp_avg_sq[start:stop]
 
     def has_variance(self, index: int, *, compact: bool = True) -> bool:
-        """Return whether an element of a parameter has a variance, in the form that steps read.
-
-        Args:
-            index: The parameter.
-            compact: Whether float32 values are to be encoded: a variance below 2^-126 has the code of 0.
-        """
+        """Return whether an element of a parameter has a variance, in the form that steps read."""
         start = self._layout.starts[index]
         stop = start + self._layout.numels[index]
         if self.codes.numel():
@@ -347,6 +331,7 @@ class GroupState:
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
         self._form = SignFormat(scale_block)
+        self._feedback: tuple[object, list[ErrorFeedback]] | None = None  # that of these pairs of errors
         self.shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
@@ -377,7 +362,9 @@ class GroupState:
     @property
     def feedback(self) -> list[ErrorFeedback]:
         """The errors of each bucket."""
-        return [ErrorFeedback(*pair, self._form) for pair in self.errors.pairs]
+        if self._feedback is None or self._feedback[0] is not self.errors.pairs:
+            self._feedback = self.errors.pairs, [ErrorFeedback(*pair, self._form) for pair in self.errors.pairs]
+        return self._feedback[1]
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -491,16 +478,6 @@ class GroupState:
         What rounding has taken from such gradients lies in the errors e, the sum over t steps. Their square over t is
         at least the variance of gradients that are noise, and at most t times that of gradients that are alike.
         A parameter without gradients has errors of 0, unless signs were sent of it too. All ranks call.
-
-        Args:
-            indices: The parameters.
-            first: For each parameter of the group, how often its first moment has been updated.
-            second: The same for the second moment: fewer if some gradients travelled as signs.
-            unit: Factor by which the errors were multiplied.
-            least: The least variance to return, since a message of signs gives all elements of a block one magnitude.
-
-        Returns:
-            The variances, by parameter, of those that had gradients.
         """
         chosen = {i for i in indices if self.layout.numels[i] and first[i] == second[i] > 0}
         if self.communicator.world_size == 1 or not self.layout.numel:
@@ -529,14 +506,7 @@ class GroupState:
         }
 
     def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
-        """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage.
-
-        Args:
-            first: For each parameter, how often its first moment has been updated.
-            second: For each parameter, how often its second moment has been updated.
-            floor: Share of a tensor's mean that is the least variance of an element.
-            unit: See :meth:`unsent_variance`, which gives a variance to parameters whose gradients were rounded to 0.
-        """
+        """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage."""
         beta1, beta2 = self.options["betas"]
         for index, counts in enumerate(zip(first, second, strict=True)):
             exp_avg, exp_avg_sq = self.view(self.exp_avg, index), self.view(self.exp_avg_sq, index)
@@ -567,13 +537,12 @@ class GroupState:
 
     def gradient_segments(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Segment]:
         """Return the parts of gradients (one or None per parameter) that lie in a bucket, for the kernels."""
-
-        def segment(piece: Span) -> Segment:
+        segments = []
+        for piece in bucket.pieces:
             grad = grads[piece.index]
             tensor = None if grad is None else dense_values("the gradient", grad)
-            return Segment(tensor, piece.start, piece.numel, piece.index, self.still[piece.index])
-
-        return [segment(piece) for piece in bucket.pieces]
+            segments.append(Segment(tensor, piece.start, piece.numel, piece.index, self.still[piece.index]))
+        return segments
 
     @contextmanager
     def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> Iterator[list[Segment]]:
@@ -582,17 +551,17 @@ class GroupState:
         A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
         it change.
         """
-        found: dict[int, Tensor | None] = {}
         copies: dict[int, Tensor] = {}
-        for index in {piece.index for piece in bucket.pieces}:
-            param = self.params[index].detach()
-            if not self.params[index].requires_grad or (moving is not None and index not in moving):
-                found[index] = None
-                continue
-            found[index] = values = dense_values("the parameter", param)
-            if values is not param:
-                copies[index] = values
-        yield [Segment(found[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
+        segments = []
+        for piece in bucket.pieces:
+            index, values, param = piece.index, None, self.params[piece.index]
+            if param.requires_grad and (moving is None or index in moving):
+                own = param.detach()
+                values = dense_values("the parameter", own)
+                if values is not own:
+                    copies[index] = values
+            segments.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
+        yield segments
         for index, values in copies.items():
             self.params[index].copy_(values)
 
@@ -629,13 +598,7 @@ def mean_variance_norm(
     counts: Callable[[GroupState], tuple[list[float], list[float]]],
     everyone: Communicator,
 ) -> float:
-    """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it.
-
-    Args:
-        states: The param groups; those that are never compressed do not count.
-        counts: Returns how often the moments of a group's parameters have been updated.
-        everyone: All ranks.
-    """
+    """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it."""
     norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for state in states:
         count = max(counts(state)[1], default=0.0) if state.compressed else 0.0

@@ -77,15 +77,6 @@ def adam_step_(
 
     If torch has the algorithm, this is torch's own arithmetic, bit for bit, unless ``fused``. Parameters of lower
     precision than float32 are updated in float32 and rounded once.
-
-    Args:
-        params: Any shapes; float32, bfloat16 or float16.
-        grads: Shaped like params.
-        exp_avgs: float32, shaped like params.
-        exp_avg_sqs: float32, shaped like params.
-        steps: [] float32 each: steps that the parameter has seen; counted up here.
-        options: The group's hyperparameters.
-        fused: One pass of a native kernel, if there is one: torch's numbers, except for rounding.
     """
     if not params:
         return
@@ -157,11 +148,7 @@ def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """Return the sum of all elements, [] float64, by chunks: torch makes a float64 copy of the tensor that it sums.
-
-    Args:
-        tensor: Any shape, contiguous; any floating-point dtype.
-    """
+    """Return the sum of all elements, [] float64, by chunks: torch makes a float64 copy of the tensor that it sums."""
     parts = [chunk.sum(dtype=torch.float64) for chunk in torch.split(tensor.detach().view(-1), _CHUNK)]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=tensor.device)
 
@@ -172,27 +159,14 @@ def is_zero(tensor: Tensor) -> bool:
 
 
 def variance_norm(exp_avg_sq: Tensor, count: float, group: dict[str, Any]) -> Tensor:
-    """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so.
-
-    Args:
-        exp_avg_sq: [n] float32.
-        count: Updates so far; the norm of moments without any counts as 0.
-        group: The param group.
-
-    Returns:
-        [] float64.
-    """
+    """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so."""
     if count == 0:
         return torch.zeros((), dtype=torch.float64, device=exp_avg_sq.device)
     return sum_of(exp_avg_sq) / (1 - group["betas"][1] ** count if group["bias_correction"] else 1.0)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter.
-
-    Args:
-        tensor: Any shape; float32, bfloat16 or float16.
-    """
+    """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter."""
     flat = in_memory("the tensor", tensor).view(-1)
     narrow = torch.int32 if flat.element_size() == 4 else torch.int16
     whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()  # elements that fill 8 bytes
@@ -215,18 +189,7 @@ def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Te
 def adam_moments_(
     grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions
 ) -> tuple[Tensor, Tensor]:
-    """Update Adam's moments of one tensor in place, and count the step.
-
-    Args:
-        grad: Any shape, any floating-point dtype.
-        exp_avg: float32, shaped like grad.
-        exp_avg_sq: float32, shaped like grad.
-        step: [] float32 on the CPU.
-        options: The group's hyperparameters.
-
-    Returns:
-        m^ and v^; without bias correction the moments themselves.
-    """
+    """Update Adam's moments of one tensor in place, and count the step."""
     advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
     return corrected_moments(exp_avg, exp_avg_sq, step, options)
 
@@ -240,14 +203,7 @@ def corrected_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options
 
 
 def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:
-    """Return LAMB's factor of one tensor, [] float32: ||p|| / ||update|| within [low, high], 1 if a norm is 0.
-
-    Args:
-        weight_square: [] float64, ||p||^2.
-        update_square: [] float64, ||update||^2.
-        low: Lower bound.
-        high: Upper bound.
-    """
+    """Return LAMB's factor of one tensor, [] float32: ||p|| / ||update|| within [low, high], 1 if a norm is 0."""
     weight_norm, update_norm = weight_square.sqrt().float(), update_square.sqrt().float()
     ratio = (weight_norm / update_norm).clamp(low, high)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
@@ -266,15 +222,6 @@ def grad_square_sum(params: Sequence[Tensor]) -> Tensor | None:
 
     Of DTensors (FSDP2, tensor parallelism) each rank sums up its own shards, and the ranks of their mesh add these
     sums: one all-reduce for each mesh and placement. All ranks of the mesh call.
-
-    Args:
-        params: The parameters, any shapes; those without a gradient count as 0.
-
-    Returns:
-        [] float64 on the device of the first gradient; None if there is none.
-
-    Raises:
-        ValueError: For parameters of FSDP1, whose shards do not tell which ranks hold the others.
     """
     if any(getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False) for p in params):
         raise ValueError(

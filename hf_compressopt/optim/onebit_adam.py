@@ -29,7 +29,6 @@ from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.gradients import CLIPS
 from hf_compressopt.optim.group import GroupState, ParamGroups
-from hf_compressopt.optim.math import descent
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
 from hf_compressopt.schedules import StepPlan
 
@@ -128,7 +127,7 @@ class OnebitAdam(CompressedOptimizer):
         exp_avg = None if keeps else state.moments.in_float32(bucket)
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).apply_adam_(
-                AdamUpdate(average, exp_avg, variance, params, descent(state.options, self.max_update))
+                AdamUpdate(average, exp_avg, variance, params, self._descents[state.number])
             )  # (5), (6)
         if keeps:
             state.moments.keep(bucket, average)

@@ -43,17 +43,7 @@ def load_with_hooks(
     *,
     in_shards: bool,
 ) -> None:
-    """Load a state dict between the hooks that torch calls around a load.
-
-    Args:
-        optimizer: The optimizer.
-        state_dict: Its state dict.
-        load: Loads a state dict that is no stub, given the entry under ``STATE_KEY``, or None.
-        in_shards: Load nothing: the state comes from shards.
-
-    Raises:
-        ValueError: For a stub, unless the state comes from shards.
-    """
+    """Load a state dict between the hooks that torch calls around a load."""
     state_dict = state_dict.copy()
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = pre_hook(optimizer, state_dict) or state_dict
@@ -127,12 +117,7 @@ def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
 
 
 def check_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
-    """Check that a header fits this optimizer.
-
-    Raises:
-        ValueError: If it does not; nothing has changed.
-        TypeError: Likewise.
-    """
+    """Check that a header fits this optimizer."""
     if header.get("optimizer") != type(optimizer).__name__:
         raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(optimizer).__name__}")
     for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
@@ -176,11 +161,7 @@ def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
 
 
 def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> Warmup:
-    """Return the learning rate's warmup of a header; without one, the rate rises no more unless it rises later.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Return the learning rate's warmup of a header; without one, the rate rises no more unless it rises later."""
     saved = header.get("lr_warmup", [float(optimizer.param_groups[0]["lr"]), 0])
     try:
         rate, step = saved
@@ -205,15 +186,7 @@ def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
 
 
 def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
-    """Check the optimizer-wide tensors that a checkpoint brings.
-
-    Args:
-        tensors: The tensors, by name.
-        schedule: The checkpoint's schedule.
-
-    Raises:
-        ValueError: If one is not what an optimizer with this schedule could have saved.
-    """
+    """Check the optimizer-wide tensors that a checkpoint brings."""
     history = tensors.get(HISTORY)
     if unknown := sorted(tensors.keys() - {HISTORY, NOISE, LATE_CLIP}):
         raise ValueError(f"{unknown[0]!r} is not a tensor of a compressed optimizer")
@@ -250,16 +223,7 @@ def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
 
 
 def load_full(optimizer: CompressedOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
-    """Copy a state dict into the buffers.
-
-    Args:
-        optimizer: The optimizer.
-        state_dict: The state dict.
-        own: Its part beyond torch's names; None for the state dict of an ordinary Adam or AdamW.
-
-    Raises:
-        ValueError: If it does not fit; nothing has changed then.
-    """
+    """Copy a state dict into the buffers."""
     rows = _matching_rows(optimizer, state_dict)
     if own is None:
         steps = [int(row["step"]) for _, _, row in rows if row]

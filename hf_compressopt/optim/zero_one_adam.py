@@ -87,8 +87,9 @@ class LocalInterval:
 
     def written(self, device: torch.device) -> Tensor:
         """Return whether anyone has written parameters since the last sync, [] float64."""
-        found = False if self._written is None else self._written
-        return torch.as_tensor(found, dtype=torch.float64, device=device)
+        if self._written is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return self._written.to(device, torch.float64)
 
     def _fingerprint(self) -> Tensor:
         sums = [bit_sum(param) for state in self._compressed for param in state.params]
@@ -98,7 +99,8 @@ class LocalInterval:
 
     def is_apart(self) -> bool:
         """Return whether each rank has its own parameters in place. No collective call; alike on all ranks."""
-        inside = any(float(state.extra["lr_sum"]) != 0 and state.own_params is None for state in self._compressed)
+        numbers = numbers_since_sync(self.states)
+        inside = any(numbers[state.number][0] != 0 and state.own_params is None for state in self._compressed)
         return inside and not self._alike and any(state.communicator.world_size > 1 for state in self._compressed)
 
     def begin_step(self) -> None:
@@ -215,6 +217,14 @@ class LocalInterval:
         return [[not param.requires_grad for param in state.params] for state in self._compressed]
 
 
+def numbers_since_sync(states: Sequence[GroupState]) -> dict[int, tuple[float, float]]:
+    """Return the sum of learning rates and the decay since the last sync, by param group, in one fetch."""
+    chosen = [state for state in states if state.compressed]
+    numbers = [state.extra[name] for state in chosen for name in ("lr_sum", "decay")]
+    found = torch.cat(numbers).tolist() if numbers else []
+    return {state.number: (found[2 * i], found[2 * i + 1]) for i, state in enumerate(chosen)}
+
+
 def _average_(tensor: Tensor, state: GroupState) -> None:
     tensor.mul_(1 / state.communicator.world_size)
     state.communicator.all_reduce(tensor).wait()
@@ -293,6 +303,8 @@ class ZeroOneAdam(CompressedOptimizer):
         }
         super().__init__(params, lr, **options)
         self._interval = LocalInterval(self._states, self.traffic)
+        self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
+        self._since_sync: dict[int, tuple[float, float]] = {}  # likewise, at a sync
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
@@ -309,9 +321,10 @@ class ZeroOneAdam(CompressedOptimizer):
             state.view(state.exp_avg, index).lerp_(grad, 1 - beta1)  # (2)
             state.view(state.exp_avg_sq, index).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         with_grad = {index for index, grad in enumerate(grads) if grad is not None}
+        corrections, how = _corrections(state, counted=True), descent(state.options)
         for bucket in state.layout.buckets:
             momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
-            _descend(state, bucket, momentum, descent(state.options), beta=1.0, counted=True, moving=with_grad)
+            _descend(state, bucket, momentum, how, beta=1.0, corrections=corrections, moving=with_grad)
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
@@ -335,6 +348,16 @@ class ZeroOneAdam(CompressedOptimizer):
         gradients = state.gradient_segments(bucket, grads)
         return Combination(bucket.numel, state.device, grads=gradients)
 
+    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
+        super()._begin_buckets(plan, states)
+        for state in states:
+            if plan.stage is not Stage.LOCAL_STEP:
+                self._divisors[state.number] = _corrections(state, counted=False)
+                continue
+            lr_sum, decay = self._since_sync[state.number]
+            bound = (self.max_update or math.inf) * lr_sum
+            self._descents[state.number] = replace(descent(state.options), decay=decay, bound=bound)
+
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         with self.warmup_gradients.signs(plan, states, self.variance_floor):
             super()._compressed_step(plan, states, gradients)
@@ -342,12 +365,11 @@ class ZeroOneAdam(CompressedOptimizer):
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
         if plan.stage is not Stage.LOCAL_STEP:
             beta1, _ = state.options["betas"]
-            bounded = descent(state.options, self.max_update)
-            _descend(state, bucket, average, bounded, beta=1 - beta1, counted=False)  # (1), (2), (3)
+            bounded, corrections = self._descents[state.number], self._divisors[state.number]
+            _descend(state, bucket, average, bounded, beta=1 - beta1, corrections=corrections)  # (1), (2), (3)
             return
-        flat, lr_sum = slice(bucket.start, bucket.stop), float(state.extra["lr_sum"])
-        bound = (self.max_update or math.inf) * lr_sum
-        decayed = replace(descent(state.options), decay=float(state.extra["decay"]), bound=bound)
+        flat, decayed = slice(bucket.start, bucket.stop), self._descents[state.number]
+        lr_sum = self._since_sync[state.number][0]
         m, anchor, u = state.exp_avg[flat], state.extra["anchor"][flat], state.extra["local_update"][flat]
         with state.parameter_segments(bucket) as params:
             update = ParameterSync(average, m, anchor, state.variance(bucket), u, params, lr_sum, decayed)
@@ -374,7 +396,7 @@ class ZeroOneAdam(CompressedOptimizer):
         if written:
             return self._interval.sync_by_average()
         # a learning rate that was 0 throughout has moved nothing: there is nothing to send
-        moved = [state for state in states if float(state.extra["lr_sum"]) != 0]
+        moved = [state for state in states if self._since_sync[state.number][0] != 0]
         self._compressed_step(plan, moved, None)
         for state in moved:
             state.extra["lr_sum"].zero_()
@@ -383,7 +405,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def _parameters_were_written(self, gradients: Grads | None) -> bool:
         """Return whether someone has written parameters on any rank; compare what must be alike. All ranks call."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
-        so_far = [(float(state.extra["lr_sum"]), float(state.extra["decay"])) for state in states]
+        self._since_sync = numbers_since_sync(self._states)
+        so_far = [self._since_sync[state.number] for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
         digests = [digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))]
         # one in every message that is counted: a resumed run, which compares once more, sends the same bytes
@@ -470,12 +493,11 @@ def _descend(
     how: Descent,
     *,
     beta: float,
-    counted: bool,
+    corrections: Tensor,
     moving: Container[int] | None = None,
 ) -> None:
-    """Take the update of the variance stage, (3). ``counted``: whether this step is in ``state.steps`` already."""
+    """Take the update of the variance stage, (3)."""
     exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
-    corrections = _corrections(state, counted)
     with state.parameter_segments(bucket, moving) as params:
         kernels.on(state.device).apply_adam_(
             AdamUpdate(average, exp_avg, variance, params, how, beta=beta, corrections=corrections)
@@ -483,7 +505,10 @@ def _descend(
 
 
 def _corrections(state: GroupState, counted: bool) -> Tensor:
-    """Return the divisors of m and v of each parameter; infinity for m if there is no variance yet."""
+    """Return the divisors of m and v of each parameter; infinity for m if there is no variance yet.
+
+    ``counted``: whether the step under way is in ``state.steps`` already.
+    """
     beta1, beta2 = state.options["betas"]
     updates = state.extra["variance_steps"].double()
     first, second = torch.ones_like(updates), torch.ones_like(updates)
