@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, announced
-from hf_compressopt.planner import advice, command, link, report, units
+from hf_compressopt.planner import estimate, link, report
 from hf_compressopt.planner.link import Link
 
 _PROGRAM = "python -m hf_compressopt.advise"
@@ -36,15 +36,7 @@ _USUAL_TOKENS = 512
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command on this rank.
-
-    Args:
-        argv: Arguments; None takes those of the command line.
-
-    Returns:
-        0 if rank 0 has printed the ranking, 2 for wrong arguments or a wrong environment, 1 if the link or another rank
-        failed. For 1 and 2, every remaining rank prints the reason.
-    """
+    """Run the command on this rank."""
     arguments = _parser().parse_args(argv)
     try:
         place = _Place(arguments.use_cpu)
@@ -78,16 +70,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config_name", help="the model: a name on the Hub, or a folder with a config.json")
-    count = command.argument(units.count)
-    model.add_argument("--params", type=count, help=f"{command.PARAMS_HELP}; a GPT-2 of about this size is timed")
-    few = command.argument(partial(units.count, most=1e6))
+    count = estimate.argument(estimate.count)
+    model.add_argument("--params", type=count, help=f"{estimate.PARAMS_HELP}; a GPT-2 of about this size is timed")
+    few = estimate.argument(partial(estimate.count, most=1e6))
     parser.add_argument("--batch-size", type=few, default=8, help="examples per rank in a step (%(default)s)")
     tokens = f"tokens in an example (default: {_USUAL_TOKENS}, or the most that the model takes)"
     parser.add_argument("--tokens", type=few, help=tokens)
     parser.add_argument("--use_cpu", action="store_true", help="use the CPU and gloo even if there is a GPU")
     wait = f"longest time to wait for another rank (default: {_LONGEST_WAIT:g}s)"
-    parser.add_argument("--timeout", type=command.argument(units.seconds), default=_LONGEST_WAIT, help=wait)
-    command.add_training_arguments(parser, measured=True)
+    parser.add_argument("--timeout", type=estimate.argument(estimate.seconds), default=_LONGEST_WAIT, help=wait)
+    estimate.add_training_arguments(parser, measured=True)
     return parser
 
 
@@ -106,11 +98,7 @@ class _Place:
     neighbours: Communicator | None = None
 
     def __init__(self, use_cpu: bool) -> None:
-        """Read the launcher's variables.
-
-        Raises:
-            ValueError: If they are missing or contradict each other.
-        """
+        """Read the launcher's variables."""
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ValueError(f"{', '.join(missing)} are not set, which a launcher does: {_START}")
@@ -138,12 +126,7 @@ class _Place:
         return self.ranks // self.local
 
     def join(self, timeout: float) -> None:
-        """Wait for the others, at most ``timeout`` seconds.
-
-        Raises:
-            ValueError: If the launcher's variables contradict each other, or differ between ranks.
-            RuntimeError: If the others do not join in time.
-        """
+        """Wait for the others, at most ``timeout`` seconds."""
         wait = timedelta(seconds=timeout)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -160,12 +143,7 @@ class _Place:
 
 
 def _advise(arguments: argparse.Namespace, place: _Place) -> str:
-    """Measure what is not given, and render the ranking. All ranks call, and raise together.
-
-    Raises:
-        ValueError: If the model cannot be made or timed, or if the planner refuses the numbers.
-        RuntimeError: If a rank has ended.
-    """
+    """Measure what is not given, and render the ranking. All ranks call, and raise together."""
     everyone, given = place.everyone, {key: value for key, value in vars(arguments).items() if value is not None}
     everyone.require_equal("the arguments", given)
     measured: dict[str, Any] = {"backend": everyone.name, "device": place.device.type}
@@ -176,19 +154,11 @@ def _advise(arguments: argparse.Namespace, place: _Place) -> str:
 
     def render() -> str:
         arguments.nodes, arguments.gpus_per_node = place.nodes, place.local
-        dtype = getattr(torch, arguments.dtype)
-        model = command.cost_model(arguments, dtype.itemsize)
-        if model is None:
-            raise ValueError("there is nothing to predict")
-        memory = report.memory_rows(
-            arguments.params, place.ranks, dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
-        )
-        choices = advice.ranked(model, arguments.steps, memory, arguments.warmup_bits)
+        found = estimate.predict(arguments, place.ranks)
         if arguments.json:
-            times = report.as_json(model, arguments.steps)
-            found = {"measured": measured, "ranking": advice.as_json(choices), "advised": advice.advised(choices).flags}
-            return json.dumps({"ranks": place.ranks, "bytes_per_rank": memory, **times, **found}, indent=2)
-        return "\n".join([*_facts(arguments, place, measured), "", advice.table(choices), "", advice.verdict(choices)])
+            return json.dumps({**found, "measured": measured}, indent=2)
+        table = report.ranking_table(found["ranking"])
+        return "\n".join([*_facts(arguments, place, measured), "", table, "", found["verdict"]])
 
     return everyone.run_together(render, others=ValueError)
 

@@ -3,6 +3,9 @@
 In the compressed stage gradients are local: an overflow on one rank is visible to that rank alone. torch's scaler would
 skip the step on that rank and take it on the others, and the ranks would wait for each other for ever. A partitioned
 optimizer keeps its gradients to itself: torch's scaler would find none.
+
+torch.amp.GradScaler has no public way to give another found_inf: two of its private methods are overridden, as
+torch's ShardedGradScaler does.
 """
 
 from __future__ import annotations

@@ -10,31 +10,25 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hf_compressopt
-from hf_compressopt.planner import command, units
+from hf_compressopt.planner import estimate
 
 _FOLDER = "the folder: Trainer's checkpoint-<step>, or the one given to save_state"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Args:
-        argv: Arguments; None takes those of the command line.
-
-    Returns:
-        The subcommand's exit code. Invalid arguments exit with 2.
-    """
+    """Run a subcommand."""
     for stream in (sys.stdout, sys.stderr):  # arguments and files may hold names that the terminal cannot show
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(prog="hf-compressopt", description=hf_compressopt.__doc__)
     parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    command.add_parser(commands)
+    estimate.add_parser(commands)
     for subcommand in _SUBCOMMANDS:
         subcommand.add_parser(commands)
     arguments = parser.parse_args(argv)
@@ -67,21 +61,13 @@ def _env(arguments: argparse.Namespace) -> int:
     return 1 if facts["problems"] else 0
 
 
-def _ranks(text: str) -> int:
-    try:
-        return units.count(text, most=1e6)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
     from hf_compressopt.integrations import deepspeed
-    from hf_compressopt.integrations.deepspeed import render
 
     try:
         config = deepspeed.read_config(arguments.config)
         found = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
-        text = json.dumps(render.as_json(found), indent=2) if arguments.json else render.render(found)
+        text = json.dumps(deepspeed.as_json(found), indent=2) if arguments.json else deepspeed.render(found)
     except ValueError as error:
         _complain("from-deepspeed", error)
         return 2
@@ -197,7 +183,10 @@ _SUBCOMMANDS = (
         "none, 2 if the file is not a valid configuration.",
         {
             "config": {"help": "ds_config.json, for DeepSpeed or, with auto values, for Transformers"},
-            "--ranks": {"type": _ranks, "help": "number of ranks, to divide a train_batch_size by"},
+            "--ranks": {
+                "type": estimate.argument(partial(estimate.count, most=1e6)),
+                "help": "number of ranks, to divide a train_batch_size by",
+            },
             "--same-arithmetic": _flag(
                 "compute what DeepSpeed's optimizers did, except for their faults; the defaults here are better"
             ),

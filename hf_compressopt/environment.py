@@ -21,15 +21,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def collect() -> dict[str, Any]:
-    """Collect all facts, in values that JSON can hold.
-
-    Returns:
-        ``package``, ``python``, ``packages`` (version or None by name), ``libraries`` (by "cpu" and "cuda": ``path``,
-        ``interface``, ``instruction_set``, None if it does not load, ``built``, what the build says of it or None, and
-        the ``problem`` or None), ``gpu``,
-        ``communicators``, ``kernels`` (the ``setting``, and the kernels in use for ``cpu`` and ``cuda`` tensors; None
-        without torch), and ``problems``, a sentence for each thing that cannot work.
-    """
+    """Collect all facts, in values that JSON can hold."""
     problems: list[str] = []
     try:
         importlib.import_module("torch")

@@ -12,11 +12,6 @@ ranks hold, and its errors). In each round every variant saves and loads it once
 - RSS: growth of the resident set at its peak, in save and load, of the rank that grew most; in the first round.
 
 The disk's seconds over a variant's are its share of the disk's speed: 1 is as fast.
-
-    python scripts/benchmark_checkpoint.py --optimizer forms --parameters 25e6 --rounds 9
-
-compares the two forms of OnebitAdam's state after its first stage instead, in turns: a checkpoint of each holds what
-memory holds.
 """
 
 import gc
@@ -44,7 +39,7 @@ from torch import nn
 
 from hf_compressopt import OnebitAdam, ZeroOptimizer, async_save_state, load_state, save_state
 from hf_compressopt.checkpoint.io import checkpointable
-from hf_compressopt.checkpoint.snapshot import take_snapshot
+from hf_compressopt.checkpoint.save import take_snapshot
 from hf_compressopt.zero.memory import release_memory, resident_bytes
 
 BLOCK = 4 * MIB
@@ -69,18 +64,6 @@ def make(options: dict[str, Any]) -> torch.optim.Optimizer:
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, stage=1, lr=1e-3)
     sum(p.square().mean() for p in params).backward()
     optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-def after_the_switch(options: dict[str, Any], form: str) -> OnebitAdam:
-    """An optimizer whose state has this form, in its compressed stage."""
-    params = parameters(options)
-    optimizer = OnebitAdam(params, lr=1e-3, freeze_step=1, warmup_bits=32, state=form)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.randn_like(p)
-        optimizer.step()
     optimizer.zero_grad()
     return optimizer
 
@@ -188,10 +171,6 @@ VARIANTS: dict[str, type[Variant]] = {
 }
 
 
-#: The forms of a state; the first one is what others are compared with.
-FORMS = ["float32", "compact"]
-
-
 @contextmanager
 def growth(measured: bool) -> Iterator[list[int]]:
     """Measure the peak growth of the resident set inside; read every 2 ms, which takes time."""
@@ -260,8 +239,7 @@ def work(rank: int, options: dict[str, Any], folder: str) -> None:
     warnings.filterwarnings("ignore")
     os.environ["BENCHMARK_FOLDER"] = folder
     with gloo_ranks(rank, options["ranks"], f"{folder}/store", options["threads"]):
-        measured = measure_forms if options["optimizer"] == "forms" else measure_variants
-        found = measured(rank, options, folder)
+        found = measure_variants(rank, options, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -281,44 +259,6 @@ def measure_variants(rank: int, options: dict[str, Any], folder: str) -> dict[st
                 print(f"round {number + 1}: {name}: {found['save']:.2f} s, {found['load']:.2f} s", flush=True)
     result["bytes"] = sum(t.numel() * t.element_size() for t in tensors.values())
     return result
-
-
-def measure_forms(rank: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Seconds and memory of each form of the state; in each round they take turns."""
-    optimizers = {form: after_the_switch(options, form) for form in FORMS}
-    result: dict[str, Any] = {form: [] for form in FORMS}
-    for number in range(options["rounds"]):
-        for form in in_turn(FORMS, number):
-            variant = Ours(optimizers[form], {}, Path(folder, form))
-            found = measure(variant, options["keep_cache"], memory=number == 0)
-            shards = Path(folder, form).glob("*.safetensors")
-            result[form].append({**found, "bytes": sum(file.stat().st_size for file in shards)})
-            if rank == 0:
-                print(f"round {number + 1}: {form}: {found['save']:.2f} s, {found['load']:.2f} s", flush=True)
-    return result
-
-
-def table_of_forms(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
-    rounds = range(options["rounds"])
-
-    def seconds(form: str, what: str) -> list[float]:
-        return [max(r[form][n][what] for r in ranks) for n in rounds]
-
-    rows = [["state", "files, MiB", "save, s", "of float32", "load, s", "of float32"]]
-    for form in FORMS:
-        row = [form, f"{ranks[0][form][0]['bytes'] / MIB:.0f}"]
-        for what in ("save", "load"):
-            mine, float32 = seconds(form, what), seconds(FORMS[0], what)
-            ratios = sorted(a / b for a, b in zip(mine, float32, strict=True))
-            spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if form != FORMS[0] else ""
-            row += [f"{statistics.median(mine):.2f}", f"{statistics.median(ratios):.2f}{spread}"]
-        rows.append(row)
-    count, rounds_run = matrices(options) * options["width"] ** 2, options["rounds"]
-    return [
-        f"OnebitAdam, {count:,} parameters, {options['ranks']} ranks, {rounds_run} rounds",
-        "",
-        *markdown(rows, "right"),
-    ]
 
 
 def table(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
@@ -355,7 +295,7 @@ def table(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--optimizer", choices=["zero1", "onebit", "forms"], default="zero1")
+    parser.add_argument("--optimizer", choices=["zero1", "onebit"], default="zero1")
     parser.add_argument("--parameters", type=lambda text: int(float(text)), default=100_000_000)
     parser.add_argument("--width", type=int, default=1024, help="of the square matrices that the parameters are")
     parser.add_argument("--ranks", type=int, default=2)
@@ -382,7 +322,7 @@ def main() -> None:
             process.kill()
             process.join()
         shutil.rmtree(folder, ignore_errors=True)
-    lines = (table_of_forms if options["optimizer"] == "forms" else table)(ranks, options)
+    lines = table(ranks, options)
     print("\n" + "\n".join(lines), flush=True)
     write_measurements(out, options, ranks=ranks)
 

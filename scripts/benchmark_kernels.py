@@ -4,7 +4,6 @@
     python scripts/benchmark_kernels.py --threads 1 --numel 25000000 100000000
     python scripts/benchmark_kernels.py --only integers --threads 1   # messages of 4 and 8 bits, and sketches
     python scripts/benchmark_kernels.py --only step          # a compressed step on 2 gloo ranks, 1 thread each
-    python scripts/benchmark_kernels.py --only clip          # clip_grad_norm_ of local gradients, likewise
 
 All variants of a table take turns in one run; times are medians. Kernels on one thread are measured in its CPU time,
 which other work on the machine changes less than the time of day.
@@ -24,7 +23,6 @@ beside the reads. "of roofline" is the bytes per second that a kernel must read 
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
@@ -33,7 +31,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from _common import Variants, gloo_ranks, medians, parser_of, print_table
@@ -51,7 +48,6 @@ from hf_compressopt.kernels import (
     message_nbytes,
     num_blocks,
 )
-from hf_compressopt.kernels.commit import Commit
 from hf_compressopt.kernels.errors import CompactErrors, Errors
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.kernels.variance import LogVariance, encode_variance_
@@ -190,14 +186,12 @@ class Buffers:
                 like,
             )
 
-        commit, compact = Commit(z, self.error, message, y, whole), CompactErrors.zeros(n)
-        commit_compact = Commit(z, compact, message, y, whole)
+        compact = CompactErrors.zeros(n)
         of = {
             "compress": Kernel(lambda: form.compress_(z, self.error, message, 1), 8 + sent, "dot(a, b)"),
             **{f"average of {count}": average_compress(count, self.error, self.out, 4, "a = b") for count in AVERAGED},
             "average of 2 in place": average_compress(2, self.error, self.error, 4, "a *= c"),
             "decompress": Kernel(lambda: form.decompress_(y, self.out), 4 + sent, "a = c"),
-            "commit": Kernel(lambda: form.commit_(commit), 16 + 2 * sent, "a *= c"),
             "compress, errors in 8 bits": Kernel(
                 lambda: form.compress_(z, compact, message, 1), 4 + IN_8_BITS + sent, "dot(a, b)"
             ),
@@ -205,9 +199,6 @@ class Buffers:
                 f"average of {count}, errors in 8 bits": average_compress(count, compact, compact, IN_8_BITS, "a *= c")
                 for count in AVERAGED
             },
-            "commit, errors in 8 bits": Kernel(
-                lambda: form.commit_(commit_compact), 8 + 2 * IN_8_BITS + 2 * sent, "a *= c"
-            ),
             "any_nan": Kernel(lambda: any_nan(y), 1 / 64, "dot(a, b)"),
         }
         return {f"int{bits}: {name}": kernel for name, kernel in of.items()}
@@ -221,16 +212,6 @@ class Buffers:
             "sum of squares + sketch": Kernel(lambda: sketch_(whole, 0, 1, y, squares), 4, "dot(a, b)"),
         }
 
-    def torch_and_packbits(self) -> None:
-        """Compression as one writes it with torch and numpy."""
-        self.error.add_(self.x)
-        blocks = self.error[: self.numel // BLOCK * BLOCK].view(-1, BLOCK)
-        scales = torch.linalg.vector_norm(blocks, dim=1).div_(BLOCK**0.5)
-        negative = blocks < 0
-        packed = np.packbits(negative.numpy().reshape(-1), bitorder="little")
-        self.message[: packed.size] = torch.from_numpy(packed)
-        blocks.sub_(torch.where(negative, -scales.unsqueeze(1), scales.unsqueeze(1)))
-
 
 def benchmark_kernels(numel: int, rounds: int, slow_rounds: int, signs: bool) -> None:
     buffers = Buffers(numel)
@@ -242,8 +223,6 @@ def benchmark_kernels(numel: int, rounds: int, slow_rounds: int, signs: bool) ->
         seconds = medians({name: kernel.call for name, kernel in (plain | measured).items()}, rounds, clock=clock)
     with kernels_from("reference"):
         slow: Variants = {name: kernel.call for name, kernel in measured.items()}
-        if signs:
-            slow["torch + packbits"] = buffers.torch_and_packbits
         others = medians(slow, slow_rounds, clock=clock) if slow_rounds > 0 else {}
     rates = {name: kernel.nbytes * numel / seconds[name] for name, kernel in (plain | measured).items()}
     rows = [["kernel", "ms", "GB/s", "of a += b", "roofline", "of roofline", "reference / native"]]
@@ -251,18 +230,6 @@ def benchmark_kernels(numel: int, rounds: int, slow_rounds: int, signs: bool) ->
         rate, slower = rates[name], f"{others[name] / seconds[name]:.1f}" if name in others else ""
         shares = f"{rate / rates['a += b']:.2f}", kernel.like, f"{rate / rates[kernel.like]:.2f}"
         rows.append([name, f"{seconds[name] * 1e3:.2f}", f"{rate / 1e9:.1f}", *shares, slower])
-    if "torch + packbits" in others:
-        rows.append(
-            [
-                "torch + packbits / compress",
-                "",
-                "",
-                "",
-                "",
-                "",
-                f"{others['torch + packbits'] / seconds['compress']:.1f}",
-            ]
-        )
     print_table(f"{numel} elements, {torch.get_num_threads()} threads, {kernels.implementation(CPU)}", rows)
 
 
@@ -343,57 +310,6 @@ def benchmark_whole_step(numels: list[int], rounds: int) -> None:
     print_table(f"{title}, {torch.get_num_threads()} threads", rows)
 
 
-# -- clipping on several ranks ----------------------------------------------------------------------------------------
-
-
-def benchmark_clipping(rank: int, world_size: int, numel: int, rounds: int, store: str) -> None:
-    """clip_grad_norm_ of local gradients by the norm of their mean, beside the root of the mean of squared norms."""
-    with gloo_ranks(rank, world_size, store):
-        for dtype in (torch.float32, torch.bfloat16):
-            compare_clipping(rank, world_size, [numel // 100] * 100, dtype, rounds)
-
-
-def compare_clipping(rank: int, world_size: int, numels: list[int], dtype: torch.dtype, rounds: int) -> None:
-    torch.manual_seed(rank)
-    variants: Variants = {}
-    for clip in ("local", "sketch"):
-        params = [torch.nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in numels]
-        optimizer = OnebitAdam(params, lr=1e-6, freeze_step=1, clip=clip)
-        optimizer.step()  # none has a gradient
-        for param in params:
-            param.grad = torch.randn_like(param)
-        clipper = Clipper(optimizer)
-        variants |= {f"{clip}, measured": clipper.measure, f"{clip}, clipped": clipper.clip}
-    for clock, name in ((time.perf_counter, "wall"), (time.process_time, "of the CPU")):
-        result = medians(variants, rounds, before=dist.barrier, clock=clock)
-        rows = [["clip_grad_norm_", "local, ms", "sketch, ms", "sketch / local"]]
-        for what in ("measured", "clipped"):
-            local, sketch = (result[f"{clip}, {what}"] for clip in ("local", "sketch"))
-            rows.append([f"{what}, {name} time", f"{local * 1e3:.2f}", f"{sketch * 1e3:.2f}", f"{sketch / local:.2f}"])
-        if rank == 0:
-            title = (
-                f"{sum(numels)} gradients, {str(dtype).removeprefix('torch.')}, {world_size} gloo ranks over loopback"
-            )
-            print_table(f"{title}, 1 thread each, {kernels.implementation(CPU)}", rows)
-
-
-class Clipper:
-    """Clips gradients whose norm nothing has measured before."""
-
-    def __init__(self, optimizer: OnebitAdam) -> None:
-        self.optimizer, self.norm = optimizer, math.inf
-
-    def measure(self) -> None:
-        self.optimizer._consensus.end_step()
-        self.norm = float(self.optimizer.clip_grad_norm_(math.inf))
-
-    def clip(self) -> None:
-        """Clip by a thousandth: the gradients must not vanish from round to round."""
-        self.optimizer._consensus.end_step()
-        self.norm *= 0.999
-        self.optimizer.clip_grad_norm_(self.norm)
-
-
 # -- a step on several ranks ------------------------------------------------------------------------------------------
 
 
@@ -459,7 +375,7 @@ def compare_steps(rank: int, world_size: int, numels: list[int], rounds: int) ->
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument(
-        "--only", nargs="+", choices=["kernels", "integers", "adam", "step", "clip"], default=["kernels", "adam"]
+        "--only", nargs="+", choices=["kernels", "integers", "adam", "step"], default=["kernels", "adam"]
     )
     parser.add_argument("--numel", type=int, nargs="+", default=[25_000_000, 100_000_000])
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
@@ -477,13 +393,12 @@ def main() -> None:
             benchmark_adam("one tensor of 25000000 elements", [25_000_000], args.rounds)
             benchmark_adam("150 tensors of 1000 elements", [1000] * 150, 20 * args.rounds)
             benchmark_whole_step([250_000] * 100, args.rounds)
-    for name, benchmark in (("step", benchmark_step), ("clip", benchmark_clipping)):
-        if name in args.only:
-            with tempfile.TemporaryDirectory() as directory:
-                store = os.path.join(directory, "store")
-                torch.multiprocessing.spawn(
-                    benchmark, (args.ranks, args.numel[0], args.rounds, store), nprocs=args.ranks
-                )
+    if "step" in args.only:
+        with tempfile.TemporaryDirectory() as directory:
+            store = os.path.join(directory, "store")
+            torch.multiprocessing.spawn(
+                benchmark_step, (args.ranks, args.numel[0], args.rounds, store), nprocs=args.ranks
+            )
 
 
 if __name__ == "__main__":

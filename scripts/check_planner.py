@@ -23,7 +23,7 @@ from _common import REPOSITORY, parser_of
 
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ONEBIT_LAMB, Model, Training
-from hf_compressopt.planner.units import bandwidth
+from hf_compressopt.planner.estimate import bandwidth
 from hf_compressopt.planner.wire import Cluster
 
 CORES = 2

@@ -22,7 +22,7 @@ from _convergence_runs import MB, PARTNER, RUNS, Run
 from _network_methods import METHODS
 
 from hf_compressopt.flat import bucket_numel_of
-from hf_compressopt.planner.memory import COMPACT_FIRST, FLOAT32, compressed_states
+from hf_compressopt.planner.report import COMPACT_FIRST, FLOAT32, Buckets
 
 #: The model and the machines of the times: a step that exchanges nothing, and what of a link payload reaches.
 NUMEL, COMPUTE_SECONDS, EFFICIENCY = 29_381_632, 0.685, 0.9
@@ -77,7 +77,7 @@ def state_bytes(run: Run, ranks: int) -> float:
         import hf_compressopt
 
         cls = getattr(hf_compressopt, run.optimizer)
-        forms = compressed_states(cls, NUMEL, ranks, bucket_numel_of(25.0))
+        forms = Buckets(NUMEL, ranks, bucket_numel_of(25.0)).states(cls)
         return forms[COMPACT_FIRST if run.options.get("state") == "compact" else FLOAT32] / NUMEL
     if run.zero:  # moments and masters of a part; errors of all elements, twice
         return (ADAMW + ONE_BUFFER) / ranks + 2 * ERROR

@@ -20,7 +20,7 @@ ROWS = [
     ["grad_compression"],
     ["collectives"],
     ["kernels"],
-    ["flat", "schedules", "hosts", "format"],
+    ["flat", "schedules", "format", "options"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}
@@ -64,7 +64,7 @@ def test_only_the_integrations_know_the_hosts() -> None:
 
 
 def test_schedules_and_what_reads_checkpoints_know_no_torch() -> None:
-    torchless = ("index", "reshard", "reader", "writer", "lock", "progress", "inspect")
+    torchless = ("index", "plan", "shards", "inspect")
     files = [f"format/{name}.py" for name in torchless]
     for file in ["schedules.py", "checkpoint/background.py", *files]:
         assert not any(target.split(".")[0] == "torch" for target in imports(PACKAGE / file))

@@ -29,13 +29,7 @@ class PendingSave:
     """
 
     def __init__(self, path: Path, work: Callable[[], None]) -> None:
-        """Start the work.
-
-        In an exit handler, where newer versions of Python start no thread any more, it is done at once.
-
-        Raises:
-            Exception: The error of a save that was done at once.
-        """
+        """Start the work."""
         self.path, self._work = path, work
         self._error: BaseException | None = None
         self._ended = Event()
@@ -112,11 +106,7 @@ def _pending() -> list[PendingSave]:
 
 
 def _wait_at_exit() -> None:
-    """End the process with exit code 1 if a save has failed that nobody asked about.
-
-    An exception in an exit handler does not change the exit code, so the process has to end here. The handlers that
-    were registered since this module was imported have run; of the others the common ones are done here.
-    """
+    """End the process with exit code 1 if a save has failed that nobody asked about."""
     try:
         wait_for_saves()
     except Exception as error:

@@ -1,7 +1,7 @@
 """Save and load an optimizer's state; all ranks call each function.
 
 Every rank writes one safetensors shard, and one rank per folder the index. Every rank reads the tensors that it holds:
-optimizer -> Checkpointable -> StateTensor -> shards and index -> read plan -> StateTensor -> optimizer
+optimizer -> State -> StateTensor -> shards and index -> read plan -> StateTensor -> optimizer
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
-from hf_compressopt.checkpoint.checkpointable import Checkpointable
-from hf_compressopt.checkpoint.compression_state import CompressionState
-from hf_compressopt.checkpoint.flat_state import FlatState
-from hf_compressopt.checkpoint.fsdp_state import FSDPState
-from hf_compressopt.checkpoint.loading import load
-from hf_compressopt.checkpoint.plain_state import PlainState
-from hf_compressopt.checkpoint.saving import write_snapshot
-from hf_compressopt.checkpoint.snapshot import HostCopy, Snapshot, take_snapshot
-from hf_compressopt.checkpoint.zero_state import PartitionedState
+from hf_compressopt.checkpoint.compressed import FlatState
+from hf_compressopt.checkpoint.load import load
+from hf_compressopt.checkpoint.low_bit import CompressionState, FSDPState
+from hf_compressopt.checkpoint.partitioned import PartitionedState
+from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
+from hf_compressopt.checkpoint.state import State
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import INDEX_NAME, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
@@ -201,7 +199,7 @@ def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def checkpointable(
     optimizer: Saved,
-) -> Checkpointable:
+) -> State:
     """Return an optimizer as a checkpoint sees it."""
     if isinstance(optimizer, PlainState):
         return optimizer

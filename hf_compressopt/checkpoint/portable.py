@@ -9,20 +9,28 @@ the checkpoint has them. Its metadata has ``param_groups`` as JSON: for each par
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from hf_compressopt.checkpoint.adam import MOMENTS, STEP, AdamView, Entry
+from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
-from hf_compressopt.checkpoint.plain_state import PlainState
-from hf_compressopt.checkpoint.source import bytes_of
+from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.state import bytes_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
     BY_PLACE,
@@ -32,11 +40,8 @@ from hf_compressopt.format.index import (
     check_prefix,
     errors_naming,
 )
-from hf_compressopt.format.progress import progress
-from hf_compressopt.format.reader import ShardFiles
-from hf_compressopt.format.record import MASTER
-from hf_compressopt.format.torch_file import PendingTensor, TorchFile
-from hf_compressopt.format.writer import ShardWriter
+from hf_compressopt.format.plan import MASTER
+from hf_compressopt.format.shards import ShardFiles, progress, publish, temporary_name, write_shard
 from hf_compressopt.optim.options import check_at_least, check_betas
 from hf_compressopt.optim.state import STATE_KEY
 
@@ -50,11 +55,7 @@ _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
-    """Return the index of a folder's checkpoint, or None if there is none.
-
-    Raises:
-        ValueError: If there are several and no prefix is given.
-    """
+    """Return the index of a folder's checkpoint, or None if there is none."""
     folder = Path(directory)
     found = sorted(folder.glob(INDEX_NAME.format(prefix=f"{DEFAULT_PREFIX}*" if prefix is None else prefix)))
     if len(found) > 1:
@@ -66,7 +67,7 @@ def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> 
 def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = False) -> list[str]:
     """Write a checkpoint of any of our optimizers as one file of AdamW's state, in little memory.
 
-    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.adam`. Everything that is read
+    The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.adamw`. Everything that is read
     is verified. The file gets its name only when it is whole.
 
     Args:
@@ -98,7 +99,7 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
                 _write_safetensors(path, view, files)
                 return view.notes
             _write_torch_file(path, view, files)
-    masters = sum(entry.key.kind == MASTER for entry in view.entries.values())
+    masters = sum(entry.key.kind == MASTER for entry in view.found.values())
     left_out = [f"{masters} float32 master copies are left out: AdamW has none; a {_SAFETENSORS} file keeps them"]
     return view.notes + (left_out if masters else [])
 
@@ -109,13 +110,8 @@ def _write_safetensors(path: Path, view: AdamView, files: ShardFiles) -> None:
         for group, parameters in zip(view.param_groups, view.index.parameters, strict=True)
     ]
     metadata = {"format": "pt", "optimizer": "AdamW", "param_groups": json.dumps(groups)}
-    layout = {name: (entry.dtype, entry.shape) for name, entry in view.entries.items()}
-    with ShardWriter(path, layout, metadata) as writer, progress(path.name, writer.bytes) as advance:
-        for name in writer.keys:
-            for part in view.read(view.entries[name], files):
-                writer.write(name, bytes_of(part))
-                advance(part.nbytes)
-        writer.finish()
+    layout = {name: (entry.dtype, entry.shape) for name, entry in view.found.items()}
+    write_shard(path, layout, metadata, lambda name: map(bytes_of, view.read_parts(view.found[name], files)))
 
 
 def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
@@ -128,17 +124,11 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
         packed["param_groups"].append({**group, **_HOW_TO_RUN, "params": numbers})
         for number, parameter in zip(numbers, parameters, strict=True):
             for kind in (STEP, *MOMENTS, "max_exp_avg_sq"):
-                if (entry := view.entries.get(f"{kind}/{parameter['name']}")) is not None:
+                if (entry := view.found.get(f"{kind}/{parameter['name']}")) is not None:
                     tensor = PendingTensor(getattr(torch, entry.dtype), entry.shape)
                     packed["state"].setdefault(number, {})[kind] = tensor
                     entries[tensor] = entry
-    with TorchFile(path, packed) as writer:
-        with progress(path.name, sum(tensor.nbytes for tensor in writer.tensors)) as advance:
-            for tensor in writer.tensors:
-                for part in view.read(entries[tensor], files):
-                    writer.write(bytes_of(part))
-                    advance(part.nbytes)
-        writer.finish()
+    write_torch_file(path, packed, lambda tensor: map(bytes_of, view.read_parts(entries[tensor], files)))
 
 
 # -- the other way ----------------------------------------------------------------------------------------------------
@@ -153,7 +143,7 @@ class _Imported(PlainState):
         self._by_place = by_place
 
     def header(self) -> dict[str, Any]:
-        """See the protocol."""
+        """See the base class."""
         header = super().header()
         return {**header, BY_PLACE: True} if self._by_place else header
 
@@ -284,31 +274,21 @@ def _optimizer(
 
 
 def _check_sizes(values: Iterable[Any]) -> None:
-    """Check that tensors have memory of their own, as of a step of 0 they do not: a small file could fill a disk.
-
-    Raises:
-        ValueError: If they have not.
-    """
-    rooms: dict[int, int] = {}
+    """Check that tensors have memory of their own: with strides of 0 a small file could fill a disk."""
     wanted: dict[int, int] = {}
     for value in values:
         if isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 1:
             room = value.untyped_storage()
-            rooms[room.data_ptr()] = room.nbytes()
-            wanted[room.data_ptr()] = wanted.get(room.data_ptr(), 0) + value.numel() * value.element_size()
-            if wanted[room.data_ptr()] > room.nbytes():
+            nbytes = wanted[room.data_ptr()] = wanted.get(room.data_ptr(), 0) + value.nbytes
+            if nbytes > room.nbytes():
                 raise ValueError(
-                    f"its tensors share memory: {wanted[room.data_ptr()]} bytes of them lie in a storage of "
-                    f"{room.nbytes()} bytes; save clones of them"
+                    f"its tensors share memory: {nbytes} bytes of them lie in a storage of {room.nbytes()} bytes; save "
+                    "clones of them"
                 )
 
 
 def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tuple[str, Any]]:
-    """Return AdamW's state of a parameter; other keys are left out.
-
-    Raises:
-        ValueError: If a tensor is not shaped like the parameter, or if the step is not a count.
-    """
+    """Return AdamW's state of a parameter; other keys are left out."""
     for kind in _KINDS:
         value = row.get(kind)
         if value is None:
@@ -324,12 +304,7 @@ def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tu
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the hyperparameters of a param group that AdamW has.
-
-    Raises:
-        ValueError: For one outside its range.
-        TypeError: For one of another type.
-    """
+    """Return the hyperparameters of a param group that AdamW has."""
     for key in _HYPERPARAMETERS:
         if (value := group.get(key)) is None:
             continue
@@ -343,3 +318,97 @@ def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             check_at_least(key, value, 0)
             value = float(value)
         yield key, value
+
+
+#: Storages begin at multiples of this, as those of torch.save do.
+_ALIGNMENT = 64
+_ROOT = "archive"
+#: The class by which torch.save names the dtype of a storage.
+_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+}
+
+
+class PendingTensor:
+    """A tensor of a pickle whose bytes are written later; its dtype is a floating-point one of 16 bits or more."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Take the description."""
+        self.dtype, self.shape = dtype, shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a tensor of torch's: a view of a storage."""
+        stride = [1]
+        for size in reversed(self.shape[1:]):
+            stride.append(stride[-1] * max(size, 1))
+        strides = tuple(reversed(stride)) if self.shape else ()
+        arguments: tuple[Any, ...] = (_Storage(self), 0, self.shape, strides, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Storage(NamedTuple):
+    tensor: PendingTensor
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler of protocol 2, which torch.load(weights_only=True) reads."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[PendingTensor] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        self.tensors.append(obj.tensor)
+        tensor = obj.tensor
+        return "storage", _STORAGES[tensor.dtype], str(len(self.tensors) - 1), "cpu", prod(tensor.shape)
+
+
+def write_torch_file(
+    path: Path, contents: Any, parts_of: Callable[[PendingTensor], Iterable[bytes | memoryview]]
+) -> None:
+    """Write a file for torch.load, durably, with its pending tensors part by part.
+
+    Such a file is a zip archive whose entries are not compressed: a pickle that refers to storages by number, and the
+    bytes of each storage. (PyTorch's notes on serialization describe it.)
+    """
+    pickler = _Pickler(buffer := io.BytesIO())
+    pickler.dump(contents)
+    sizes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in pickler.tensors]
+    temporary = temporary_name(path)
+
+    def record(name: str, nbytes: int, parts: Iterable[bytes | memoryview]) -> None:
+        """Write an entry. An extra field in its header makes the bytes begin at a multiple of the alignment."""
+        info = zipfile.ZipInfo(f"{_ROOT}/{name}")
+        info.file_size = nbytes
+        zip64 = nbytes * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile decides
+        padding = -(file.tell() + 30 + len(info.filename) + (20 if zip64 else 0) + 4) % _ALIGNMENT
+        info.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        with archive.open(info, "w") as entry:
+            for part in parts:
+                entry.write(part)
+                advance(len(part))
+
+    try:
+        with (
+            open(temporary, "xb") as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+            progress(path.name, sum(sizes)) as advance,
+        ):
+            for name, data in (("data.pkl", buffer.getvalue()), ("byteorder", sys.byteorder.encode())):
+                record(name, len(data), [data])
+            for number, (tensor, nbytes) in enumerate(zip(pickler.tensors, sizes, strict=True)):
+                record(f"data/{number}", nbytes, parts_of(tensor))
+            record("version", 2, [b"3\n"])
+            archive.close()
+            file.flush()
+            os.fsync(file.fileno())
+        publish(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # the error that led here is the one to tell
+            temporary.unlink(missing_ok=True)
+        raise

@@ -13,9 +13,15 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import server_numel
 from hf_compressopt.collectives.phases import ShardErrors, WorkerErrors
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, CompactErrors, Errors, IntegerFormat
+from hf_compressopt.kernels import (
+    Combination,
+    CompactErrors,
+    Errors,
+    IntegerAverage,
+    IntegerFormat,
+    chunk_integer_message_nbytes,
+)
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_messages import IntegerAverage, chunk_integer_message_nbytes
 
 
 def values_of(error: WorkerErrors) -> Tensor:

@@ -18,8 +18,7 @@ from hf_compressopt.collectives.exchange import Exchanged, lazy_all_reduce
 from hf_compressopt.collectives.phases import Task, WorkerErrors
 from hf_compressopt.collectives.settled_exchange import PendingErrors, settled_all_reduce
 from hf_compressopt.flat import Bucket, FlatLayout
-from hf_compressopt.kernels import Combination, Errors, IntegerAverage, Segment
-from hf_compressopt.kernels.integers import IntegerFormat, any_nan
+from hf_compressopt.kernels import Combination, Errors, IntegerAverage, IntegerFormat, Segment, any_nan
 
 _Grads = Mapping[Tensor, Tensor | None]
 

@@ -1,48 +1,10 @@
 """The index of a checkpoint: the tensors that were saved, and the place of each.
 
-**Format, version 5.** A checkpoint is a folder that holds
-
-1. ``compressopt.index.json``, UTF-8 JSON, written last: a folder without it holds no checkpoint. If the ranks write
-   into several folders, each folder has one. Of a piece that several ranks have written it names the copy in its own
-   folder, if there is one;
-2. ``compressopt-<save id>-<rank>-of-<ranks>.safetensors``, one per rank, numbers with five digits. Each is an ordinary
-   safetensors file, and its metadata holds ``save_id``.
-
-The index is an object with these keys:
-
-- ``format``: "hf_compressopt"; ``version``: 5; ``save_id``: the hexadecimal number in the shards' names;
-- ``block_bytes``: bytes under one checksum, so that a part of a tensor can be read and verified alone;
-- ``checksum``: its kind, "xxh3_128" (the 128 bits of XXH3, seed 0);
-- ``header``: the optimizer's class, step, stage, schedule, world_size, and the hyperparameters of each param group;
-- ``parameters``: for each param group a list of ``{"name", "shape", "dtype"}``;
-- ``shards``: for each rank ``{"file", "bytes"}``; files are plain names of files beside the index;
-- ``tensors``: for each tensor ``{"dtype", "shape", "pieces"}``; dtype is torch's name, such as "float32";
-- ``digest``, the last key: the checksum of all bytes of the file before the comma that precedes this key.
-
-A piece is ``{"shard", "key", "start", "stop", "checksums"}``: elements [start, stop) of the flattened tensor are the
-tensor ``key`` of shard number ``shard``. ``checksums`` lists the checksums of its bytes in hexadecimal, one for every
-``block_bytes`` of them (the last may be of fewer). The pieces of a tensor are in order and cover it. Version 4, which
-has no digest, is still read.
-
-A checksum finds damage. It is no signature, because who can write the shards can write the index too.
-
-The tensors of a compressed optimizer are
-``exp_avg/<parameter>``, ``exp_avg_sq/<parameter>`` and others of an algorithm's own in this form;
-``step/group<g>`` and others with one value per parameter of a group; ``exp_avg_mask/group<g>``; ``optimizer/<name>``;
-``worker_error/group<g>/rank<r>`` (flat, the parameters of a group one after another); ``server_error/group<g>``
-(likewise). ``rank<r>/`` before a parameter's name marks a tensor that is rank r's own. If the header has ``node_size``,
-the exchange had two levels, with so many ranks per node, and ``worker_error/group<g>/rank<r>`` is node r's, in parts.
-A compact state has ``exp_avg_sq_code/<parameter>`` and ``exp_avg_sq_top/group<g>`` in the place of its variances,
-``exp_avg_message/group<g>`` in that of its momenta, and messages of bytes as its errors; docs/checkpoint_format.md
-describes them.
-
-The tensors of a partitioned optimizer are those of the wrapped one's state, such as ``exp_avg/<parameter>``, each in
-the pieces that its owners hold. Stage 0 is an ordinary optimizer that is not partitioned, and its tensors are whole.
-``master/<parameter>`` is a float32 copy of a 16-bit parameter. ``scalar:<name>/<parameter>`` and
-``number:<name>/<parameter>`` have one value per parameter, a tensor or a number in the wrapped optimizer. ``from<r>.``
-before a parameter's name says that rank r is the first that holds a copy of it. If the header says ``by_place``,
-parameters are called ``group<g>.<place>``, by their places among all parameters of their param group. Parameters that
-such a checkpoint lacks start from zero, and their dtypes may differ.
+docs/checkpoint_format.md has the format. A checkpoint is a folder with an index, which is written last, and a shard of
+each rank, a safetensors file. The index names for each tensor the pieces that cover it: elements [start, stop) of the
+flattened tensor are a tensor of a shard. Every ``block_bytes`` of a piece have a checksum, so that a part of a tensor
+can be read and verified alone, and the index has a digest of itself. They find damage; they are no signature, because
+who can write the shards can write the index too.
 """
 
 from __future__ import annotations
@@ -101,12 +63,7 @@ def name_by_place(group: int, place: int) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Check that files whose names start with ``prefix`` can be saved and loaded, and return it.
-
-    Raises:
-        TypeError: If it is no string.
-        ValueError: If it is no plain name.
-    """
+    """Check that files whose names start with ``prefix`` can be saved and loaded, and return it."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string, got {prefix!r}")
     if not _PLAIN_NAME.fullmatch(prefix):
@@ -123,11 +80,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Turn every error of a malformed file, inside the block, into one that names the file.
-
-    Raises:
-        CheckpointError: In the place of any other error of what is read.
-    """
+    """Turn every error of a malformed file, inside the block, into one that names the file."""
     try:
         yield
     except (CheckpointError, MemoryError, OSError):
@@ -142,16 +95,13 @@ def errors_naming(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``.
-
-    ``checksums`` are the checksums of its blocks, in order.
-    """
+    """Elements [start, stop) of a flattened tensor: the tensor ``key`` of shard number ``shard``."""
 
     shard: int
     key: str
     start: int
     stop: int
-    checksums: tuple[str, ...]
+    checksums: tuple[str, ...]  # of its blocks, in order
 
 
 @dataclass(frozen=True)
@@ -164,13 +114,7 @@ class TensorEntry:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> TensorEntry:
-        """Check and take the values of an index.
-
-        Raises:
-            ValueError: If one is not legal.
-            KeyError: If one is missing.
-            TypeError: If one is of another type.
-        """
+        """Check and take the values of an index."""
         if values["dtype"] not in DTYPES:
             raise ValueError(f"the dtype {values['dtype']!r} is not supported")
         shape = tuple(_count(size) for size in values["shape"])
@@ -197,7 +141,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The whole index; see the module's docstring for the meaning of its fields."""
+    """The whole index."""
 
     save_id: str
     block_bytes: int
@@ -212,11 +156,7 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, path: Path) -> CheckpointIndex:
-        """Read and validate an index.
-
-        Raises:
-            CheckpointError: If it is missing, damaged, of another format, or inconsistent.
-        """
+        """Read and validate an index."""
         try:
             text = path.read_bytes()
             data = json.loads(text)
@@ -250,11 +190,7 @@ class CheckpointIndex:
         return index
 
     def validate(self) -> None:
-        """Check that names are plain and known, and that the pieces of every tensor cover it once and fit into shards.
-
-        Raises:
-            ValueError: If something is wrong.
-        """
+        """Check names and sizes, and that the pieces of every tensor cover it once and fit into shards."""
         if self.block_bytes > MOST_BLOCK_BYTES:
             raise ValueError(f"block_bytes must be from 1 to {MOST_BLOCK_BYTES}, got {self.block_bytes}")
         for shard in self.shards:
@@ -301,11 +237,8 @@ def _count(value: Any, low: int = 0) -> int:
 
 
 def _parameter(entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": str(entry["name"]),
-        "shape": [_count(size) for size in entry["shape"]],
-        "dtype": str(entry["dtype"]),
-    }
+    shape = [_count(size) for size in entry["shape"]]
+    return {"name": str(entry["name"]), "shape": shape, "dtype": str(entry["dtype"])}
 
 
 def _piece(piece: dict[str, Any]) -> Piece:

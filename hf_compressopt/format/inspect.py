@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
-from hf_compressopt.format.reader import ShardFile, check_size, open_shard
+from hf_compressopt.format.shards import ShardFile, check_size, open_shard
 
 #: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
 _ANY_PREFIX = "compressopt*"

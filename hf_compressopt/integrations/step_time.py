@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -102,6 +104,26 @@ def stand_in(params: int, tokens: int) -> GPT2Config:
         eos_token_id=0,
         use_cache=False,
     )
+
+
+def parameters_of(folder: str) -> int:
+    """Count the trainable parameters of a model of any kind from the configuration in a folder, without its weights.
+
+    Raises:
+        ValueError: If there is no configuration that Transformers knows.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
+        with torch.device("meta"):
+            kind = next(filter(None, named), None)
+            model: nn.Module = AutoModel.from_config(config) if kind is None else kind._from_config(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--model {folder!r} cannot be counted ({_first_line(error)}): give a folder with the config.json of a "
+            "Transformers model, or --params"
+        ) from None
+    return sum(param.numel() for param in model.parameters() if param.requires_grad)
 
 
 def trainable(config: PretrainedConfig) -> int:

@@ -1,9 +1,9 @@
 """Kernels: the hot loops of the optimizers, of message formats and of norms.
 
-:class:`Kernels` states the contract of each kernel, and :func:`on` returns the kernels of a device. They are native
-code if the library for that device works, else :mod:`hf_compressopt.kernels.reference`: pure PyTorch, the
-specification, and the oracle of all tests. :class:`MessageFormat` states the contract of a message format.
-:class:`IntegerFormat` has kernels of its own, :class:`IntegerKernels`.
+:func:`on` returns the kernels of a device: native code if the library for that device works, else
+:mod:`hf_compressopt.kernels.reference`, pure PyTorch, which states the contract of each kernel and is the oracle of all
+tests. :class:`MessageFormat` is what the collectives know of a message format: :class:`SignFormat`,
+:class:`IntegerFormat`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,42 @@ from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
 from hf_compressopt.kernels import library, native, reference
-from hf_compressopt.kernels.choice import implementation, on
-from hf_compressopt.kernels.commit import AnyAverage, Commit
-from hf_compressopt.kernels.errors import CompactErrors, Errors
-from hf_compressopt.kernels.formats import MessageFormat, SignFormat, all_finite
-from hf_compressopt.kernels.integer_messages import IntegerAverage
-from hf_compressopt.kernels.integer_protocol import IntegerKernels
-from hf_compressopt.kernels.integers import IntegerFormat, any_nan, integer_kernels
+from hf_compressopt.kernels.codec import (
+    IntegerFormat,
+    MessageFormat,
+    SignFormat,
+    all_finite,
+    any_nan,
+    implementation,
+    on,
+)
+from hf_compressopt.kernels.errors import ERROR_BITS, CompactErrors, Errors, like_errors, tensor_of, values_of_errors
 from hf_compressopt.kernels.memory import is_direct
-from hf_compressopt.kernels.messages import MESSAGE_ALIGNMENT, chunk_message_nbytes, message_nbytes, num_blocks
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.protocol import Kernels
-from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
+from hf_compressopt.kernels.messages import (
+    INTEGER_BITS,
+    MESSAGE_ALIGNMENT,
+    chunk_integer_message_nbytes,
+    chunk_message_nbytes,
+    chunk_messages,
+    integer_message_nbytes,
+    message_nbytes,
+    num_blocks,
+    scales_of,
+)
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    AnyAverage,
+    Average,
+    Combination,
+    Commit,
+    Descent,
+    IntegerAverage,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 from hf_compressopt.kernels.variance import LogVariance, Variance
 
 _CPU = torch.device("cpu")
@@ -48,7 +72,8 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     if any(tensor.dtype == torch.float64 for tensor in tensors):
         return reference.sum_of_squares(tensors, device)
-    return on(device).sum_of_squares(tensors, device)
+    total: Tensor = on(device).sum_of_squares(tensors, device)
+    return total
 
 
 def copy_(out: Tensor, source: Tensor) -> None:
@@ -69,6 +94,8 @@ def copy_(out: Tensor, source: Tensor) -> None:
 
 
 __all__ = [
+    "ERROR_BITS",
+    "INTEGER_BITS",
     "MESSAGE_ALIGNMENT",
     "AdamUpdate",
     "AnyAverage",
@@ -80,8 +107,6 @@ __all__ = [
     "Errors",
     "IntegerAverage",
     "IntegerFormat",
-    "IntegerKernels",
-    "Kernels",
     "LambMoments",
     "LambOptions",
     "LocalUpdate",
@@ -93,13 +118,19 @@ __all__ = [
     "Variance",
     "all_finite",
     "any_nan",
+    "chunk_integer_message_nbytes",
     "chunk_message_nbytes",
+    "chunk_messages",
     "chunk_numel",
     "copy_",
     "implementation",
-    "integer_kernels",
+    "integer_message_nbytes",
+    "like_errors",
     "message_nbytes",
     "num_blocks",
     "on",
+    "scales_of",
     "sum_of_squares",
+    "tensor_of",
+    "values_of_errors",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+from array import array
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 from weakref import ref
@@ -15,15 +17,107 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hf_compressopt.kernels import library
-from hf_compressopt.kernels.adam_native import AdamTable
-from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
-from hf_compressopt.kernels.adam_reference import reference_, torch_fused_
-from hf_compressopt.kernels.c_operands import DTYPES
-from hf_compressopt.kernels.memory import holds_values, in_memory
+from hf_compressopt.kernels.c_abi import DTYPES
+from hf_compressopt.kernels.memory import address_of, holds_values, in_memory
 
 _PLAIN = {Tensor, torch.nn.Parameter}  # torch updates other types, such as DTensor
 _TORCH_FUSED_DEVICES = ("cpu", "cuda")
 _Places = list[tuple[ref[Tensor], int] | None] | None
+
+
+# -- operands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """The options of one step, alike for all tensors.
+
+    Attributes:
+        lr: Learning rate. A tensor of one element is read on its own device, without a host synchronization.
+        beta1: Coefficient of the first running average.
+        beta2: Coefficient of the second running average.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        adam_w_mode: Decoupled decay (AdamW); else L2 regularization (Adam).
+        bias_correction: Whether Adam's bias corrections apply.
+        maximize: Whether the gradients are negated.
+        grad_scale: [] or [1]; gradients are divided by it.
+        found_inf: [] or [1]; if it is not 0, nothing is changed.
+        clip_factor: [] or [1]; gradients are multiplied by it.
+        write_grads: Whether the divided and multiplied gradients are written back.
+    """
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+    maximize: bool = False
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    clip_factor: Tensor | None = None
+    write_grads: bool = False
+
+    def on(self, device: torch.device) -> AdamStep:
+        """Return the options with every tensor [] float32 on a device. An lr on another device becomes a number."""
+        lr = self.lr
+        if isinstance(lr, Tensor):
+            lr = _scalar(lr, device) if lr.device == device and device.type != "cpu" else float(lr)
+        scale, inf, clip = self.grad_scale, self.found_inf, self.clip_factor
+        if lr is self.lr and scale is None and inf is None and clip is None:
+            return self
+        return replace(
+            self,
+            lr=lr,
+            grad_scale=None if scale is None else _scalar(scale, device),
+            found_inf=None if inf is None else _scalar(inf, device),
+            clip_factor=None if clip is None else _scalar(clip, device),
+        )
+
+
+@dataclass
+class AdamTensors:
+    """The tensors of one step: lists with an entry for each parameter.
+
+    Attributes:
+        grads: Any shapes; float32, bfloat16, float16 or float64.
+        params: Shaped like the gradients, of the same dtypes. A parameter with a master is only written.
+        exp_avgs: Shaped like the parameters; float32, or the parameter's dtype.
+        exp_avg_sqs: As exp_avgs.
+        steps: [] float32 each, on the parameter's device: its number of steps, counted up.
+        masters: float32 weights that are updated in place of the parameter, or None for each. None: no masters.
+        copies: Tensors that also receive the new parameter, rounded to their dtype, or None for each. None: no copies.
+    """
+
+    grads: list[Tensor]
+    params: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    steps: list[Tensor]
+    masters: list[Tensor | None] | None = None
+    copies: list[Tensor | None] | None = None
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Yield gradient, parameter, exp_avg, exp_avg_sq, step, master and copy of each parameter."""
+        none = [None] * len(self.params)
+        required = (self.grads, self.params, self.exp_avgs, self.exp_avg_sqs, self.steps)
+        return zip(*required, self.masters or none, self.copies or none, strict=True)
+
+    def take(self, indices: Sequence[int]) -> AdamTensors:
+        """Return the tensors of some parameters."""
+        if len(indices) == len(self.params):
+            return self
+        return AdamTensors(*(values and [values[i] for i in indices] for values in vars(self).values()))
+
+
+def _scalar(tensor: Tensor, device: torch.device) -> Tensor:
+    to_device = device.type != "cpu"  # the host would read a number before its copy from a device ends
+    return tensor.detach().to(device, torch.float32, non_blocking=to_device).reshape(()).resolve_neg()
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
 
 
 def adam_(tensors: AdamTensors, step: AdamStep, plan: AdamPlan | None = None) -> AdamPlan:
@@ -219,4 +313,173 @@ def _still(tensors: list[Tensor | None] | None, places: _Places) -> bool:
     return True
 
 
-__all__ = ["AdamPlan", "AdamStep", "AdamTensors", "adam_"]
+# -- in PyTorch -------------------------------------------------------------------------------------------------------
+
+
+def torch_fused_(tensors: AdamTensors, step: AdamStep) -> None:
+    """Take the step by torch's operator: on one device, float32, with bias corrections, no clipping, master or copy."""
+    torch._foreach_add_(tensors.steps, 1)
+    operator = torch._fused_adamw_ if step.adam_w_mode else torch._fused_adam_
+    found_inf = None if step.found_inf is None else step.found_inf.ne(0).float()
+    columns = tensors.params, tensors.grads, tensors.exp_avgs, tensors.exp_avg_sqs
+    names = ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize", "grad_scale")
+    options = {name: getattr(step, name) for name in names}
+    operator(*columns, [], tensors.steps, amsgrad=False, found_inf=found_inf, **options)
+    if found_inf is not None:
+        torch._foreach_sub_(tensors.steps, [found_inf] * len(tensors.steps))
+
+
+def reference_(tensors: AdamTensors, step: AdamStep) -> None:
+    """Take the step on one device, in PyTorch: the specification, and the fallback for all tensors."""
+    if step.found_inf is not None and bool(step.found_inf):
+        return
+    lr = step.lr.double() if isinstance(step.lr, Tensor) else step.lr
+    for g, p, m, v, t, master, copy in tensors.rows():
+        t += 1
+        weights = _wide(p if master is None else master)
+        direction = _direction_(weights, _gradient_(g, step).to(weights.dtype), m, v, t, lr, step)
+        if step.adam_w_mode and step.weight_decay != 0:
+            weights.mul_(1 - lr * step.weight_decay)
+        weights.sub_(direction)
+        for target in (p, copy):
+            if target is not None and target is not weights:
+                target.copy_(weights)
+
+
+def _gradient_(grad: Tensor, step: AdamStep) -> Tensor:
+    if grad._is_zerotensor():  # torch's operators cannot write to one
+        grad = grad.clone()
+    wide = _wide(grad)
+    if step.grad_scale is not None:
+        wide = wide / step.grad_scale
+    if step.clip_factor is not None:
+        wide = wide * step.clip_factor
+    if step.write_grads and wide is not grad:
+        grad.copy_(wide)
+    return -wide if step.maximize else wide
+
+
+def _direction_(
+    weights: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    t: Tensor,
+    lr: float | Tensor,
+    step: AdamStep,
+) -> Tensor:
+    """Update the moments in place. Returns lr m^ / (sqrt(v^) + eps)."""
+    if not step.adam_w_mode and step.weight_decay != 0:
+        grad = grad + weights * step.weight_decay
+    m, v = _wide(exp_avg), _wide(exp_avg_sq)
+    m.add_((grad - m).mul_(1 - step.beta1))
+    v.mul_(step.beta2).add_((grad * (1 - step.beta2)).mul_(grad))
+    for moment, wide in ((exp_avg, m), (exp_avg_sq, v)):
+        if moment is not wide:
+            moment.copy_(wide)
+    denominator = v.double().sqrt().to(v.dtype)  # torch calls MKL's float32 square root, which is not correctly rounded
+    if step.bias_correction:
+        count = float(t) if t.device.type == "cpu" else t.double()  # a GPU's host does not wait
+        lr = lr / (1 - step.beta1**count)
+        denominator.div_((1 - step.beta2**count) ** 0.5)
+    return (m * lr).div_(denominator.add_(step.eps))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+# -- by native code ---------------------------------------------------------------------------------------------------
+
+
+class _Row(ctypes.Structure):
+    """``co_adam_tensor``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master", "copy", "step")),
+        ("numel", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("param_dtype", "grad_dtype", "moment_dtype", "copy_dtype")),
+    ]
+
+
+class _Options(ctypes.Structure):
+    """``co_adam_options``."""
+
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+        *((name, ctypes.c_void_p) for name in ("lr_pointer", "grad_scale", "found_inf", "clip_factor")),
+        *((name, ctypes.c_int32) for name in ("adam_w_mode", "bias_correction", "maximize", "write_grads")),
+    ]
+
+
+class AdamTable:
+    """The addresses of the tensors of one device, as native code reads them.
+
+    Args:
+        tensors: Tensors with the same strides for each parameter, none of them with gaps.
+    """
+
+    def __init__(self, tensors: AdamTensors) -> None:
+        """See the class."""
+        self._rows = (_Row * len(tensors.params))(*(_row(*row) for row in tensors.rows()))
+        words = memoryview(self._rows).cast("B").cast("Q")
+        self._grads = words[_Row.grad.offset // 8 :: ctypes.sizeof(_Row) // 8]
+        self._grads_at = self._grads.tolist()
+
+    def run(self, grads: list[Tensor], step: AdamStep, device: torch.device) -> None:
+        """Take a step with gradients that have the dtypes and strides of the table.
+
+        Raises:
+            RuntimeError: If the device reports an error.
+        """
+        grads_at = _addresses(grads)
+        if 0 in grads_at:
+            grads = [in_memory("a gradient", grad) for grad in grads]
+            grads_at = _addresses(grads)
+        if grads_at != self._grads_at:
+            self._grads[:], self._grads_at = array("Q", grads_at), grads_at
+        lr = step.lr
+        options = _Options(
+            0.0 if isinstance(lr, Tensor) else lr,
+            step.beta1,
+            step.beta2,
+            step.eps,
+            step.weight_decay,
+            lr.data_ptr() if isinstance(lr, Tensor) else None,
+            _pointer(step.grad_scale),
+            _pointer(step.found_inf),
+            _pointer(step.clip_factor),
+            step.adam_w_mode,
+            step.bias_correction,
+            step.maximize,
+            step.write_grads,
+        )
+        library.call("co_adam", device, self._rows, len(self._rows), ctypes.byref(options))
+
+
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:  # one of them has no memory
+        return [*map(address_of, tensors)]
+
+
+def _row(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor | None, copy: Tensor | None) -> _Row:
+    return _Row(
+        param=p.data_ptr(),
+        grad=g.data_ptr(),
+        exp_avg=m.data_ptr(),
+        exp_avg_sq=v.data_ptr(),
+        master=_pointer(master),
+        copy=_pointer(copy),
+        step=t.data_ptr(),
+        numel=p.numel(),
+        param_dtype=DTYPES[p.dtype],
+        grad_dtype=DTYPES[g.dtype],
+        moment_dtype=DTYPES[m.dtype],
+        copy_dtype=0 if copy is None else DTYPES[copy.dtype],
+    )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -55,6 +55,7 @@ _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
     "co_copy": [c_void_p, c_void_p, c_int64],
 }
 _EXTRA_ARGUMENTS: dict[str, list[Any]] = {  # what a library may lack
+    "co_any_nan": [c_void_p, c_void_p],
     "co_compress_only": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
     "co_commit": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int32],
 }
@@ -140,7 +141,7 @@ def use_instruction_set(name: str) -> None:
 
 
 def has(function: str, device: torch.device) -> bool:
-    """Return whether the library of a device has a function; only the CPU's has all of them."""
+    """Return whether the library of a device has a function."""
     return hasattr(_library(device.type), function)
 
 
@@ -155,13 +156,20 @@ def call(function: str, device: torch.device, *arguments: Any) -> None:
     Raises:
         RuntimeError: If the function fails; the message is the library's.
     """
-    library = _library(device.type)
-    if device.type == "cpu":
+    kind = device.type
+    library = _library(kind)
+    if kind == "cpu":
         threads = torch.get_num_threads()
-        where = _Exec(threads, 0, _host_threads() if threads > 1 else None)
+        where = _exec(threads, 0, _host_threads() if threads > 1 else None)
     else:
-        where = _Exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
-    _check(library, getattr(library, function)(*arguments, ctypes.byref(where)))
+        where = _exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
+    if getattr(library, function)(*arguments, where):
+        raise RuntimeError(library.co_last_error().decode())
+
+
+@lru_cache
+def _exec(threads: int, device: int, where: int | None) -> Any:
+    return ctypes.byref(_Exec(threads, device, where))
 
 
 @lru_cache

@@ -1,6 +1,6 @@
 """The native kernels: calls of the C interface, ``csrc/compressopt.h``.
 
-The functions implement :class:`hf_compressopt.kernels.protocol.Kernels`.
+The functions are those of :mod:`hf_compressopt.kernels.reference`, whose contracts hold for them.
 """
 
 from __future__ import annotations
@@ -12,181 +12,221 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels.c_operands import (
-    DTYPES,
-    Operands,
-    block_argument,
-    descent_record,
-    lamb_record,
-    mark_written,
-    pointer_to,
-)
+from hf_compressopt.kernels.c_abi import DTYPES, Operands, address, mark_written
 from hf_compressopt.kernels.errors import Errors, keep_errors_, like_errors, tensor_of, values_of_errors
 from hf_compressopt.kernels.library import call, has
 from hf_compressopt.kernels.memory import dense_values
-from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.updates import AdamUpdate, LambMoments, LambOptions, LocalUpdate, ParameterSync
+from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Commit,
+    IntegerAverage,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 from hf_compressopt.kernels.variance import Variance
 
 
-def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.compress_`."""
-    use, n, block = Operands(error.device, z.numel), z.numel, block_argument(scale_block)
-    nbytes = sum(chunk_message_nbytes(n, world_size, scale_block))
-    out = pointer_to("messages", messages, use.device, torch.uint8, nbytes)
-    arguments = use.combination(z), use.errors("error", error, world_size), out, n, block, world_size
-    call("co_compress", use.device, *arguments)
-    mark_written([tensor_of(error), messages])
+def compress_(
+    code: Code, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
+) -> None:
+    """See the reference."""
+    use = Operands(error.device, z.numel)
+    written = address("messages", messages, use.device, torch.uint8, code.sizes(z.numel, world_size)[1])
+    values = use.combination(z)
+    if isinstance(code, IntegerCode):
+        old = use.errors("error", error, world_size, written=False)
+        new = None if new_error is None else use.errors("new_error", new_error, world_size)
+        call("co_compress_integers", use.device, values, old, new, written, z.numel, code.bits, world_size)
+    else:
+        assert isinstance(code, SignCode)
+        name = "co_compress"
+        if new_error is None and has("co_compress_only", use.device):
+            name, errors = "co_compress_only", use.errors("error", error, world_size, written=False)
+        else:  # this kernel writes errors in place; where nobody wants them, it writes to a copy
+            place = like_errors(error) if new_error is None else new_error
+            errors = use.errors("error", place, world_size)
+            if tensor_of(place) is not tensor_of(error):
+                use.errors("error", error, world_size, written=False)
+                tensor_of(place).copy_(tensor_of(error))
+        call(name, use.device, values, errors, written, z.numel, code.scale_block or 0, world_size)
+    mark_written([messages] if new_error is None else [messages, tensor_of(new_error)])
 
 
-def compress_only_(z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.compress_only_`."""
-    if not has("co_compress_only", error.device):  # the kernel that writes errors gets a copy
-        copy = like_errors(error)
-        tensor_of(copy).copy_(tensor_of(error))
-        return compress_(z, copy, messages, world_size, scale_block)
-    use, n, block = Operands(error.device, z.numel), z.numel, block_argument(scale_block)
-    nbytes = sum(chunk_message_nbytes(n, world_size, scale_block))
-    out = pointer_to("messages", messages, use.device, torch.uint8, nbytes)
-    errors = use.errors("error", error, world_size, written=False)
-    call("co_compress_only", use.device, use.combination(z), errors, out, n, block, world_size)
-    mark_written([messages])
-
-
-def commit_(z: Combination, error: Errors, own: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.commit_`."""
-    if not has("co_commit", error.device):
-        return _composed_commit_(z, error, own, world_size, scale_block)
-    use, n, block = Operands(error.device, z.numel), z.numel, block_argument(scale_block)
-    sent = use.read("own", own, torch.uint8, sum(chunk_message_nbytes(n, world_size, scale_block)))
-    errors = use.errors("error", error, world_size)
-    call("co_commit", use.device, use.combination(z), errors, sent, n, block, world_size)
-    mark_written([tensor_of(error)])
-
-
-def _composed_commit_(z: Combination, error: Errors, own: Tensor, world_size: int, scale_block: int | None) -> None:
-    """Commit by other kernels, and by torch."""
-    if z.numel == 0:
-        return
-    u, sent = (torch.empty(z.numel, dtype=torch.float32, device=error.device) for _ in range(2))
-    combine_(z, u)
-    u += values_of_errors(error)
-    stride = chunk_message_nbytes(z.numel, world_size, scale_block)[0]  # of all chunks but the last that has elements
-    decompress_(Average(z.numel, None, own, world_size, scale_block, stride), sent)
-    keep_errors_(error, u.sub_(sent))
-
-
-def average_compress_(messages: Tensor, error: Errors, out: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.average_compress_`."""
-    use, n, block = Operands(error.device, error.numel()), error.numel(), block_argument(scale_block)
-    nbytes = message_nbytes(n, scale_block)
+def average_compress_(
+    code: Code, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+) -> None:
+    """See the reference."""
+    numel = error.numel()
+    use, nbytes = Operands(error.device, numel), code.nbytes(numel)
     received = use.read("messages", messages, torch.uint8, world_size * nbytes)
-    sent = pointer_to("out", out, use.device, torch.uint8, nbytes)
-    arguments = received, use.errors("error", error, 1), sent, n, block, world_size
-    call("co_average_compress", use.device, *arguments)
-    mark_written([tensor_of(error), out])
+    sent = address("out", out, use.device, torch.uint8, nbytes)
+    old, new = use.errors("error", error, 1, written=False), use.errors("new_error", new_error, 1)
+    if isinstance(code, IntegerCode):
+        call("co_average_integers", use.device, received, old, new, sent, numel, code.bits, world_size)
+    else:
+        assert isinstance(code, SignCode)
+        if tensor_of(new_error) is not tensor_of(error):
+            tensor_of(new_error).copy_(tensor_of(error))
+        call("co_average_compress", use.device, received, new, sent, numel, code.scale_block or 0, world_size)
+    mark_written([tensor_of(new_error), out])
 
 
-def decompress_(y: Average, out: Tensor) -> None:
-    """See :meth:`Kernels.decompress_`."""
-    use = Operands(out.device, y.numel)
-    call("co_decompress", use.device, use.average(y), use.floats("out", out))
+def commit_(code: Code, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
+    """See the reference."""
+    z, y, error, outputs = commit.z, commit.y, commit.error, commit.outputs
+    if z.numel != y.numel:
+        raise ValueError(f"z and y must have as many elements, got {z.numel} and {y.numel}")
+    use = Operands(error.device, y.numel)
+    own = use.read("own", commit.own, torch.uint8, code.sizes(y.numel, y.world_size)[1])
+    errors = use.errors("error", error, y.world_size)
+    if isinstance(y, IntegerAverage):
+        if z.grads is not None and [(s.numel, s.index) for s in z.grads] != [(s.numel, s.index) for s in outputs]:
+            raise ValueError("outputs must have segments of the same lengths and indices as the gradients of z")
+        table, count, _ = use.segments("outputs", outputs)
+        operands = use.combination(z), errors, own, use.average(y), table, count, commit.output_scale
+        call("co_commit_integers", use.device, *operands)
+    elif has("co_commit", use.device):
+        block = y.scale_block or 0
+        call("co_commit", use.device, use.combination(z), errors, own, y.numel, block, y.world_size)
+    elif y.numel:  # composed of other kernels and of torch
+        u, sent = (torch.empty(y.numel, dtype=torch.float32, device=use.device) for _ in range(2))
+        combine_(z, u)
+        u += values_of_errors(error)
+        stride = code.sizes(y.numel, y.world_size)[0][0]  # of all chunks but the last that has elements
+        decompress_(Average(y.numel, None, commit.own, y.world_size, y.scale_block, stride), sent)
+        keep_errors_(error, u.sub_(sent))
+    mark_written([tensor_of(error)], outputs)
+
+
+def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
+    """See the reference."""
+    use = Operands(out.device, out.numel())
+    received = use.read("messages", messages, torch.uint8, world_size * code.nbytes(use.numel))
+    call("co_mean_integers", use.device, received, use.floats("out", out), use.numel, code.bits, world_size, factor)
     mark_written([out])
 
 
+def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
+    """See the reference."""
+    use = Operands(y.messages.device, y.numel)
+    table, count, _ = use.segments("outputs", outputs)
+    call("co_add_integers", use.device, use.average(y), table, count, decay, scale)
+    mark_written([], outputs)
+
+
+def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
+    """See the reference."""
+    use = Operands(out.device, y.numel)
+    name = "co_decode_integers" if isinstance(y, IntegerAverage) else "co_decompress"
+    call(name, use.device, use.average(y), use.floats("out", out))
+    mark_written([out])
+
+
+def any_nan(y: IntegerAverage) -> Tensor:
+    """Return whether a block of an average is not finite, [] bool, from its scales alone. Where there is co_any_nan."""
+    use, found = Operands(y.messages.device, y.numel), torch.empty((), dtype=torch.bool, device=y.messages.device)
+    call("co_any_nan", use.device, use.average(y), found.data_ptr())
+    return found
+
+
 def combine_(z: Combination, out: Tensor) -> None:
-    """See :meth:`Kernels.combine_`."""
+    """See the reference."""
     use = Operands(out.device, z.numel)
     call("co_combine", use.device, use.combination(z), use.floats("out", out), z.numel)
     mark_written([out])
 
 
 def apply_adam_(update: AdamUpdate) -> None:
-    """See :meth:`Kernels.apply_adam_`."""
-    m, v = update.exp_avg, update.exp_avg_sq
+    """See the reference."""
+    m, v, given = update.exp_avg, update.exp_avg_sq, update.corrections
     use = Operands((v if isinstance(v, Tensor) else v.codes).device, update.y.numel)
     if m is None and update.beta != 1:
         raise ValueError(f"beta must be 1 without exp_avg, got {update.beta}")
-    table = use.segments("parameters", update.params)
-    moments = None if m is None else use.floats("exp_avg", m), use.variance(v, table)
-    given = update.corrections
-    corrections = None if given is None else use.per_tensor("corrections", given, table, 2)
-    rest = corrections, update.beta, descent_record(update.descent)
-    call("co_apply_adam", use.device, use.average(update.y), *moments, table.address, table.count, *rest)
+    table, count, tensors = use.segments("parameters", update.params)
+    moments = None if m is None else use.floats("exp_avg", m), use.variance(v, tensors)
+    corrections = None if given is None else use.per_tensor("corrections", given, 2 * tensors)
+    rest = table, count, corrections, update.beta, use.descent(update.descent)
+    call("co_apply_adam", use.device, use.average(update.y), *moments, *rest)
     mark_written([] if m is None else [m], update.params)
 
 
 def local_step_(update: LocalUpdate) -> None:
-    """See :meth:`Kernels.local_step_`."""
+    """See the reference."""
     use = Operands(update.exp_avg.device, update.exp_avg.numel())
-    table = use.segments("parameters", update.params)
-    if update.grads is not None and len(update.grads) != table.count:
-        counts = f"{len(update.grads)} and {table.count}"
-        raise ValueError(f"gradients and parameters must have the same segments, got {counts}")
-    moments = use.floats("exp_avg", update.exp_avg), use.variance(update.exp_avg_sq, table)
+    table, count, tensors = use.segments("parameters", update.params)
+    grads = None
+    if update.grads is not None:
+        grads, given, _ = use.segments("gradients", update.grads, written=False)
+        if given != count:
+            raise ValueError(f"gradients and parameters must have the same segments, got {given} and {count}")
+    moments = use.floats("exp_avg", update.exp_avg), use.variance(update.exp_avg_sq, tensors)
     local_update = use.floats("local_update", update.local_update)
-    grads = None if update.grads is None else use.segments("gradients", update.grads, written=False).address
-    rest = use.numel, update.beta1, 1 - update.beta1, descent_record(update.descent)
-    call("co_local_step", use.device, *moments, local_update, grads, table.address, table.count, *rest)
+    rest = table, count, use.numel, update.beta1, 1 - update.beta1, use.descent(update.descent)
+    call("co_local_step", use.device, *moments, local_update, grads, *rest)
     mark_written([update.exp_avg, update.local_update], update.params)
 
 
 def sync_parameters_(sync: ParameterSync) -> None:
-    """See :meth:`Kernels.sync_parameters_`."""
+    """See the reference."""
     use = Operands(sync.exp_avg.device, sync.y.numel)
-    table = use.segments("parameters", sync.params)
+    table, count, tensors = use.segments("parameters", sync.params)
     written = use.floats("exp_avg", sync.exp_avg), use.floats("anchor", sync.anchor)
-    variance = use.variance(sync.exp_avg_sq, table)
-    flats = *written, variance, use.floats("local_update", sync.local_update)
-    rest = sync.lr_sum, descent_record(sync.descent)
-    call("co_sync_parameters", use.device, use.average(sync.y), *flats, table.address, table.count, *rest)
+    flats = *written, use.variance(sync.exp_avg_sq, tensors), use.floats("local_update", sync.local_update)
+    rest = table, count, sync.lr_sum, use.descent(sync.descent)
+    call("co_sync_parameters", use.device, use.average(sync.y), *flats, *rest)
     mark_written([sync.exp_avg, sync.anchor, sync.local_update], sync.params)
 
 
 def lamb_moments_(moments: LambMoments) -> None:
-    """See :meth:`Kernels.lamb_moments_`."""
+    """See the reference."""
     use = Operands(moments.exp_avg.device, moments.y.numel)
-    table = use.segments("parameters", moments.params, written=False)
-    fresh = use.floats("exp_avg_sq_fresh", moments.exp_avg_sq_fresh)
-    frozen = use.variance(moments.exp_avg_sq, table)
-    flats = use.floats("exp_avg", moments.exp_avg), fresh, frozen
-    factors = use.per_tensor("factors", moments.factors, table)
-    rest = factors, use.per_tensor("sums", moments.sums, table, 3), lamb_record(moments.options)
-    call("co_lamb_moments", use.device, use.average(moments.y), *flats, table.address, table.count, *rest)
+    table, count, tensors = use.segments("parameters", moments.params, written=False)
+    flats = use.floats("exp_avg", moments.exp_avg), use.floats("exp_avg_sq_fresh", moments.exp_avg_sq_fresh)
+    frozen = use.variance(moments.exp_avg_sq, tensors)
+    factors = use.per_tensor("factors", moments.factors, tensors)
+    if moments.sums.numel() < 3 * tensors:
+        raise ValueError(f"sums must have {3 * tensors} entries or more, got {moments.sums.numel()}")
+    sums = address("sums", moments.sums, use.device, torch.float64)
+    rest = table, count, factors, sums, use.lamb(moments.options)
+    call("co_lamb_moments", use.device, use.average(moments.y), *flats, frozen, *rest)
     mark_written([moments.exp_avg, moments.exp_avg_sq_fresh, moments.sums])
 
 
 def lamb_apply_(
     exp_avg: Tensor, exp_avg_sq: Variance, params: Sequence[Segment], rates: Tensor, options: LambOptions
 ) -> None:
-    """See :meth:`Kernels.lamb_apply_`."""
+    """See the reference."""
     use = Operands(exp_avg.device, exp_avg.numel())
-    table = use.segments("parameters", params)
-    read = use.floats("exp_avg", exp_avg, written=False), use.variance(exp_avg_sq, table)
-    rest = use.numel, use.per_tensor("rates", rates, table), lamb_record(options)
-    call("co_lamb_apply", use.device, *read, table.address, table.count, *rest)
+    table, count, tensors = use.segments("parameters", params)
+    read = use.floats("exp_avg", exp_avg, written=False), use.variance(exp_avg_sq, tensors)
+    rest = table, count, use.numel, use.per_tensor("rates", rates, tensors), use.lamb(options)
+    call("co_lamb_apply", use.device, *read, *rest)
     mark_written([], params)
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """See :meth:`Kernels.sum_of_squares`."""
+    """See the reference."""
     flats = [dense_values("a tensor", t) for t in tensors]
     for flat in flats:
         if flat.device != device or flat.dtype not in DTYPES:
             raise ValueError(
                 f"tensors must be float32, bfloat16 or float16 on {device}, got {flat.dtype} on {flat.device}"
             )
-    rows = ((flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], 0) for flat in flats)
-    table = array("q", chain.from_iterable(rows))
+    table = array("q", chain.from_iterable((flat.data_ptr(), flat.numel(), DTYPES[flat.dtype], 0) for flat in flats))
     sums = torch.zeros(len(flats), dtype=torch.float64, device=device)
     call("co_square_sums", device, table.buffer_info()[0], len(flats), sums.data_ptr())
     return sums.sum()
 
 
 def copy_(out: Tensor, source: Tensor) -> None:
-    """See :func:`hf_compressopt.kernels.copy_`."""
+    """Copy a large tensor past the caches. Both: [n] float32 on the CPU."""
     device, numel = source.device, source.numel()
-    read, written = (pointer_to(*named, device, torch.float32, numel) for named in (("source", source), ("out", out)))
+    read, written = (address(*named, device, torch.float32, numel) for named in (("source", source), ("out", out)))
     call("co_copy", device, read, written, numel)
     mark_written([out])

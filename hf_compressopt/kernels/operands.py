@@ -1,17 +1,36 @@
-"""Operands of the kernels: runs of tensors, the values that a rank sends, and the average that comes back."""
+"""Operands of the kernels: what a rank sends, the average that comes back, and the steps that take it.
+
+The dataclasses are not frozen: a step makes hundreds, in half of the time.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
+from hf_compressopt.kernels.errors import Errors
+from hf_compressopt.kernels.messages import IntegerCode, SignCode
+from hf_compressopt.kernels.variance import Variance
 
 
-@dataclass(slots=True)  # not frozen: a step makes hundreds, in half of the time
+@lru_cache
+def _sign_code(scale_block: int | None) -> SignCode:
+    return SignCode(scale_block)
+
+
+@lru_cache
+def _integer_code(bits: int) -> IntegerCode:
+    return IntegerCode(bits)
+
+
+@dataclass(slots=True)
 class Segment:
     """Consecutive elements of one tensor. The segments of a bucket, in order, cover it without gaps.
 
@@ -48,7 +67,7 @@ def cut_segments(segments: Sequence[Segment], start: int, stop: int) -> list[Seg
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Average:
     """The average of a bucket over the ranks: as messages, or as the values themselves.
 
@@ -69,6 +88,11 @@ class Average:
     scale_block: int | None = None
     stride: int = 0
 
+    @property
+    def code(self) -> SignCode:
+        """The code of the messages."""
+        return _sign_code(self.scale_block)
+
     @classmethod
     def of(cls, values: Tensor) -> Average:
         """Return the average whose values are known, [n] float32."""
@@ -87,7 +111,35 @@ class Average:
         return replace(self, numel=stop - start, messages=message, world_size=1)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
+class IntegerAverage:
+    """The average of a bucket over the ranks, as messages of b-bit integers.
+
+    Attributes:
+        numel: Elements of the bucket.
+        messages: uint8; the message of chunk j begins at ``j * stride``.
+        world_size: Number of chunks.
+        bits: 4 or 8.
+        stride: Bytes from one message to the next, a multiple of 16.
+    """
+
+    numel: int
+    messages: Tensor
+    world_size: int
+    bits: int
+    stride: int
+
+    @property
+    def code(self) -> IntegerCode:
+        """The code of the messages."""
+        return _integer_code(self.bits)
+
+
+#: The average of a bucket, in the messages of a format.
+AnyAverage = TypeVar("AnyAverage", Average, IntegerAverage)
+
+
+@dataclass(slots=True)
 class Combination:
     """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor + rest, each operation in float32.
 
@@ -129,3 +181,153 @@ class Combination:
     def of(cls, x: Tensor) -> Combination:
         """Return the combination whose values are x, [n] float32."""
         return cls(x.numel(), x.device, x)
+
+
+@dataclass(slots=True)
+class Commit(Generic[AnyAverage]):
+    """Operands of :meth:`~hf_compressopt.kernels.codec.MessageFormat.commit_`.
+
+    Attributes:
+        z: As it was given to ``compress_``, n elements, read.
+        error: n elements, updated in place.
+        own: The messages that ``compress_`` wrote, for ``y.world_size`` chunks in the form of ``y``, read.
+        y: The average that came back, n elements, read.
+        outputs: Segments that cover the bucket, each written in its own dtype. Segments without a tensor are left
+            alone. They may be the gradients of ``z``, at the same places. If ``z`` has segments, the outputs' segments
+            must have the same lengths and indices. Signs write no outputs, and take none.
+        output_scale: Factor of the average, such as the loss scale that ``z.beta`` divides out.
+    """
+
+    z: Combination
+    error: Errors
+    own: Tensor
+    y: AnyAverage
+    outputs: Sequence[Segment] = ()
+    output_scale: float = 1.0
+
+
+@dataclass(slots=True)
+class Descent:
+    """The rate, the denominator and the bound of a step along a direction d: p <- p * decay - lr * bounded(d).
+
+    Attributes:
+        lr: Learning rate.
+        decay: 1 - lr * weight_decay; with exactly 1.0 p is not multiplied.
+        eps: Added to the denominator.
+        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
+        bound: Largest size of an element of d, > 0; larger ones are cut to it. Infinity changes nothing; NaN stays.
+    """
+
+    lr: float
+    decay: float
+    eps: float
+    eps_inside_sqrt: bool
+    bound: float = math.inf
+
+
+@dataclass(slots=True)
+class LambOptions:
+    """The hyperparameters of one param group that 1-bit LAMB's kernels take."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    eps_inside_sqrt: bool
+
+
+@dataclass(slots=True)
+class AdamUpdate:
+    """Operands of :func:`~hf_compressopt.kernels.reference.apply_adam_`.
+
+    Attributes:
+        y: n elements, read. Its values may be ``exp_avg`` itself.
+        exp_avg: [n] float32, m, written; None if ``beta`` is 1 and nobody needs m beyond y.
+        exp_avg_sq: n elements, v, read.
+        params: Segments that cover the bucket. Segments without a tensor move no parameter; m is written for them.
+        descent: The rate and the denominator of the step.
+        beta: 1.0, or the rate of the momentum.
+        corrections: [tensors, 2] float32. m^ and v^ are m and v divided by a tensor's two corrections; infinity as the
+            first one stands for a direction of 0. None: m^ and v^ are m and v.
+    """
+
+    y: Average
+    exp_avg: Tensor | None
+    exp_avg_sq: Variance
+    params: Sequence[Segment]
+    descent: Descent
+    beta: float = 1.0
+    corrections: Tensor | None = None
+
+
+@dataclass(slots=True)
+class LocalUpdate:
+    """Operands of :func:`~hf_compressopt.kernels.reference.local_step_`.
+
+    Attributes:
+        exp_avg: [n] float32, m, updated in place.
+        exp_avg_sq: n elements, v, read.
+        local_update: [n] float32, u, updated in place.
+        grads: Segments that cover the bucket, read. None leaves m as it is.
+        params: Segments that cover the bucket. Segments without a tensor move no parameter.
+        beta1: Coefficient of the momentum.
+        descent: The rate and the denominator of the step.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Variance
+    local_update: Tensor
+    grads: Sequence[Segment] | None
+    params: Sequence[Segment]
+    beta1: float
+    descent: Descent
+
+
+@dataclass(slots=True)
+class ParameterSync:
+    """Operands of :func:`~hf_compressopt.kernels.reference.sync_parameters_`.
+
+    Attributes:
+        y: n elements, read. Its values may be ``local_update`` itself.
+        exp_avg: [n] float32, m, written.
+        anchor: [n] float32, the parameters at the last sync, updated in place.
+        exp_avg_sq: n elements, v, read.
+        local_update: [n] float32, u, set to 0.
+        params: Segments that cover the bucket. Segments without a tensor change neither anchor nor parameter.
+        lr_sum: Sum of the learning rates of the interval, not 0.
+        descent: ``decay`` is the product over the interval, ``bound`` that of y / denominator(v); ``lr`` is not used.
+    """
+
+    y: Average
+    exp_avg: Tensor
+    anchor: Tensor
+    exp_avg_sq: Variance
+    local_update: Tensor
+    params: Sequence[Segment]
+    lr_sum: float
+    descent: Descent
+
+
+@dataclass(slots=True)
+class LambMoments:
+    """Operands of :func:`~hf_compressopt.kernels.reference.lamb_moments_`.
+
+    Attributes:
+        y: n elements, read.
+        exp_avg: [n] float32, m, updated in place.
+        exp_avg_sq_fresh: [n] float32, updated in place.
+        exp_avg_sq: n elements, the frozen v, read.
+        params: Segments that cover the bucket, read. A segment without a tensor counts as p = 0.
+        factors: [tensors] float32, read.
+        sums: [tensors, 3] float64, updated in place; 0 before a tensor's first segment.
+        options: Hyperparameters.
+    """
+
+    y: Average
+    exp_avg: Tensor
+    exp_avg_sq_fresh: Tensor
+    exp_avg_sq: Variance
+    params: Sequence[Segment]
+    factors: Tensor
+    sums: Tensor
+    options: LambOptions

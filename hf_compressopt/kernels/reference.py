@@ -1,6 +1,14 @@
-"""The kernels in pure PyTorch: the specification, the fallback on every device, and the oracle of the native kernels.
+"""The kernels in pure PyTorch: the contract of each, the fallback on every device, and the oracle of native code.
 
-The functions implement :class:`hf_compressopt.kernels.protocol.Kernels`.
+:mod:`hf_compressopt.kernels.native` has the same functions, which leave the same bits. Every operation on an element is
+rounded on its own, in the order of the formulas. Only sums over many elements (scales of signs, norms) may differ, by
+at most 2 ulp.
+
+Q(u) is what the messages of a code stand for. Errors may lie in 8 bits
+(:class:`~hf_compressopt.kernels.errors.CompactErrors`), and so may a frozen variance
+(:class:`~hf_compressopt.kernels.variance.LogVariance`). m, v, p, g and u stand for momentum, variance, parameter,
+gradient and local update. A segment that stands still (:attr:`Segment.still`) counts as a direction of 0, and as a
+momentum of 0.
 """
 
 from __future__ import annotations
@@ -11,11 +19,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels.errors import Errors, keep_errors_, values_of_errors
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.signs import chunks_of, compress_chunks_, decompress_message, mean_of_messages, rms
-from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
+from hf_compressopt.kernels.messages import Code, IntegerCode
+from hf_compressopt.kernels.operands import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Commit,
+    Descent,
+    IntegerAverage,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+)
 from hf_compressopt.kernels.variance import Variance, values_of_variance
 
 _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at once, on a CPU and elsewhere
@@ -24,54 +42,101 @@ _LONG_RUN, _DEVICE_RUN = 1 << 16, 1 << 23  # elements that become float64 at onc
 # -- compression ------------------------------------------------------------------------------------------------------
 
 
-def compress_(z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.compress_`."""
+def compress_(
+    code: Code, z: Combination, error: Errors, messages: Tensor, world_size: int, new_error: Errors | None = None
+) -> None:
+    """Compress a bucket: u = z + error; messages <- Q(u); new_error <- u - Q(u), if it is given.
+
+    Args:
+        code: Of the messages.
+        z: The n values to send, read.
+        error: n elements, read.
+        messages: [sum(code.chunk_nbytes(n, world_size))] uint8, written.
+        world_size: Number of chunks.
+        new_error: n elements, in the form of ``error``, written; it may be ``error`` itself. None: nothing.
+    """
     u = values_of(z) + values_of_errors(error)
-    scale = None if scale_block is not None or z.numel == 0 else rms(u)
-    compress_chunks_(u, messages, chunks_of(z.numel, world_size, scale_block), scale_block, scale)
-    keep_errors_(error, u)
+    scale = code.common_scale(u)
+    for start, stop, message in code.chunks(messages, z.numel, world_size):
+        u[start:stop] -= code.encode_(u[start:stop], message, scale)
+    if new_error is not None:
+        keep_errors_(new_error, u)
 
 
-def compress_only_(z: Combination, error: Errors, messages: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.compress_only_`."""
-    u = values_of(z) + values_of_errors(error)
-    scale = None if scale_block is not None or z.numel == 0 else rms(u)
-    compress_chunks_(u, messages, chunks_of(z.numel, world_size, scale_block), scale_block, scale)
+def average_compress_(
+    code: Code, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+) -> None:
+    """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); new_error <- a - Q(a).
 
+    The sum is taken in float32: messages in groups of four, in rank order, and then the groups' sums, in order.
 
-def commit_(z: Combination, error: Errors, own: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.commit_`."""
-    u = values_of(z) + values_of_errors(error)
-    for chunk in chunks_of(z.numel, world_size, scale_block):
-        u[chunk.start : chunk.stop] -= decompress_message(own[chunk.byte :], chunk.stop - chunk.start, scale_block)
-    keep_errors_(error, u)
-
-
-def average_compress_(messages: Tensor, error: Errors, out: Tensor, world_size: int, scale_block: int | None) -> None:
-    """See :meth:`Kernels.average_compress_`."""
-    numel = error.numel()
-    if numel == 0:
+    Args:
+        code: Of the messages.
+        messages: [world_size * code.nbytes(n)] uint8, one message of the same chunk per rank, read.
+        error: n elements, read.
+        new_error: n elements, in the form of ``error``, written. It may be ``error`` itself.
+        out: [code.nbytes(n)] uint8, written.
+        world_size: Number of messages.
+    """
+    if (numel := error.numel()) == 0:
         return
-    u = values_of_errors(error) + mean_of_messages(messages.view(world_size, -1), numel, scale_block)
-    scale = None if scale_block is not None else rms(u)
-    compress_chunks_(u, out, chunks_of(numel, 1, scale_block), scale_block, scale)
-    keep_errors_(error, u)
+    mean = code.sum_of(messages.view(world_size, -1), numel).mul_(1.0 / world_size)
+    mean += values_of_errors(error)
+    keep_errors_(new_error, mean - code.encode_(mean, out, code.common_scale(mean)))
 
 
-def decompress_(y: Average, out: Tensor) -> None:
-    """See :meth:`Kernels.decompress_`."""
+def commit_(code: Code, commit: Commit[Average] | Commit[IntegerAverage]) -> None:
+    """Finish a step that is finite: error <- z + error - the values of ``own``; outputs <- y * output_scale."""
+    y = commit.y
+    error = values_of(commit.z) + values_of_errors(commit.error)
+    for start, stop, message in code.chunks(commit.own, y.numel, y.world_size):
+        error[start:stop] -= code.decode(message, stop - start)
+    keep_errors_(commit.error, error)
+    if commit.outputs and isinstance(y, IntegerAverage):
+        add_(y, commit.outputs, 0.0, commit.output_scale)
+
+
+def mean_(code: IntegerCode, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
+    """Sum the messages of one chunk, in the order of :func:`average_compress_`: out <- sum * factor.
+
+    Args:
+        code: Of the messages.
+        messages: [world_size * code.nbytes(n)] uint8, one message of the chunk per rank, read.
+        out: [n] float32, written.
+        world_size: Number of messages.
+        factor: Of the sum, such as 1 / world_size.
+    """
+    if out.numel():
+        torch.mul(code.sum_of(messages.view(world_size, -1), out.numel()), factor, out=out)
+
+
+def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: float) -> None:
+    """Add an average to tensors: outputs <- outputs * decay + y * scale, each operation rounded to float32.
+
+    Args:
+        y: n elements, read.
+        outputs: Segments that cover the bucket, each written in its own dtype. Those without a tensor are left alone.
+        decay: Factor of what the outputs hold; 0 if they are not to be read.
+        scale: Factor of the average.
+    """
+    values = values_of(y) * scale
+    for segment, (change,) in _pieces(outputs, values):
+        if segment.tensor is not None:
+            segment.part.copy_(change if decay == 0 else segment.part.float() * decay + change)
+
+
+def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
+    """Write the values of an average: out <- y. out: [n] float32, written."""
     if y.messages is None:
-        assert y.values is not None
+        assert isinstance(y, Average) and y.values is not None
         out.copy_(y.values)
         return
-    for rank in range(y.world_size):
-        start, stop = chunk_range(y.numel, y.world_size, rank)
-        if start < stop:
-            out[start:stop] = decompress_message(y.messages[rank * y.stride :], stop - start, y.scale_block)
+    for start, stop, message in y.code.chunks(y.messages, y.numel, y.world_size, y.stride):
+        out[start:stop] = y.code.decode(message, stop - start)
 
 
 def combine_(z: Combination, out: Tensor) -> None:
-    """See :meth:`Kernels.combine_`."""
+    """Write the values of a combination: out <- z. out: [n] float32, written."""
     if z.x is not None:
         torch.mul(z.x, z.alpha, out=out)
     elif z.last is not None:
@@ -91,7 +156,7 @@ def combine_(z: Combination, out: Tensor) -> None:
         out.add_(z.rest)
 
 
-def values_of(operand: Combination | Average) -> Tensor:
+def values_of(operand: Combination | Average | IntegerAverage) -> Tensor:
     """Return the values, [n] float32. Do not change them: they may be the operand's own."""
     if isinstance(operand, Combination):
         others = operand.grads, operand.factors, operand.rest
@@ -100,7 +165,7 @@ def values_of(operand: Combination | Average) -> Tensor:
         out = torch.empty(operand.numel, dtype=torch.float32, device=operand.device)
         combine_(operand, out)
         return out
-    if operand.values is not None:
+    if isinstance(operand, Average) and operand.values is not None:
         return operand.values
     assert operand.messages is not None
     out = torch.empty(operand.numel, dtype=torch.float32, device=operand.messages.device)
@@ -112,7 +177,10 @@ def values_of(operand: Combination | Average) -> Tensor:
 
 
 def apply_adam_(update: AdamUpdate) -> None:
-    """See :meth:`Kernels.apply_adam_`."""
+    """Take the momentum from an average, and step: m <- y; p <- p decay - lr bounded(m^ / denominator(v^)).
+
+    With another ``beta`` than 1 the momentum becomes m + beta (y - m).
+    """
     momentum, variance = values_of(update.y), _variance(update.exp_avg_sq, update.params)
     if update.exp_avg is None:
         momentum = momentum.clone()
@@ -135,7 +203,10 @@ def apply_adam_(update: AdamUpdate) -> None:
 
 
 def local_step_(update: LocalUpdate) -> None:
-    """See :meth:`Kernels.local_step_`."""
+    """Take 0/1 Adam's local step.
+
+    m <- b1 m + (1-b1) g; p <- p decay - lr bounded(m / denominator(v)); u <- u + lr m.
+    """
     if update.grads is not None:
         m, beta1 = update.exp_avg, update.beta1
         combine_(Combination(m.numel(), m.device, m, beta1, update.grads, 1 - beta1), m)
@@ -146,7 +217,10 @@ def local_step_(update: LocalUpdate) -> None:
 
 
 def sync_parameters_(sync: ParameterSync) -> None:
-    """See :meth:`Kernels.sync_parameters_`."""
+    """Take 0/1 Adam's sync.
+
+    m <- y / lr_sum; anchor <- anchor decay - bounded(y / denominator(v)); p <- anchor; u <- 0.
+    """
     values = values_of(sync.y)
     lr_sum = sync.exp_avg.new_tensor(sync.lr_sum)  # for a number, CUDA multiplies by its inverse
     torch.div(values, lr_sum, out=sync.exp_avg)
@@ -162,7 +236,14 @@ def sync_parameters_(sync: ParameterSync) -> None:
 
 
 def lamb_moments_(moments: LambMoments) -> None:
-    """See :meth:`Kernels.lamb_moments_`."""
+    """Take 1-bit LAMB's first pass over a bucket: momentum, fresh variance, and the sums for each coefficient.
+
+    m' = y / factor; g' = (m' - b1 m) / (1 - b1); v_fresh <- b2 v_fresh + (1-b2) g'^2; m <- m'.
+
+    Each tensor has three sums: [0] grows by the sum of (m'/denominator(v))^2, [1] by the sum of
+    (m'/denominator(v) + wd p)^2, and [2] becomes the largest denominator(v)/denominator(v_fresh) so far. A tensor that
+    stands still counts as 1 in [2].
+    """
     options = moments.options
     variance = _variance(moments.exp_avg_sq, moments.params)
     flats = values_of(moments.y), moments.exp_avg, moments.exp_avg_sq_fresh, variance
@@ -183,7 +264,15 @@ def lamb_moments_(moments: LambMoments) -> None:
 def lamb_apply_(
     exp_avg: Tensor, exp_avg_sq: Variance, params: Sequence[Segment], rates: Tensor, options: LambOptions
 ) -> None:
-    """See :meth:`Kernels.lamb_apply_`."""
+    """Take 1-bit LAMB's second pass: p <- p - rate (m / denominator(v) + wd p).
+
+    Args:
+        exp_avg: [n] float32, m, read.
+        exp_avg_sq: n elements, the frozen v, read.
+        params: Segments that cover the n elements. Segments without a tensor change no parameter.
+        rates: [tensors] float32, read.
+        options: Hyperparameters.
+    """
     for segment, (m, v) in _pieces(params, exp_avg, _variance(exp_avg_sq, params)):
         if segment.tensor is None:
             continue
@@ -247,7 +336,15 @@ def _pieces(segments: Sequence[Segment], *flats: Tensor) -> Iterator[tuple[Segme
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """See :meth:`Kernels.sum_of_squares`."""
+    """Sum the squares of all elements, in float64. Native code takes no float64.
+
+    Args:
+        tensors: Any shapes, on ``device``.
+        device: The device of the result.
+
+    Returns:
+        [] float64. It is not finite if an element is not.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
         for run in torch.split(tensor.detach().reshape(-1), _LONG_RUN if device.type == "cpu" else _DEVICE_RUN):

@@ -26,7 +26,6 @@ from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
-from hf_compressopt.hosts import attach_to_hosts
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim.agreement import Consensus, report_switch, write_log
 from hf_compressopt.optim.early_messages import EarlyMessages
@@ -193,7 +192,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         amsgrad: bool = False,
     ) -> None:
         """See the class."""
-        attach_to_hosts()
         chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
         given = {name: value for name, value in chosen.items() if value is not None}
         schedule = self.schedule_class(**{"freeze_step": freeze_step, **given})

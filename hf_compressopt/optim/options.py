@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import SIGNS_PER_BYTE
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS
+from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.kernels.memory import why_not_dense
 from hf_compressopt.optim.group import STATES
 from hf_compressopt.optim.math import is_shard

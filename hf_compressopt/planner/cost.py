@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS
-from hf_compressopt.kernels.integers import IntegerFormat
+from hf_compressopt.kernels import INTEGER_BITS, IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.warmup import check_warmup_bits
@@ -136,11 +135,7 @@ class Model:
     """Predicts the steps of one training on one cluster."""
 
     def __init__(self, training: Training, cluster: Cluster) -> None:
-        """Split the computation of a step into forward, backward and update.
-
-        Raises:
-            ValueError: If AdamW's own update would take longer than the whole step.
-        """
+        """Split the computation of a step into forward, backward and update."""
         self.training, self.cluster = training, cluster
         given = training.update_seconds
         self.update = cluster.pass_seconds(_FUSED_ADAM * training.params) if given is None else given
@@ -215,10 +210,7 @@ class Model:
         return Step(seconds, messages.sent, messages.on_link)
 
     def low_bit(self, bits: int, *, settled: bool = True) -> Step:
-        """A step of DDP with gradients in messages of 4 or 8 bits, (5).
-
-        With ``settled`` errors and averages are written while backward runs, so that there is no Q.
-        """
+        """A step of DDP with gradients in messages of 4 or 8 bits, (5)."""
         params, world_size, grad = self.training.params, self.cluster.ranks, self.training.itemsize
         bucket, message = self._float_bucket(), bits / 8
         one = two_phases(self.cluster, bucket, IntegerFormat(bits).chunk_nbytes(bucket, world_size))
@@ -243,10 +235,7 @@ class Model:
         return self.ddp(min(bits // 8, self.training.itemsize))
 
     def shared_out(self, *, early: bool = False) -> Step:
-        """A step of a compressed optimizer's first stage with ``zero_stage``: (4), with messages of integers.
-
-        With ``early`` gradients leave during backward, (5).
-        """
+        """A step of a compressed optimizer's first stage with ``zero_stage``: (4), with messages of integers."""
         params, ranks, bits = self.training.params, self.cluster.ranks, self.training.warmup_bits
         bucket, message, grad = self._float_bucket(), bits / 8, self.training.itemsize
         nbytes = IntegerFormat(bits).chunk_nbytes(bucket, ranks)
@@ -282,10 +271,7 @@ class Model:
         return min(bucket_numel_of(self.training.bucket_cap_mb), self.training.params)
 
     def _node_passes(self) -> float:
-        """Bytes over memory per parameter that two levels add: all values are written, those of the node read.
-
-        Their mean, a shard, is written and read. In return only this shard is compressed, which is not counted.
-        """
+        """Bytes over memory per parameter that two levels add: all values are written, those of the node read."""
         size = self.cluster.node_size
         return 0.0 if size == 1 else 2 * FLOAT_BYTES * (1 + 1 / size)
 

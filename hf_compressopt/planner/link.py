@@ -65,17 +65,7 @@ class Link:
 
 
 def fit(collective: str, nodes: int, gpus_per_node: int, timings: Sequence[Timing]) -> Link:
-    """Find the rates by which the planner predicts these times.
-
-    Args:
-        collective: A key of :data:`COLLECTIVES`.
-        nodes: Machines. Ranks with a link each count as so many machines.
-        gpus_per_node: Ranks on each machine.
-        timings: Times of at least two sizes, in ascending order; at least one is small.
-
-    Raises:
-        ValueError: If larger messages take no longer.
-    """
+    """Find the rates by which the planner predicts these times."""
     predict = COLLECTIVES[collective]
     whole = Cluster(nodes, gpus_per_node, bandwidth=1.0, local_bandwidth=math.inf, latency=0.0)
     hop = Cluster(nodes, gpus_per_node, bandwidth=math.inf, local_bandwidth=math.inf, latency=1.0)
@@ -104,18 +94,7 @@ def middle(links: Sequence[Link]) -> Link:
 
 
 def measure(channel: Communicator, everyone: Communicator) -> dict[str, list[Timing]]:
-    """Time the collectives, each at several sizes. All ranks call.
-
-    Args:
-        channel: The ranks of which the link is measured.
-        everyone: All ranks: they start together, and agree on times.
-
-    Returns:
-        Times in ascending order of size, by collective, alike on all ranks.
-
-    Raises:
-        RuntimeError: If a rank is gone, or the link fails.
-    """
+    """Time the collectives, each at several sizes. All ranks call."""
     found: dict[str, list[Timing]] = {}
     for collective in COLLECTIVES:
         timings = found[collective] = []
@@ -128,10 +107,7 @@ def measure(channel: Communicator, everyone: Communicator) -> dict[str, list[Tim
 
 
 def measure_memory(everyone: Communicator) -> float:
-    """Measure the bytes per second that a rank's copies read and write, while all ranks copy. All ranks call.
-
-    The fastest of several copies counts, as in STREAM: others on the machine can only make a copy slower.
-    """
+    """Measure the bytes per second that a rank's copies read and write, while all ranks copy. All ranks call."""
     source = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device=everyone.device)
     target = torch.empty_like(source)
     seconds = [_together(lambda: target.copy_(source), everyone)[0] for _ in range(_MEMORY_REPEATS + 1)]
@@ -177,10 +153,7 @@ def _median_seconds(call: Callable[[], Handle], everyone: Communicator) -> tuple
 
 
 def _together(action: Callable[[], object], everyone: Communicator) -> tuple[float, float]:
-    """The largest seconds, and CPU seconds, that a rank takes for an action; the agreement on them aligns the ranks.
-
-    CPU seconds are those of a process that moves its messages itself; on an accelerator they are 0.
-    """
+    """The largest seconds, and CPU seconds, that a rank takes for an action; the agreement on them aligns the ranks."""
     start, host = time.perf_counter(), time.process_time()
     action()
     synchronize(everyone.device)

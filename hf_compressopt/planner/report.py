@@ -1,42 +1,127 @@
-"""The planner's report: memory, bytes and predicted times of every optimizer, as data and as tables."""
+"""The planner's report: memory, bytes and predicted times of every optimizer, their ranking, and the flags to paste."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
 
-from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of
-from hf_compressopt.integrations.algorithms import ALGORITHMS
-from hf_compressopt.kernels.integer_messages import INTEGER_BITS
-from hf_compressopt.planner.cost import (
-    ONEBIT_ADAM,
-    ONEBIT_LAMB,
-    ZERO_ONE_GRADIENT,
-    Model,
-    Step,
-    average,
-)
-from hf_compressopt.planner.memory import compact_error_bytes, compressed_states, freed_gradient_bytes
+from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
+from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
+from hf_compressopt.kernels import ERROR_BITS, INTEGER_BITS, integer_message_nbytes, message_nbytes
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import STATE
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
-_MEMORY = ("parameters", "gradients", "states", "buckets", "total")
+#: Runs within this share count as equally fast: the planner's own error is larger (docs/planner.md).
+ALIKE = 0.05
+MEMORY = ("parameters", "gradients", "states", "buckets", "total")
+#: ZeRO-2 with gradients and parameters in 4 bits; and OnebitAdam, by its ``zero_stage``.
+ZERO_INT4 = "zero2_adamw, int4"
+ONEBIT_ZERO = {1: "OnebitAdam, ZeRO-1", 2: "OnebitAdam, ZeRO-2"}
+#: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
+#: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
+FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, first stage", "compact, then"
+ZERO_FIRST = "zero_stage=1, first stage"
+ZERO_FREED_FIRST, ZERO_FREED_THEN = "zero_stage=2, first stage", "zero_stage=2, then"
 _HALF_BYTES = 2
 _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
-_SLOWEST, _FASTEST, _GRID = 1e5, 1e13, 0.1  # range of the search for a crossover, in bytes per second, in steps of 10 %
-_WHOLE_RUN = "whole run"
-_EVERY_STEP = "every step"
-_FULL_PRECISION = ("DDP", "ZeRO")
+_WHOLE_RUN, _EVERY_STEP = "whole run", "every step"
 _PASSES = {"onebit_adam": ONEBIT_ADAM, "onebit_lamb": ONEBIT_LAMB}
-#: ZeRO-2 with gradients and parameters in 4 bits.
-ZERO_INT4 = "zero2_adamw, int4"
-#: OnebitAdam, by its ``zero_stage``.
-ONEBIT_ZERO = {1: "OnebitAdam, ZeRO-1", 2: "OnebitAdam, ZeRO-2"}
+_MOMENTS = 2
+_SCALE_BLOCK = signature(CompressedOptimizer).parameters["scale_block"].default
+_ADAMW = "--optim adamw_torch"
+_HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of torch's default_hooks"
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Buckets:
+    """Bytes of a compressed optimizer's buffers on the rank that has the most: the one that serves the longest chunks.
+
+    Args:
+        params: Trainable parameters.
+        world_size: Number of ranks.
+        bucket_numel: Elements that are sent together.
+        node_size: Ranks of a node in the hierarchical all-reduce, which share the worker errors; 1 if it is flat.
+    """
+
+    def __init__(self, params: int, world_size: int, bucket_numel: int, node_size: int = 1) -> None:
+        """Take the sizes."""
+        self.params, self.world_size, self.bucket_numel, self.node_size = params, world_size, bucket_numel, node_size
+
+    def _sum(self, of_bucket: Callable[[int], int]) -> int:
+        whole, rest = divmod(self.params, self.bucket_numel)
+        return whole * of_bucket(self.bucket_numel) + of_bucket(rest)
+
+    def _chunk(self, numel: int) -> int:
+        return min(chunk_numel(numel, self.world_size), numel)
+
+    @property
+    def own_elements(self) -> int:
+        """Elements of the chunks that the rank serves."""
+        return self._sum(self._chunk)
+
+    @property
+    def messages(self) -> int:
+        """Bytes of the servers' sign messages, which lie as far apart as the longest one is."""
+        return self._sum(lambda numel: self.world_size * message_nbytes(self._chunk(numel), _SCALE_BLOCK))
+
+    @property
+    def worker_errors(self) -> int:
+        """Bytes of the worker errors in 8 bits; one rank alone has no errors."""
+
+        def of_bucket(numel: int) -> int:
+            chunk = self._chunk(numel)
+            if not chunk:
+                return 0
+            whole, rest = divmod(min(self.world_size // self.node_size * chunk, numel), chunk)  # of the first shard
+            return whole * integer_message_nbytes(chunk, ERROR_BITS) + integer_message_nbytes(rest, ERROR_BITS)
+
+        return self._sum(of_bucket) if self.world_size > 1 else 0
+
+    @property
+    def errors(self) -> int:
+        """Bytes of all errors in 8 bits."""
+        server = self._sum(lambda numel: integer_message_nbytes(self._chunk(numel), ERROR_BITS))
+        return self.worker_errors + server if self.world_size > 1 else 0
+
+    @property
+    def float_errors(self) -> int:
+        """Bytes of all errors as float32 values."""
+        values = -(-self.params // self.node_size) + -(-self.params // self.world_size)
+        return FLOAT_BYTES * values if self.world_size > 1 else 0
+
+    def states(self, optimizer_class: type[CompressedOptimizer]) -> dict[str, int]:
+        """Bytes of the state of a compressed optimizer, by its form: moments, errors, and the algorithm's own values.
+
+        In the first step with a frozen variance, a compact state holds some of its moments in both forms for a moment,
+        which is left out: 1/8 byte per element more than in the warmup stage, or 1 byte if the momentum stays float32.
+        """
+        own = FLOAT_BYTES * self.params * sum(state.per == "element" for state in optimizer_class.extra_state)
+        momentum = FLOAT_BYTES * self.params
+        if optimizer_class.momentum_is_message and self.world_size > 1:
+            momentum = self.messages
+        moments, shard = (FLOAT_BYTES * _MOMENTS * numel for numel in (self.params, self.own_elements))
+        then = own + momentum + self.params + self.errors  # a byte for the variance
+        found = {
+            FLOAT32: own + moments + self.float_errors,
+            COMPACT_FIRST: own + moments + self.errors,
+            COMPACT_THEN: then,
+        }
+        if 1 in optimizer_class.zero_stages and self.world_size > 1:
+            found[ZERO_FIRST] = own + shard + self.errors
+            found[ZERO_FREED_FIRST] = own + shard + self.errors + self.worker_errors  # new errors wait for the step
+            found[ZERO_FREED_THEN] = then + self.errors + momentum  # and so do the new messages
+        return found
 
 
 def memory_rows(
@@ -49,10 +134,9 @@ def memory_rows(
 ) -> dict[str, dict[str, int]]:
     """Bytes on each rank, by optimizer and by content.
 
-    A compressed optimizer has a row for each form of its state: see :func:`compressed_states`. Its messages in flight
-    are left out: they have 1/32 of the buckets' bytes. With ``zero_stage=2`` gradients are the means of this rank's
-    chunks, and a bucket of gradients waits to leave; so does the rest of a parameter that is larger. ``node_size``: see
-    :func:`compact_error_bytes`.
+    A compressed optimizer has a row for each form of its state. Its messages in flight are left out: they have 1/32 of
+    the buckets' bytes. With ``zero_stage=2`` gradients are the means of this rank's chunks, and a bucket of gradients
+    waits to be sent. ``node_size``: see :class:`Buckets`.
     """
     estimate = partial(
         estimate_zero_memory,
@@ -62,22 +146,40 @@ def memory_rows(
         states_per_parameter=states_per_parameter,
         bucket_cap_mb=bucket_cap_mb,
     )
-    bucket_numel = bucket_numel_of(bucket_cap_mb)
+    bucket_numel, full = bucket_numel_of(bucket_cap_mb), params * dtype.itemsize
+    buckets = Buckets(params, world_size, bucket_numel, node_size)
     estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
     if world_size > 1:
         small = estimate(2, grad_compression="int4", param_compression="int4", node_size=node_size)
         estimates[ZERO_INT4] = replace(small, states=small.states + small.errors, errors=0)
-        full = estimates["no ZeRO"]
-        errors = compact_error_bytes(params, world_size, bucket_numel, node_size)
-        estimates["grad_compression"] = replace(full, states=full.states + errors)
+        plain = estimates["no ZeRO"]
+        estimates["grad_compression"] = replace(plain, states=plain.states + buckets.errors)
+    freed = {ZERO_FREED_FIRST: FLOAT_BYTES * buckets.own_elements, ZERO_FREED_THEN: 0}
     for cls in ALGORITHMS.values():
-        for form, states in compressed_states(cls, params, world_size, bucket_numel, node_size).items():
-            freed = freed_gradient_bytes(form, params, world_size, bucket_numel)
-            gradients, buckets = (
-                (params * dtype.itemsize, 0) if freed is None else (freed, bucket_numel * dtype.itemsize)
-            )
-            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(params * dtype.itemsize, gradients, states, buckets)
-    return {name: {part: getattr(memory, part) for part in _MEMORY} for name, memory in estimates.items()}
+        for form, states in buckets.states(cls).items():
+            waiting = bucket_numel * dtype.itemsize if form in freed else 0
+            estimates[f"{cls.__name__}, {form}"] = MemoryEstimate(full, freed.get(form, full), states, waiting)
+    return {name: {part: getattr(memory, part) for part in MEMORY} for name, memory in estimates.items()}
+
+
+def _memory_rows_of(name: str) -> list[str]:
+    """The rows of :func:`memory_rows` that belong to an optimizer of :func:`time_rows`: one per form of its state."""
+    if name.startswith("DDP"):
+        return ["no ZeRO"]
+    if name.startswith("grad_compression"):
+        return ["grad_compression"]
+    if name.startswith("ZeRO") or name == ZERO_INT4:
+        return [name]
+    for stage, forms in {1: (ZERO_FIRST, COMPACT_THEN), 2: (ZERO_FREED_FIRST, ZERO_FREED_THEN)}.items():
+        if name == ONEBIT_ZERO[stage]:
+            return [f"OnebitAdam, {form}" for form in forms]
+    (cls,) = (cls for cls in ALGORITHMS.values() if cls.__name__ == name)
+    own = signature(cls).parameters.get("state")
+    compact = (STATE if own is None else own.default) != FLOAT32
+    return [f"{name}, {form}" for form in ((COMPACT_FIRST, COMPACT_THEN) if compact else (FLOAT32,))]
+
+
+# -- times ------------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -152,130 +254,135 @@ def _zero_one(model: Model, steps: int) -> dict[str, Step]:
     return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}
 
 
-def whole_runs(model: Model, steps: int) -> dict[str, Step]:
-    """Seconds and bytes of a run of this many steps, by optimizer."""
-    means = {name: list(stages.values())[-1] for name, stages in time_rows(model, steps).items()}
-    return {name: mean * steps for name, mean in means.items()}
+def _last_stage(stages: dict[str, Step]) -> Step:
+    """A step of the stage in which a run spends most of its steps."""
+    return [step for name, step in stages.items() if name != _WHOLE_RUN][-1]
 
 
-def last_stage(stages: dict[str, Step]) -> str:
-    """The stage in which a run spends most of its steps."""
-    return [name for name in stages if name != _WHOLE_RUN][-1]
+# -- ranking ----------------------------------------------------------------------------------------------------------
 
 
-def crossovers(model: Model, steps: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Find the bandwidths below which the compressed optimizers are faster than DDP.
+def ranked(
+    model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_bits: int | None
+) -> list[dict[str, Any]]:
+    """Rank all optimizers by the time of a run.
+
+    Args:
+        model: The planner's model.
+        steps: Length of the run.
+        memory: Of :func:`memory_rows`.
+        warmup_bits: The option for the flags; None leaves it out.
 
     Returns:
-        Bytes per second of a node's link, by optimizer, stage (the last one, and the whole run; "" if there are no
-        stages) and kind of DDP. Infinity means faster over every link, 0 slower over the slowest link.
+        The fastest run first: ``name`` and ``place`` in :func:`time_rows`; ``flags`` of Trainer, or the change to a
+        script; ``step_seconds`` and ``step_bytes`` (sent by a rank) of the longest stage; ``run_seconds`` and
+        ``run_bytes``; ``memory_bytes`` of a rank at their largest.
     """
-    number = round(math.log(_FASTEST / _SLOWEST) / _GRID)
-    links = [_SLOWEST * math.exp(_GRID * index) for index in range(number + 1)]
-    table = [time_rows(model.at(link), steps) for link in links]
+    choices = []
+    for place, (name, stages) in enumerate(time_rows(model, steps).items()):
+        step, run = _last_stage(stages), list(stages.values())[-1] * steps
+        choices.append(
+            {
+                "name": name,
+                "place": place,
+                "flags": _flags(name, model.training.itemsize, warmup_bits),
+                "step_seconds": step.seconds,
+                "run_seconds": run.seconds,
+                "step_bytes": step.sent,
+                "run_bytes": run.sent,
+                "memory_bytes": max(memory[row]["total"] for row in _memory_rows_of(name)),
+            }
+        )
+    return sorted(choices, key=lambda choice: choice["run_seconds"])
 
-    def below(name: str, stage: str, other: str) -> float:
-        def faster(rows: dict[str, dict[str, Step]]) -> bool:
-            return rows[name][stage].seconds < rows[other][""].seconds
 
-        first = next((index for index, rows in enumerate(table) if not faster(rows)), None)
-        if first is None or first == 0:
-            return math.inf if first is None else 0.0
-        low, high = links[first - 1], links[first]
-        while high / low > 1.001:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if faster(time_rows(model.at(middle), steps)) else (low, middle)
-        return low
+def advised(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first choice of :func:`time_rows` that is as fast as the best: it changes the training least."""
+    fast = [choice for choice in choices if choice["run_seconds"] <= choices[0]["run_seconds"] * (1 + ALIKE)]
+    return min(fast, key=lambda choice: int(choice["place"]))
 
+
+def verdict(choices: list[dict[str, Any]]) -> str:
+    """Say in a sentence which choice to take."""
+    mine, plain = advised(choices), next(choice for choice in choices if choice["flags"] == _ADAMW)
+    faster = f": {plain['run_seconds'] / mine['run_seconds']:.2f} times as fast as {plain['name']}"
+    return f"use {mine['flags']}{'' if mine is plain else faster}; no other run is more than {100 * ALIKE:g} % faster"
+
+
+def _flags(name: str, itemsize: int, warmup_bits: int | None) -> str:
+    if name.startswith("DDP"):
+        return _ADAMW if name == f"DDP, {8 * itemsize}-bit gradients" else _HOOK
+    if name.startswith("grad_compression"):
+        return f"{_ADAMW} --optim_args {name}"
+    if name == ZERO_INT4:
+        return f"--optim {name.partition(',')[0]} --optim_args grad_compression=int4,param_compression=int4"
+    stages = {f"ZeRO-{stage}": optim for optim, stage in ZERO_NAMES.items()}
+    if name in stages:
+        return f"--optim {stages[name]}"
+    given = [f"zero_stage={stage}" for stage, row in ONEBIT_ZERO.items() if row == name]
+    given += [f"warmup_bits={warmup_bits}"] if warmup_bits else []
+    (optim,) = (optim for optim, cls in ALGORITHMS.items() if cls.__name__ == name.partition(",")[0])
+    return f"--optim {optim}" + (f" --optim_args {','.join(given)}" if given else "")
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def as_json(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_bits: int | None) -> dict[str, Any]:
+    """Times, bytes, ranking and advice in values that JSON can hold; an infinite rate is None."""
+    rates = {name: None if value == math.inf else value for name, value in asdict(model.cluster).items()}
+    rows, choices = time_rows(model, steps), ranked(model, steps, memory, warmup_bits)
     return {
-        name: {
-            stage: {other: below(name, stage, other) for other in table[0] if other.startswith("DDP")}
-            for stage in dict.fromkeys((last_stage(stages), list(stages)[-1]))
-        }
-        for name, stages in table[0].items()
-        if not name.startswith(_FULL_PRECISION)
-    }
-
-
-def as_json(model: Model, steps: int) -> dict[str, Any]:
-    """Times, bytes and crossovers in values that JSON can hold; an infinite rate is None."""
-    rates = {
-        name: {
-            stage or _EVERY_STEP: {other: None if math.isinf(rate) else rate for other, rate in others.items()}
-            for stage, others in stages.items()
-        }
-        for name, stages in crossovers(model, steps).items()
-    }
-    return {
-        "assumptions": {
-            **{name: None if value == math.inf else value for name, value in asdict(model.cluster).items()},
-            **asdict(model.training),
-            "update_seconds": model.update,
-            "steps": steps,
-        },
+        "assumptions": {**rates, **asdict(model.training), "update_seconds": model.update, "steps": steps},
         "steps": {
             name: {stage or _EVERY_STEP: asdict(step) for stage, step in stages.items()}
-            for name, stages in time_rows(model, steps).items()
+            for name, stages in rows.items()
         },
-        "run": {name: asdict(run) for name, run in whole_runs(model, steps).items()},
-        "faster_below_bytes_per_second": rates,
+        "run": {name: asdict(list(stages.values())[-1] * steps) for name, stages in rows.items()},
+        "ranking": choices,
+        "advised": advised(choices)["flags"],
+        "verdict": verdict(choices),
     }
 
 
 def memory_table(rows: dict[str, dict[str, int]]) -> str:
-    """Render GB on each rank as a table."""
+    """Render GB on each rank."""
     width = max(map(len, rows))
-    lines = [f"{'':{width}}" + "".join(f"{part:>12}" for part in _MEMORY)]
+    lines = [f"{'':{width}}" + "".join(f"{part:>12}" for part in MEMORY)]
     lines += [
         f"{name:{width}}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
     ]
     return "\n".join(lines)
 
 
-def time_table(model: Model, steps: int) -> str:
-    """Render predicted steps, and the bandwidths below which compression pays, as a table."""
-    compute = model.training.compute_seconds
+def time_table(rows: dict[str, dict[str, dict[str, float]]], compute: float) -> str:
+    """Render the steps of :func:`as_json`."""
     lines = [f"{'':26}{'stage':>12}" + _columns("sent by a rank", "out of a node", "step", "of compute")]
-    for name, stages in time_rows(model, steps).items():
+    for name, stages in rows.items():
         for stage, step in stages.items():
-            cells = (
-                f"{step.sent / 1e6:,.1f} MB",
-                f"{step.on_link / 1e6:,.1f} MB",
-                f"{step.seconds * 1e3:,.1f} ms",
-                f"{step.seconds / compute:.2f} x",
-            )
-            lines.append(f"{name:26}{stage:>12}" + _columns(*cells))
+            sent, on_link, taken = f"{step['sent'] / 1e6:,.1f} MB", f"{step['on_link'] / 1e6:,.1f} MB", step["seconds"]
+            cells = sent, on_link, f"{taken * 1e3:,.1f} ms", f"{taken / compute:.2f} x"
+            lines.append(f"{name:26}{'' if stage == _EVERY_STEP else stage:>12}" + _columns(*cells))
             name = ""
-    lines.append("")
-    for name, found in crossovers(model, steps).items():
-        for stage, others in found.items():
-            verdicts = [f"{other}, {_verdict(rate)}" for other, rate in others.items()]
-            lines.append(f"{name}, {stage or _EVERY_STEP}: faster than {'; than '.join(verdicts)}")
     return "\n".join(lines)
 
 
-def run_table(model: Model, steps: int) -> str:
-    """Render the bytes and the time of a whole run, beside those of DDP with gradients as they are.
-
-    With several nodes the bytes are those that leave a node: two levels send more inside it, to send fewer there.
-    """
-    runs, several = whole_runs(model, steps), model.cluster.nodes > 1
-    lines = [f"{'':26}" + _columns("out of a node" if several else "sent by a rank", "fewer bytes", "time", "as fast")]
-    sent = {name: run.on_link if several else run.sent for name, run in runs.items()}
-    plain = next(iter(runs))
-    for name, run in runs.items():
-        fewer, faster = sent[plain] / sent[name], runs[plain].seconds / run.seconds
-        cells = (f"{sent[name] / 1e9:,.1f} GB", f"{fewer:.1f} x", f"{run.seconds / 3600:,.2f} h", f"{faster:.2f} x")
-        lines.append(f"{name:26}" + _columns(*cells))
+def ranking_table(choices: list[dict[str, Any]]) -> str:
+    """Render the ranking."""
+    heads = ("step", "run", "sent a step", "sent a run", "memory")
+    lines = [f"{'':26}" + "".join(f"{head:>14}" for head in heads) + "  flags"]
+    for number, choice in enumerate(choices, 1):
+        cells = (
+            f"{choice['step_seconds'] * 1e3:,.1f} ms",
+            f"{choice['run_seconds'] / 3600:,.2f} h",
+            f"{choice['step_bytes'] / 1e6:,.2f} MB",
+            f"{choice['run_bytes'] / 1e9:,.2f} GB",
+            f"{choice['memory_bytes'] / 1e9:,.3f} GB",
+        )
+        row = f"{number:2} {choice['name']:23}" + "".join(f"{cell:>14}" for cell in cells)
+        lines.append(f"{row}  {choice['flags']}")
     return "\n".join(lines)
 
 
 def _columns(*cells: str) -> str:
     return "".join(f"{cell:>16}" for cell in cells)
-
-
-def _verdict(rate: float) -> str:
-    if rate in (0.0, math.inf):
-        return "over every link" if rate else "over no link"
-    value = 8e-9 * rate
-    return f"below {value:.2g} Gbit/s" if value < 100 else f"below {value:,.0f} Gbit/s"

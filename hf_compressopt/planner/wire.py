@@ -169,15 +169,7 @@ def one_phase(cluster: Cluster, values: float, nbytes: float) -> Message:
 
 
 def two_phases(cluster: Cluster, numel: int, nbytes: Sequence[int]) -> Message:
-    """Cost of the compressed all-reduce of a bucket.
-
-    In two levels the ranks of a node send parts of the node's one message, and share its link.
-
-    Args:
-        cluster: The machines.
-        numel: Elements of the bucket.
-        nbytes: Bytes of the message of each chunk, one for each rank.
-    """
+    """Cost of the compressed all-reduce of a bucket."""
     if len(nbytes) == 1:
         return NOTHING
     gathered = len(nbytes) * nbytes[0]

@@ -7,10 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import CompactErrors, IntegerFormat
+from hf_compressopt.kernels import CompactErrors, IntegerFormat, chunk_messages, scales_of
 from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.kernels.integer_code import chunk_messages
-from hf_compressopt.kernels.integer_messages import scales_of
 
 
 class SliceErrors:

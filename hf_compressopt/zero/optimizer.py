@@ -30,14 +30,14 @@ from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.config import ZeroConfig, require_accelerator
 from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
-from hf_compressopt.zero.parts import Part, UpdateBucket, element_state, hyperparameters, in_host_memory, write_span
+from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
 from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
 from hf_compressopt.zero.update import share_masters, update_parameters
 
 logger = logging.getLogger(__name__)
 
 
-Mine = Sequence[tuple[UpdateBucket, Part]]  # this rank's parts of one parameter
+Values = tuple[TrainedParameter, list[tuple[Part, Tensor]]]  # of a parameter, by this rank's parts in their order
 
 
 class _ParamGroups(torch.optim.Optimizer):
@@ -333,28 +333,22 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
     def get_full_param(self, which: Tensor | str) -> Tensor:
         """Return the parameter in full precision (its master copy if it has one), as a new tensor. All ranks call."""
         self.partition.follow()
-        known, mine = self._find(which)
-        return _whole(known, [(part, part.tensor) for _, part in mine])
+        return _whole(*self._masters(which))
 
     @torch.no_grad()
     def set_full_param(self, which: Tensor | str, value: Any) -> None:
-        """Set the parameter and its master copy. All ranks call.
-
-        Raises:
-            ValueError: For a value of another shape.
-        """
-        known, mine = self._find(which)
-        value = _checked(known.tensor, value)
+        """Set the parameter and its master copy; a ValueError for a value of another shape. All ranks call."""
+        known, mine = self._masters(which)
+        value = _checked(known, value)
         known.tensor.copy_(value)
-        for _, part in mine:
+        for part, master in mine:
             part.follow(known.tensor)
-            part.tensor.copy_(_cut(value, part))
+            master.copy_(_cut(value, part))
 
     def get_local_param(self, which: Tensor | str) -> Tensor:
         """Return this rank's elements [n] of the parameter in full precision, as a new tensor."""
         self.partition.follow()
-        known, mine = self._find(which)
-        return _joined(known, [part.tensor for _, part in mine])
+        return _joined(*self._masters(which))
 
     @torch.no_grad()
     def set_local_param(self, which: Tensor | str, value: Tensor) -> None:
@@ -362,13 +356,17 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
 
         With ``param_compression`` the next steps bring them to all ranks alike, this one too.
         """
-        known, mine = self._find(which)
-        for _, part, values in _split(known, mine, value):
+        known, mine = self._masters(which)
+        for (part, master), values in _split(known, mine, value):
             if part.is_ahead:
                 part.follow(known.tensor)
-            part.tensor.copy_(values)
+            master.copy_(values)
             if not part.is_ahead:
                 write_span(known.tensor, part.span.start, part.span.stop, values)
+
+    def _masters(self, which: Tensor | str) -> Values:
+        number, mine = self.partition.find(which)
+        return self.partition.known[number], [(part, part.tensor) for _, part in mine]
 
     @torch.no_grad()
     def get_full_state(self, which: Tensor | str, name: str) -> Tensor:
@@ -377,19 +375,19 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         Raises:
             KeyError: If there is no such state. The error lists the names that exist: none before the first step.
         """
-        known, mine = self._find(which)
+        number, mine = self.partition.find(which)
+        known, rows = self.partition.known[number], [(part, bucket.state_of(part)) for bucket, part in mine]
         kinds: dict[str, bool] = {}
-        for bucket, part in mine:
-            state = bucket.state_of(part)
+        for part, state in rows:
             kinds |= {key: key in element_state(state, part) for key, value in state.items() if value is not None}
-        counts = [float(bucket.state_of(part)[name]) for bucket, part in mine if kinds.get(name) is False]
+        counts = [float(state[name]) for _, state in rows if kinds.get(name) is False]
         everyone = known.communicator.all_gather_object([kinds, counts[:1]])
         found = {key: kind for theirs, _ in everyone for key, kind in theirs.items()}
         if name not in found:
             raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(found)}")
         if not found[name]:
             return torch.tensor(next(counts[0] for _, counts in everyone if counts))
-        return _whole(known, [(part, bucket.state_of(part)[name].to(known.tensor.device)) for bucket, part in mine])
+        return _whole(known, [(part, state[name]) for part, state in rows])
 
     @torch.no_grad()
     def set_full_state(self, which: Tensor | str, name: str, value: Any) -> None:
@@ -399,27 +397,35 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             KeyError: If this rank's part has no such state, as before the first step.
             ValueError: For a value of another shape.
         """
-        known, mine = self._find(which)
-        for bucket, part in mine:
-            state = _state_with(known, bucket, part, name)
-            if name in element_state(state, part):
-                state[name].copy_(_cut(_checked(known.tensor, value), part))
-            elif isinstance(state[name], Tensor):
-                state[name].copy_(torch.as_tensor(value))
+        for bucket, part in self.partition.find(which)[1]:
+            known, [(_, own)] = self._states(which, name, part)
+            if name in element_state(bucket.state_of(part), part):
+                own.copy_(_cut(_checked(known, value), part))
+            elif isinstance(own, Tensor):
+                own.copy_(torch.as_tensor(value))
             else:
-                state[name] = type(state[name])(value)
+                bucket.state_of(part)[name] = type(own)(value)
 
     def get_local_state(self, which: Tensor | str, name: str) -> Tensor:
         """Return this rank's elements [n] of a state tensor, as a new tensor; a KeyError if there is none."""
-        known, mine = self._find(which)
-        return _joined(known, [_state_with(known, bucket, part, name)[name] for bucket, part in mine])
+        return _joined(*self._states(which, name))
 
     @torch.no_grad()
     def set_local_state(self, which: Tensor | str, name: str, value: Tensor) -> None:
         """Set this rank's elements [n] of a state tensor; a KeyError if there is none."""
-        known, mine = self._find(which)
-        for bucket, part, values in _split(known, mine, value):
-            _state_with(known, bucket, part, name)[name].copy_(values)
+        for (_, own), values in _split(*self._states(which, name), value):
+            own.copy_(values)
+
+    def _states(self, which: Tensor | str, name: str, only: Part | None = None) -> Values:
+        number, mine = self.partition.find(which)
+        known, found = self.partition.known[number], []
+        for bucket, part in mine:
+            if only is None or part is only:
+                state = bucket.state_of(part)
+                if name not in state:
+                    raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
+                found.append((part, state[name]))
+        return known, found
 
     @torch.no_grad()
     def get_full_grad(self, which: Tensor | str) -> Tensor | None:
@@ -429,49 +435,35 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             A new tensor of the parameter's shape; None if no rank had a gradient.
         """
         self.finish_gradients()
-        number, mine = self.partition.find(which)
-        if not self.partition.reducer.present[number]:
+        if not self.partition.reducer.present[self.partition.find(which)[0]]:
             return None
-        return _whole(self.partition.known[number], [(part, self._grad(part)) for _, part in mine])
+        return _whole(*self._gradients(which)).mul_(self._averages.factor)
 
     @torch.no_grad()
     def set_full_grad(self, which: Tensor | str, value: Any) -> None:
-        """Replace the average gradient of the parameter. All ranks call.
-
-        Raises:
-            ValueError: For a value of another shape.
-        """
-        self.finish_gradients()
-        number, mine = self.partition.find(which)
-        value = _checked(self.partition.tensors[number], value)
-        for _, part in mine:
-            self._average(part).copy_(_cut(value, part) / self._averages.factor)
-        self._averages.was_set(number)
+        """Replace the average gradient of the parameter; a ValueError for another shape. All ranks call."""
+        known, mine = self._gradients(which)
+        value = _checked(known, value)
+        for part, average in mine:
+            average.copy_(_cut(value, part) / self._averages.factor)
+        self._averages.was_set(self.partition.find(which)[0])
 
     def get_local_grad(self, which: Tensor | str) -> Tensor:
         """Return this rank's elements [n] of the average gradient, as a new tensor. All ranks call."""
-        self.finish_gradients()
-        known, mine = self._find(which)
-        return _joined(known, [self._grad(part) for _, part in mine])
+        return _joined(*self._gradients(which)).float() * self._averages.factor
 
     @torch.no_grad()
     def set_local_grad(self, which: Tensor | str, value: Tensor) -> None:
         """Set this rank's elements [n] of the average gradient. All ranks call, each with its own."""
+        for (_, average), values in _split(*self._gradients(which), value):
+            average.copy_(values / self._averages.factor)
+        self._averages.was_set(self.partition.find(which)[0])
+
+    def _gradients(self, which: Tensor | str) -> Values:
         self.finish_gradients()
         number, mine = self.partition.find(which)
-        for _, part, values in _split(self.partition.known[number], mine, value):
-            self._average(part).copy_(values / self._averages.factor)
-        self._averages.was_set(number)
-
-    def _find(self, which: Tensor | str) -> tuple[TrainedParameter, Mine]:
-        number, mine = self.partition.find(which)
-        return self.partition.known[number], mine
-
-    def _average(self, part: Part) -> Tensor:
-        return self.partition.reducer.slices[part.slice].settable_average_of(part.span)
-
-    def _grad(self, part: Part) -> Tensor:
-        return self._average(part).float() * self._averages.factor
+        slices = self.partition.reducer.slices
+        return self.partition.known[number], [(p, slices[p.slice].settable_average_of(p.span)) for _, p in mine]
 
     # -- all parameters and states ------------------------------------------------------------------------------------
 
@@ -603,48 +595,41 @@ def _remake(
     return made
 
 
-def _whole(known: TrainedParameter, pieces: Sequence[tuple[Part, Tensor]]) -> Tensor:
+def _whole(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
     """Join the ranks' parts of a parameter: float32 or float64, of its shape."""
     param, communicator = known.tensor, known.communicator
     dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
     flat = torch.zeros(param.numel(), dtype=dtype, device=param.device)
-    for part, values in pieces:
+    for part, values in mine:
         flat[part.span.start : part.span.stop] = values
     bits = flat.view(torch.int32 if dtype == torch.float32 else torch.int64)  # a sum with zeros keeps these exactly
     with communicator.traffic.paused():
         communicator.all_reduce(bits).wait()
-    whole: Tensor = flat.view(param.shape)
-    return whole
+    return flat.view(param.shape)
 
 
-def _checked(param: Tensor, value: Any) -> Tensor:
+def _checked(known: TrainedParameter, value: Any) -> Tensor:
     given: Tensor = torch.as_tensor(value)
-    if given.shape != param.shape:
-        raise ValueError(f"the value must have the parameter's shape {tuple(param.shape)}, got {tuple(given.shape)}")
+    if given.shape != known.tensor.shape:
+        wanted = tuple(known.tensor.shape)
+        raise ValueError(f"the value must have the parameter's shape {wanted}, got {tuple(given.shape)}")
     return given
 
 
 def _cut(value: Tensor, part: Part) -> Tensor:
-    cut: Tensor = value.reshape(-1)[part.span.start : part.span.stop]
-    return cut
+    return value.reshape(-1)[part.span.start : part.span.stop]
 
 
-def _joined(known: TrainedParameter, pieces: Sequence[Tensor]) -> Tensor:
+def _joined(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
     device = known.tensor.device
-    return torch.cat([piece.detach().to(device) for piece in pieces]) if pieces else torch.empty(0, device=device)
+    return torch.cat([own.detach().to(device) for _, own in mine]) if mine else torch.empty(0, device=device)
 
 
-def _split(known: TrainedParameter, mine: Mine, value: Tensor) -> Iterator[tuple[UpdateBucket, Part, Tensor]]:
+def _split(
+    known: TrainedParameter, mine: list[tuple[Part, Tensor]], value: Tensor
+) -> Iterator[tuple[tuple[Part, Tensor], Tensor]]:
     """Cut a tensor of this rank's elements into its parts."""
-    sizes = [part.span.numel for _, part in mine]
+    sizes = [part.span.numel for part, _ in mine]
     if value.numel() != sum(sizes):
         raise ValueError(f"this rank has {sum(sizes)} elements of {known.name}, got {value.numel()}")
-    values = torch.split(value.reshape(-1), sizes) if mine else ()
-    return ((bucket, part, piece) for (bucket, part), piece in zip(mine, values, strict=True))
-
-
-def _state_with(known: TrainedParameter, bucket: UpdateBucket, part: Part, name: str) -> dict[str, Any]:
-    state = bucket.state_of(part)
-    if name not in state:
-        raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
-    return state
+    return zip(mine, torch.split(value.reshape(-1), sizes) if mine else (), strict=True)

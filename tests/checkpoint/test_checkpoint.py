@@ -488,7 +488,7 @@ def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any
 def damage_after_check(rank: int, world_size: int, directory: str) -> None:
     """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
     from hf_compressopt import load_state
-    from hf_compressopt.checkpoint.loading import _Reading
+    from hf_compressopt.checkpoint.load import _Reading
 
     read, turns = _Reading.read, []
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hf_compressopt
 from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import CheckpointError, checksum_of, sealed
-from hf_compressopt.format.reader import ShardFile
+from hf_compressopt.format.shards import ShardFile
 from tests.checkpoint.kinds import KINDS, load_in_form, observe, written
 from tests.checkpoint.test_resharding import contents, stored
 from tests.optim.test_compact_state import SHAPES, go_on, make

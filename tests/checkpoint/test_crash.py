@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_compressopt.checkpoint.compact_tensors import room_for_messages
+from hf_compressopt.checkpoint.compressed import room_for_messages
 from tests.checkpoint.test_checkpoint import make, train
 from tests.checkpoint.test_resharding import stored
 from tests.support.forking import forked

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_compressopt import FusedAdam, OnebitAdam, ZeroOneAdam, ZeroOptimizer, cli, load_state, save_state
-from hf_compressopt.format.progress import progress
+from hf_compressopt.format.shards import progress
 from tests.support.harness import run_ranks
 from tests.support.launching import environment
 

@@ -161,7 +161,7 @@ def test_two_savers_into_one_folder_leave_a_whole_checkpoint(tmp_path: Path) -> 
 
 def save_what_another_removed(rank: int, world_size: int, directory: str) -> None:
     """Without a lock: what this save has written is gone when it would publish its index."""
-    from hf_compressopt.checkpoint import saving
+    from hf_compressopt.checkpoint import save as saving
 
     params, optimizer = make(world_size)
     save_state(optimizer, directory)
@@ -247,7 +247,7 @@ def test_a_save_follows_no_link(tmp_path: Path) -> None:
 
 def lead_astray(rank: int, world_size: int, directory: str) -> None:
     """A link takes the place of a shard that is begun."""
-    from hf_compressopt.checkpoint import saving
+    from hf_compressopt.checkpoint import save as saving
 
     write = saving._write_shard
 

@@ -116,7 +116,7 @@ def test_a_shard_out_of_reach_is_named_with_who_has_it(tmp_path: Path) -> None:
 def save_cut_off(rank: int, world_size: int, directory: str) -> None:
     """The second machine loses power when the first one has given the index its name."""
     from hf_compressopt import save_state
-    from hf_compressopt.checkpoint import saving
+    from hf_compressopt.checkpoint import save as saving
 
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(3))

@@ -111,61 +111,19 @@ def test_import_works_under_a_launchers_variables(world_size: str, tmp_path: Pat
     assert (tmp_path / "compressopt.index.json").is_file()
 
 
-NUMBERS = [
-    "0",
-    "1",
-    "-1",
-    "2",
-    "3.5",
-    "1e3",
-    "7e9",
-    "1e15",
-    "1e18",
-    "1e300",
-    "-0",
-    "nan",
-    "inf",
-    "-inf",
-    "",
-    "many",
-    "٣",
-]
+NUMBERS = [*"0 1 -1 2 3.5 1e3 7e9 1e15 1e18 1e300 -0 nan inf -inf many ٣".split(), ""]
 RATES = ["25Gbit", "1GB/s", "0Gbit", "-1Gbit", "nanGbit", "1e300GB/s", "10", "Gbit", "1 Tbit/s", "infGB/s", "1e-300b/s"]
 TEXTS = ["float32", "bfloat16", "int7", "none", "--", "-", "\0", "\ud800", "../..", "/", "%s", "{}", "a\nb", "🜁", "@x"]
-VALUES: list[Any] = [
-    0,
-    1,
-    -1,
-    2,
-    3.5,
-    1e9,
-    1e400,
-    math.nan,
-    True,
-    False,
-    None,
-    "auto",
-    "",
-    "x",
-    [],
-    [1, 2],
-    {},
-    {"a": 1},
-]
+VALUES: list[Any] = [0, 1, -1, 2, 3.5, 1e9, 1e400, math.nan, True, False, None, "auto", "", "x"]
+VALUES += [[], [1, 2], {}, {"a": 1}]
 VALUES += ["OneBitAdam", "ZeroOneAdam", "OnebitLamb", "Adam", "Lamb", "SGD", "cpu", "mpi", "\ud800", "1,2", [0.9, 0.99]]
 OPTIONS = {
     "optimizer": ["type", "params"],
     "params": ["lr", "betas", "eps", "weight_decay", "freeze_step", "var_freeze_step", "local_step_scaler", "amsgrad"]
     + ["comm_backend_name", "cuda_aware", "max_grad_norm", "torch_adam", "exp_avg_mask", "adam_w_mode", "max_coeff"],
     "scheduler": ["type", "params", "warmup_num_steps"],
-    "zero_optimization": [
-        "stage",
-        "reduce_bucket_size",
-        "offload_optimizer",
-        "overlap_comm",
-        "stage3_x",
-        "cpu_offload",
-    ],
+    "zero_optimization": ["stage", "reduce_bucket_size", "offload_optimizer", "overlap_comm", "stage3_x"]
+    + ["cpu_offload"],
     "fp16": ["enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis"],
     "bf16": ["enabled", "x"],
     "": ["optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "train_batch_size", "gradient_clipping"]
@@ -215,11 +173,8 @@ def checkpoints(draw: random.Random, folder: Path) -> list[str]:
     command = draw.choice(["inspect", "consolidate", "import"])
     places = [*TEXTS, str(folder), str(folder / "ds_config.json"), str(folder / ("x" * 300)), ""]
     words = [command, draw.choice(places)]
-    words += (
-        [draw.choice([*places, str(folder / "out.pt"), str(folder / "out.safetensors")])]
-        if command != "inspect"
-        else []
-    )
+    outputs = [*places, str(folder / "out.pt"), str(folder / "out.safetensors")]
+    words += [draw.choice(outputs)] if command != "inspect" else []
     words += ["--prefix", draw.choice([*TEXTS, "[", "**", "../x", "compressopt"])] if draw.random() < 0.4 else []
     return words + (["--force"] if draw.random() < 0.2 else [])
 
@@ -257,19 +212,12 @@ def check_numbers(value: Any, words: list[str]) -> None:
         assert 0 <= value < math.inf, words
 
 
+@pytest.mark.parametrize(("seed", "lines"), [(0, 120), pytest.param(1, 2000, marks=pytest.mark.full)])
 def test_random_command_lines_end_in_an_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    seed: int, lines: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check_random_lines(0, 120, tmp_path, capsys)
-
-
-@pytest.mark.full
-def test_two_thousand_random_command_lines_end_in_an_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    check_random_lines(1, 2000, tmp_path, capsys)
+    check_random_lines(seed, lines, tmp_path, capsys)
 
 
 def test_a_reader_that_has_read_enough_causes_no_traceback(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hf_compressopt.collectives.exchange import (
 )
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import signs
 from tests.oracles.simulation import chunk_bounds, simulate_compressed_all_reduce
 from tests.support.harness import run_ranks
 
@@ -114,7 +113,7 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         for rank, size in enumerate(sizes):
             start, stop = chunk_range(numel, world_size, rank)
             if start < stop:
-                sent.append(signs.decompress_message(messages[byte:], stop - start, scale_block))
+                sent.append(kernels.SignFormat(scale_block).decode(messages[byte:], stop - start))
             byte += size
         quantized = torch.cat(sent)
         assert_adds_up(u, quantized, error)
@@ -124,7 +123,7 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         size = sizes[0]
         received = messages[:size].repeat(world_size)
         server_error = torch.randn(own, generator=generator)
-        a = server_error + signs.decompress_message(messages, own, scale_block)
+        a = server_error + kernels.SignFormat(scale_block).decode(messages, own)
         out = torch.zeros(size, dtype=torch.uint8)
         form.average_with_feedback_(received, server_error, out, world_size)
         result = torch.empty(own)
@@ -136,9 +135,9 @@ def test_messages_are_summed_in_groups_of_four():
     """Beside 2^24 a 1 is lost in float32, but four of them are not; the order is the same everywhere."""
     messages = torch.zeros(8, kernels.message_nbytes(1, 8), dtype=torch.uint8)
     messages[:, :4].view(torch.float32).copy_(torch.tensor([2.0**24] + 7 * [1.0]).view(8, 1))
-    assert float(signs.mean_of_messages(messages, 1, 8)) == (2.0**24 + 4) / 8
+    assert float(kernels.SignFormat(8).sum_of(messages, 1)) == 2.0**24 + 4
     messages[5, 4] = 1  # negative
-    assert float(signs.mean_of_messages(messages, 1, 8)) == (2.0**24 + 2) / 8
+    assert float(kernels.SignFormat(8).sum_of(messages, 1)) == 2.0**24 + 2
 
 
 def assert_adds_up(u, quantized, error, roundings=1):

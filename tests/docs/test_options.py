@@ -1,4 +1,4 @@
-"""docs/options.md is what the signatures and docstrings of the classes say; docs/scaling.md, what the planner says."""
+"""docs/options.md is what the signatures and docstrings of the classes say."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launching import REPO_ROOT, run_python
+from tests.support.launching import REPO_ROOT
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +17,6 @@ def make_options() -> dict[str, Any]:
 def test_the_options_page_is_up_to_date(make_options: dict[str, Any]) -> None:
     page: Path = make_options["PAGE"]
     assert page.read_text() == make_options["render"](), "run `python scripts/make_options.py`"
-
-
-def test_the_scaling_page_is_up_to_date() -> None:
-    done = run_python([str(REPO_ROOT / "scripts" / "make_scaling.py"), "--check"])
-    assert done.returncode == 0, f"run `python scripts/make_scaling.py`\n{done.stderr}"
 
 
 def test_an_option_without_a_description_is_an_error(make_options: dict[str, Any]) -> None:
@@ -59,9 +54,9 @@ def test_options_of_bases_and_their_own_words_are_found(make_options: dict[str, 
         def __init__(self, params: Any, size: int = 16, **options: Any) -> None: ...
 
     found = make_options["options"](Derived)
-    assert {name: tuple(option)[1:] for name, option in found.items()} == {
-        "size": ("16", "Bytes."),
-        "rate": ("None", "Speed, or ``None`` of :class:`~somewhere.Else`."),
+    assert {name: (option.kinds, option.default, option.help) for name, option in found.items()} == {
+        "size": ((int,), 16, "Bytes."),
+        "rate": ((float, type(None)), None, "Speed, or ``None`` of :class:`~somewhere.Else`."),
     }
     table = make_options["_table"](found)
     assert "| `rate` | `float \\| None` | `None` | Speed, or `None` of `Else`. |" in table

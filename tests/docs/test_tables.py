@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hf_compressopt import cli
 from tests.support.launching import REPO_ROOT
 
 sys.path.append(str(REPO_ROOT / "scripts"))
@@ -102,3 +103,19 @@ def test_the_losses_of_the_readme() -> None:
         found.append(-difference[0])
     said = re.search(r"(\d\.\d) to (\d\.\d) %\s+below", (REPO_ROOT / "README.md").read_text())
     assert said is not None and (f"{min(found):.1f}", f"{max(found):.1f}") == said.groups()
+
+
+@pytest.mark.parametrize(("link", "row"), [("100G", 0), ("25G", 1), ("10G", 1), ("2.5G", 2), ("1G", 3), ("100M", 3)])
+def test_the_choices_of_the_readme_are_those_of_the_planner(
+    link: str, row: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (REPO_ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^hf-compressopt (estimate .*)$", readme, re.MULTILINE)
+    words = command.split()
+    words[words.index("--bandwidth") + 1] = link
+    assert cli.main([*words, "--json"]) == 0
+    _, optim, *options = json.loads(capsys.readouterr().out)["advised"].split()
+    table = readme.split("| network between the machines | `--optim` |\n|---|---|\n")[1].splitlines()
+    # fused_adam is AdamW: a model of the network cannot tell them apart
+    assert f"`{'fused_adam' if (optim, row) == ('adamw_torch', 0) else optim}`" in table[row]
+    assert all(f"`{option}`" in table[row] for option in options[1:])

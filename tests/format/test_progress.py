@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from hf_compressopt import load_state, save_state
-from hf_compressopt.format import progress
+from hf_compressopt.format import shards as progress
 from tests.support.forking import forked
 
 

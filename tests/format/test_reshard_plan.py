@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_compressopt.format.index import DTYPES, CheckpointIndex, Piece, Shard, TensorEntry
-from hf_compressopt.format.record import StateTensor, TensorKey
-from hf_compressopt.format.reshard import Plan, plan_reads
+from hf_compressopt.format.plan import Plan, StateTensor, TensorKey, plan_reads
 
 Contents = dict[tuple[int, str], bytes]
 SHARED, W = TensorKey("x", "shared"), TensorKey("x", "w")

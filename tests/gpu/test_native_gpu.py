@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import FusedAdam, kernels
-from hf_compressopt.kernels import Average, Combination, Segment, library, native, signs
-from hf_compressopt.kernels.messages import chunk_message_nbytes
+from hf_compressopt.kernels import Average, Combination, Segment, SignFormat, library, native
+from hf_compressopt.kernels.messages import block_rms
 from tests.support import kernel_cases as cases
-from tests.support.compact_suite import CompactSuite
-from tests.support.integer_suite import IntegerSuite
-from tests.support.kernel_suite import KernelSuite
-from tests.support.sketch_suite import SketchSuite
+from tests.support.kernel_suite import CompactSuite, KernelSuite
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda", 0)
@@ -33,15 +30,7 @@ class TestKernels(KernelSuite):
     """The suite, on the GPU."""
 
 
-class TestIntegers(IntegerSuite):
-    """The suite, on the GPU."""
-
-
 class TestCompact(CompactSuite):
-    """The suite, on the GPU."""
-
-
-class TestSketch(SketchSuite):
     """The suite, on the GPU."""
 
 
@@ -51,15 +40,15 @@ def test_the_wrappers_use_the_kernels(device: torch.device) -> None:
 
 def compressed(x: Tensor, world_size: int = 2, scale_block: int | None = 4096) -> tuple[Tensor, Tensor]:
     """Messages of x and the error that they leave."""
-    nbytes = sum(chunk_message_nbytes(x.numel(), world_size, scale_block))
-    error, messages = torch.zeros_like(x), torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
-    native.compress_(Combination.of(x), error, messages, world_size, scale_block)
+    form, error = SignFormat(scale_block), torch.zeros_like(x)
+    messages = torch.zeros(form.sizes(x.numel(), world_size)[1], dtype=torch.uint8, device=x.device)
+    native.compress_(form, Combination.of(x), error, messages, world_size, error)
     return messages, error
 
 
 @pytest.mark.parametrize("scale_block", [None, 128, 4096, 65_536])
 def test_millions_of_elements_and_the_same_bits_every_time(device: torch.device, scale_block: int | None) -> None:
-    cases.check_compress(device, 5_000_011, 3, scale_block, segments=50)
+    cases.check_compress(device, SignFormat(scale_block), 5_000_011, 3, segments=50)
     x = torch.randn(5_000_011, device=device)
     first = compressed(x, 3, scale_block)
     for _ in range(3):
@@ -144,12 +133,12 @@ def test_a_graph_of_fused_adam_replays_as_the_steps_themselves() -> None:
 
 def test_a_graph_of_compression_and_norms_replays() -> None:
     x = torch.randn(300_007, device=CUDA)
-    error = torch.zeros_like(x)
-    messages = torch.zeros(sum(chunk_message_nbytes(x.numel(), 2, 4096)), dtype=torch.uint8, device=CUDA)
+    form, error = SignFormat(4096), torch.zeros_like(x)
+    messages = torch.zeros(form.sizes(x.numel(), 2)[1], dtype=torch.uint8, device=CUDA)
     compressed(x), native.sum_of_squares([x], CUDA)  # loads the kernels
     graph, norms = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph):
-        native.compress_(Combination.of(x), error, messages, 2, 4096)
+        native.compress_(form, Combination.of(x), error, messages, 2, error)
         norms.append(native.sum_of_squares([x], CUDA))
     error.zero_()
     x.normal_()
@@ -167,7 +156,6 @@ def test_two_streams_do_not_disturb_each_other() -> None:
     results = []
     for _ in range(20):
         for stream, x in zip(streams, xs, strict=True):
-            stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):
                 results.append((native.sum_of_squares([x], CUDA), *compressed(x)))
     torch.cuda.synchronize()
@@ -180,7 +168,7 @@ def test_work_follows_the_tensors_device_and_leaves_the_current_one() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     other = torch.device("cuda", 1)
-    cases.check_compress(other, 10_007, 2, 4096, segments=5)
+    cases.check_compress(other, SignFormat(4096), 10_007, 2, segments=5)
     cases.check_adam(other, [5, 5000])
     cases.check_square_sums(other, [5, 5000])
     assert torch.cuda.current_device() == 0
@@ -188,7 +176,7 @@ def test_work_follows_the_tensors_device_and_leaves_the_current_one() -> None:
 
 def test_the_host_does_not_wait() -> None:
     x = torch.randn(2_000_003, device=CUDA)
-    expected = signs.rms(x.cpu())
+    expected = block_rms(x.cpu(), x.numel())[0]
     compressed(x, 1, None)  # loads the kernels
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
@@ -204,14 +192,14 @@ def test_compute_sanitizer_finds_nothing(tool: str) -> None:
         pytest.skip("compute-sanitizer is not installed")
     script = (
         "import torch; from hf_compressopt.kernels import LambOptions\n"
-        "from tests.support import compact_cases as e, kernel_cases as c\n"
+        "from tests.support import kernel_cases as c\n"
         "d = torch.device('cuda', 0)\n"
-        "for block in (None, 24, 1000, 4096, 20000): c.check_compress(d, 9001, 3, block, segments=7)\n"
-        "for block in (None, 512, 4096): c.check_average_compress(d, 9001, 3, block)\n"
-        "for block in (None, 24, 4096, 8192): e.check_compress(d, 9001, 3, block, segments=90, last=3)\n"
-        "e.check_commit_integers(d, 9001, 3, 4, segments=7); e.check_apply_adam(d, 5003, 7, world_size=3)\n"
-        "c.check_apply_adam(d, 5003, 7, world_size=3); c.check_adam(d, [1, 5000], shift=1)\n"
-        "c.check_lamb(d, 9001, 6, world_size=3, options=LambOptions(0.9, 0.999, 1e-6, 0.1, False))\n"
+        "for form in c.FORMATS:\n"
+        "    c.check_compress(d, form, 9001, 3, segments=7); c.check_average_compress(d, form, 9001, 3)\n"
+        "    c.check_compress(d, form, 9001, 3, segments=90, last=3, compact=True)\n"
+        "c.check_commit(d, c.INTEGERS[0], 9001, 3, segments=7); c.check_apply_adam(d, 5003, 7, chunks=3)\n"
+        "c.check_apply_adam(d, 5003, 7, chunks=3, log=True, with_m=False); c.check_adam(d, [1, 5000], shift=1)\n"
+        "c.check_lamb(d, 9001, 6, chunks=3, options=LambOptions(0.9, 0.999, 1e-6, 0.1, False))\n"
         "c.check_square_sums(d, [1, 7, 9001])\n"
     )
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", script]

@@ -192,7 +192,7 @@ def check_rows(host: str, world_size: int, directory: Path, count: int = len(ROW
 
 def test_every_option_that_text_can_set_has_a_row() -> None:
     from hf_compressopt.integrations.algorithms import ALGORITHMS
-    from hf_compressopt.integrations.optim_args import text_options
+    from hf_compressopt.integrations.plugin import text_options
 
     legal = {option for cls in ALGORITHMS.values() for option in text_options(cls)}
     assert legal - ONE_VALUE == {option for option, *_ in TABLE}

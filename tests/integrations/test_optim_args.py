@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_compressopt.integrations.optim_args import OptimArgs, read_optim_args
+from hf_compressopt.integrations.plugin import OptimArgs, read_optim_args
 
 
 @pytest.mark.parametrize(

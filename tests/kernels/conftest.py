@@ -18,10 +18,17 @@ def native_library() -> None:
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The CPU with each of its instruction sets."""
     library.use_instruction_set(request.param)
-    yield request.param
+    yield CPU
     library.use_instruction_set(BEST)
+
+
+@pytest.fixture(params=["native", "reference"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(library.VARIABLE, request.param)
+    return str(request.param)
 
 
 @pytest.fixture

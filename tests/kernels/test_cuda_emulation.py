@@ -12,18 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_compressopt.kernels import library, native
-from hf_compressopt.kernels.c_operands import ErrorsRecord
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.updates import LambMoments, LambOptions
+from hf_compressopt.kernels import (
+    Average,
+    Combination,
+    IntegerFormat,
+    LambMoments,
+    LambOptions,
+    Segment,
+    SignFormat,
+    library,
+    native,
+)
+from hf_compressopt.kernels.c_abi import ErrorsRecord
 from tests.support import emulated
 from tests.support import kernel_cases as cases
-from tests.support.compact_suite import CompactSuite
 from tests.support.emulated import Emulator
-from tests.support.integer_suite import IntegerSuite
-from tests.support.kernel_suite import KernelSuite
+from tests.support.kernel_suite import CompactSuite, KernelSuite
 from tests.support.made_once import made_once
-from tests.support.sketch_suite import SketchSuite
 
 CPU = torch.device("cpu")
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))]
@@ -80,19 +85,9 @@ class TestKernels(KernelSuite):
     """The suite, on the emulated GPU."""
 
 
-@orders
-class TestIntegers(IntegerSuite):
-    """The suite, on the emulated GPU."""
-
-
 @pytest.mark.full
 @orders
 class TestCompact(CompactSuite):
-    """The suite, on the emulated GPU."""
-
-
-@orders
-class TestSketch(SketchSuite):
     """The suite, on the emulated GPU."""
 
 
@@ -234,7 +229,7 @@ def test_faults_are_found(fault: str, directory: Path, tmp_path: Path, monkeypat
     with pytest.raises((AssertionError, RuntimeError)):
         for _ in range(2):
             cases.check_square_sums(CPU, [7, 10_000, 10_001, 4097, 3, 10_001])
-            cases.check_lamb(CPU, 9001, 6, world_size=3, options=options)
+            cases.check_lamb(CPU, 9001, 6, chunks=3, options=options)
     with pytest.raises(StopIteration):
         next(changed)
 
@@ -247,3 +242,26 @@ def test_no_threads_race(tmp_path: Path) -> None:
         emulated.build(folder, checks=emulated.RACES, replace=replace)
         reports = emulated.races(folder, *(["sums"] if replace else []))
         assert bool(reports) == bool(replace), reports[:8000]
+
+
+# Each check calls one kernel of a bucket, some of them twice. So compress, average and apply are 3 launches for signs;
+# for integers they are 3, and a look for NaN is the fourth.
+SIGNS, INTEGERS = SignFormat(4096), IntegerFormat(4)
+LAUNCHES = {
+    "compress signs": (1, lambda c: cases.check_compress(CPU, SIGNS, 9001, 3, segments=5, compact=c)),
+    "average signs": (1, lambda c: cases.check_average_compress(CPU, SIGNS, 9001, 8, compact=c)),
+    "apply": (1, lambda c: cases.check_apply_adam(CPU, 9001, 5, chunks=3, log=c)),
+    "compress integers": (2, lambda c: cases.check_compress(CPU, INTEGERS, 9001, 3, segments=5, compact=c)),
+    "average integers": (1, lambda c: cases.check_average_compress(CPU, INTEGERS, 9001, 8, compact=c)),
+    "commit integers": (1, lambda c: cases.check_commit(CPU, INTEGERS, 9001, 3, segments=5, compact=c)),
+    "add integers": (1, lambda c: cases.check_add(CPU, INTEGERS, 9001, 3, segments=5, decay=0.5 * c, scale=2.0)),
+}
+
+
+@pytest.mark.parametrize("kernel", LAUNCHES)
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_bucket_takes_one_launch_of_each_kernel(emulator: Emulator, kernel: str, compact: bool) -> None:
+    count, check = LAUNCHES[kernel]
+    before = emulator.calls("cudaLaunchKernelEx")
+    check(compact)
+    assert emulator.calls("cudaLaunchKernelEx") - before == count

@@ -9,11 +9,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, kernels
-from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Descent,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    ParameterSync,
+    Segment,
+    library,
+    native,
+    reference,
+)
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 CPU = torch.device("cpu")
@@ -55,7 +66,8 @@ def compress(k: Any, use: Operands) -> None:
     factors = use.floats("factors", 1)
     z = Combination(NUMEL, CPU, use.floats("x"), 0.9, use.segments("gradients"), 0.1, factors)
     messages = use("messages", torch.zeros(kernels.message_nbytes(NUMEL, 8), dtype=torch.uint8), written=True)
-    k.compress_(z, use.floats("error", written=True), messages, 1, 8)
+    error = use.floats("error", written=True)
+    k.compress_(kernels.SignFormat(8), z, error, messages, 1, error)
 
 
 def combine(k: Any, use: Operands) -> None:

@@ -6,138 +6,94 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_compressopt import kernels
-from hf_compressopt.kernels import native, reference, signs
-from hf_compressopt.kernels.messages import message_nbytes
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.updates import Descent, LambOptions, ParameterSync
+from hf_compressopt.kernels import (
+    Average,
+    Combination,
+    Descent,
+    IntegerFormat,
+    ParameterSync,
+    Segment,
+    SignFormat,
+    native,
+    reference,
+)
+from hf_compressopt.kernels.messages import message_nbytes, pack_signs
 from tests.support import kernel_cases as cases
 from tests.support.instruction_sets import CPU
+from tests.support.kernel_cases import Form
+from tests.support.kernel_suite import CompactSuite, KernelSuite
 
 pytestmark = pytest.mark.usefixtures("native_library", "threads")
 STILL = Descent(0.0, 1.0, 1e-8, False)
-LARGE = 700_001  # enough for several threads
+SEVERAL = [*map(SignFormat, (24, 136, 4096, 65_544, 100_000, None)), IntegerFormat(4), IntegerFormat(8)]
 
 
-# -- the reference's bits ---------------------------------------------------------------------------------------------
+class TestKernels(KernelSuite):
+    """The suite, with each instruction set."""
 
 
-@pytest.mark.parametrize("scale_block", cases.SCALE_BLOCKS)
-def test_compress(instruction_set: str, scale_block: int | None) -> None:
-    for numel in (*cases.NUMELS, 70_001):
-        for world_size in (1, 2, 3):
-            cases.check_compress(CPU, numel, world_size, scale_block, segments=numel % 5, with_factors=numel % 5 > 2)
-    cases.check_compress(CPU, 5003, 4, scale_block, segments=40, with_x=False, shift=1)
-    cases.check_compress(CPU, 3001, 4, scale_block, segments=900, with_factors=True)
-    cases.check_compress(CPU, 100, 1, scale_block, with_x=False)
+class TestCompact(CompactSuite):
+    """The suite, with each instruction set."""
 
 
-@pytest.mark.parametrize("scale_block", cases.SCALE_BLOCKS)
-def test_average_compress(instruction_set: str, scale_block: int | None) -> None:
-    for numel in (*cases.NUMELS, 70_001):
-        for world_size in (1, 2, 3, 8, 13):
-            cases.check_average_compress(CPU, numel, world_size, scale_block, shift=numel % 3)
-    for world_size in range(4, 18):
-        cases.check_average_compress(CPU, 1511, world_size, scale_block)
+# -- sizes of a CPU ---------------------------------------------------------------------------------------------------
 
 
-def test_sums_of_messages_keep_the_sign_of_zero(instruction_set: str) -> None:
-    numel, random = 5_000, torch.Generator().manual_seed(2)
-    for world_size in range(1, 11):
-        nbytes = message_nbytes(numel, None)
-        messages = torch.randint(256, (world_size, nbytes), dtype=torch.uint8, generator=random)
+@pytest.mark.parametrize("form", SEVERAL, ids=str)
+def test_pieces_of_several_threads(device: torch.device, form: Form) -> None:
+    torch.set_num_threads(3)
+    cases.check_compress(device, form, 700_001, 3, segments=7, last=2, with_factors=True, compact=True)
+    cases.check_compress(device, form, 70_001, 1, segments=7)
+    cases.check_commit(device, form, 300_001, 3, segments=7, compact=True)
+    for compact in (True, False):
+        cases.check_average_compress(device, form, 300_001, 5, shift=1, compact=compact)
+    cases.check_decompress(device, form, 70_001, 2)
+    if isinstance(form, IntegerFormat):
+        cases.check_mean(device, form, 70_001, 5, shift=1)
+        cases.check_add(device, form, 70_001, 2, segments=7, decay=0.9, scale=2.0)
+    else:
+        cases.check_apply_adam(device, 700_001, 5, chunks=3, scale_block=form.scale_block, with_m=False, log=True)
+
+
+def test_adam_and_sketches_of_several_threads(device: torch.device) -> None:
+    torch.set_num_threads(3)
+    step = replace(cases.STEP, grad_scale=torch.tensor([3.0]), write_grads=True)
+    cases.check_adam(CPU, (5, 700_001, 1000, 300_001), step, copies=True, shift=1)
+    cases.check_sketch(device, 5_000_003, 9, offset=77)
+
+
+def test_outputs_beyond_the_caches(device: torch.device) -> None:
+    cases.check_decompress(CPU, SignFormat(4096), 4_300_003, 2, shift=3)
+    cases.check_apply_adam(CPU, 4_300_003, 5, chunks=2, shift=1)
+    for form in cases.INTEGERS:
+        cases.check_average_compress(device, form, 4_300_003, 2)
+        cases.check_decompress(device, form, 4_300_003, 1)
+        cases.check_add(device, form, 4_300_003, 2, segments=7, decay=0.0, scale=2.0)
+
+
+def test_averages_of_every_number_of_ranks(device: torch.device) -> None:
+    for form in cases.FORMATS:
+        for ranks in range(4, 18):
+            cases.check_average_compress(CPU, form, 1511, ranks)
+
+
+# -- numbers at the edges ---------------------------------------------------------------------------------------------
+
+
+def test_sums_of_messages_keep_the_sign_of_zero(device: torch.device) -> None:
+    numel, random, form = 5_000, torch.Generator().manual_seed(2), SignFormat(None)
+    for ranks in range(1, 11):
+        messages = torch.randint(256, (ranks, form.nbytes(numel)), dtype=torch.uint8, generator=random)
         messages[:, :4] = 0  # the scale: a sum of zeros is -0 only where all signs are negative
         expected, error = torch.full((numel,), -0.0), torch.full((numel,), -0.0)
-        reference.average_compress_(messages.view(-1), expected, torch.empty(nbytes).byte(), world_size, None)
+        out = torch.empty_like(messages[0])
+        reference.average_compress_(form, messages.view(-1), expected, expected, out, ranks)
         assert 0 < int(expected.signbit().sum()) < numel
-        native.average_compress_(messages.view(-1), error, torch.empty(nbytes).byte(), world_size, None)
+        native.average_compress_(form, messages.view(-1), error, error, out, ranks)
         cases.assert_same_bits(error, expected)
 
 
-@pytest.mark.parametrize("scale_block", cases.SCALE_BLOCKS)
-def test_decompress(instruction_set: str, scale_block: int | None) -> None:
-    for numel in (*cases.NUMELS, 70_001):
-        for world_size in (0, 1, 2, 4):
-            cases.check_decompress(CPU, numel, world_size, scale_block, shift=numel % 2)
-
-
-def test_outputs_beyond_the_caches(instruction_set: str) -> None:
-    cases.check_decompress(CPU, 4_300_003, 2, 4096, shift=3)
-    cases.check_apply_adam(CPU, 4_300_003, 5, world_size=2, shift=1)
-
-
-def test_combine(instruction_set: str) -> None:
-    for numel in cases.NUMELS:
-        for segments in (0, 1, 7):
-            for with_x in (True, False):
-                cases.check_combine(CPU, numel, segments, with_x=with_x, with_factors=segments > 1)
-
-
-@pytest.mark.parametrize("descent", cases.DESCENTS)
-def test_apply_adam(instruction_set: str, descent: Descent) -> None:
-    for numel in cases.NUMELS:
-        for world_size, block in ((0, None), (1, 4096), (3, 512), (2, None), (4, 8)):
-            for beta, corrected in ((1.0, False), (0.1, True)):
-                options = {"beta": beta, "corrected": corrected, "descent": descent, "shift": numel % 2}
-                cases.check_apply_adam(CPU, numel, 7, world_size=world_size, scale_block=block, **options)
-
-
-@pytest.mark.parametrize("descent", cases.DESCENTS)
-def test_local_step(instruction_set: str, descent: Descent) -> None:
-    for numel in cases.NUMELS:
-        for with_grads in (True, False):
-            cases.check_local_step(CPU, numel, 7, with_grads=with_grads, descent=descent)
-
-
-@pytest.mark.parametrize("descent", cases.DESCENTS[::2])
-def test_sync_parameters(instruction_set: str, descent: Descent) -> None:
-    for numel in cases.NUMELS:
-        for world_size in (0, 1, 3):
-            cases.check_sync_parameters(CPU, numel, 7, world_size=world_size, descent=descent)
-
-
-def test_directions_beyond_a_bound(instruction_set: str) -> None:
-    cases.check_bound(CPU)
-
-
-@pytest.mark.parametrize("weight_decay", (0.0, 0.1))
-@pytest.mark.parametrize("eps_inside_sqrt", (False, True))
-def test_lamb(instruction_set: str, weight_decay: float, eps_inside_sqrt: bool) -> None:
-    options = LambOptions(0.9, 0.999, 1e-6, weight_decay, eps_inside_sqrt)
-    for numel in cases.NUMELS:
-        cases.check_lamb(CPU, numel, 6, world_size=numel % 3, options=options)
-
-
-def test_adam(instruction_set: str) -> None:
-    some = cases.STEP
-    scale, clip = torch.tensor([1024.0]), torch.tensor([0.3])
-    for step in (
-        some,
-        replace(some, weight_decay=0.0, bias_correction=False),
-        replace(some, adam_w_mode=False, maximize=True, lr=torch.tensor(0.02)),
-        replace(some, grad_scale=scale, clip_factor=clip, write_grads=True, found_inf=torch.zeros(1)),
-        replace(some, grad_scale=torch.tensor([3.0]), adam_w_mode=False),
-        replace(some, found_inf=torch.ones(1)),
-    ):
-        cases.check_adam(CPU, (1, 0, 5, 17, 1000, 4099), step, shift=1)
-        for masters, moments in ((False, False), (True, False), (False, True)):
-
-            def dtypes(k: int, own: bool = moments) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-                param, grad = cases.DTYPES[k % 3], cases.DTYPES[k // 3 % 3]
-                return param, grad, param if own else torch.float32
-
-            cases.check_adam(
-                CPU, (1, 513, 100, 31, 40, 1025, 7, 600, 3), step, dtypes=dtypes, masters=masters, copies=True
-            )
-
-
-def test_adam_on_several_threads(instruction_set: str) -> None:
-    torch.set_num_threads(3)
-    step = replace(cases.STEP, grad_scale=torch.tensor([3.0]), write_grads=True)
-    cases.check_adam(CPU, (5, LARGE, 1000, 300_001), step, copies=True, shift=1)
-
-
-def test_sums_of_squares(instruction_set: str) -> None:
+def test_sums_of_squares_at_the_edges(device: torch.device) -> None:
     cases.check_square_sums(CPU, (1, 5, 0, 1000, 65_536, 65_537, 200_003), shift=1)
     assert not math.isfinite(native.sum_of_squares([torch.tensor([1.0, math.inf])], CPU))
     assert math.isnan(native.sum_of_squares([torch.ones(40), torch.tensor([math.nan])], CPU))
@@ -145,49 +101,44 @@ def test_sums_of_squares(instruction_set: str) -> None:
     assert float(native.sum_of_squares([], CPU)) == 0
 
 
-# -- numbers at the edges ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_conversion_from_every_low_precision_number(instruction_set: str, dtype: torch.dtype) -> None:
+def test_conversion_from_every_low_precision_number(device: torch.device, dtype: torch.dtype) -> None:
     values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     out = torch.empty(values.numel())
-    grads = [Segment(values, 0, values.numel(), 0)]
-    native.combine_(Combination(values.numel(), CPU, grads=grads), out)
-    cases.assert_equal_with_nan(out, 0.0 + values.float())  # a term that is left out counts as 0
+    native.combine_(Combination(values.numel(), CPU, grads=[Segment(values, 0, values.numel(), 0)]), out)
+    cases.assert_same_bits_but_nan(out, 0.0 + values.float())  # a term that is left out counts as 0
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_rounding_to_low_precision(instruction_set: str, dtype: torch.dtype) -> None:
+def test_rounding_to_low_precision(device: torch.device, dtype: torch.dtype) -> None:
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).float()
     between = every.view(torch.int32)
     shift = 16 if dtype == torch.bfloat16 else 13
     near = [between + step for step in (0, 1, -1, (1 << shift - 1) - 1, 1 << shift - 1, (1 << shift - 1) + 1)]
     numbers = torch.cat([*near, torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int32)]).view(torch.float32)
     n = numbers.numel()
-    param = torch.empty(n, dtype=dtype)
-    anchor, zeros = numbers.clone(), torch.zeros(n)
+    param, anchor, zeros = torch.empty(n, dtype=dtype), numbers.clone(), torch.zeros(n)
     # A tensor that keeps still, and decay 1: the parameter is the anchor, rounded.
     params = [Segment(param, 0, n, 0, still=True)]
     native.sync_parameters_(
         ParameterSync(Average.of(zeros), zeros.clone(), anchor, zeros, zeros.clone(), params, 1.0, STILL)
     )
-    cases.assert_equal_with_nan(param, numbers.to(dtype))
+    cases.assert_same_bits_but_nan(param, numbers.to(dtype))
 
 
 @pytest.mark.parametrize("scale_block", (None, 8, 512, 4096))
-def test_values_that_are_not_ordinary(instruction_set: str, scale_block: int | None) -> None:
+def test_values_that_are_not_ordinary(device: torch.device, scale_block: int | None) -> None:
     special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-30, 1e18, -1e18, math.inf, -math.inf, math.nan])
+    form = SignFormat(scale_block)
     for kinds in (special[:2], special[2:5], special[:8], special):
         x = kinds[torch.randint(len(kinds), (9_001,), generator=torch.Generator().manual_seed(1))]
-        message = torch.full((message_nbytes(x.numel(), scale_block),), 7, dtype=torch.uint8)
-        error = torch.zeros(x.numel())
-        native.compress_(Combination.of(x), error, message, 1, scale_block)
-        scales = message[: 4 * kernels.num_blocks(x.numel(), scale_block)].view(torch.float32)
+        message, error = cases.empty_messages(form, x.numel()), torch.zeros(x.numel())
+        native.compress_(form, Combination.of(x), error, message, 1, error)
         rows = x.double().split(scale_block or x.numel())
         expected = torch.stack([row.square().mean().sqrt() for row in rows]).float()
+        scales = form.scales(message, x.numel())
         torch.testing.assert_close(scales, expected, rtol=3e-7, atol=2e-45, equal_nan=True)
-        packed = message[scales.numel() * 4 :][: -(-x.numel() // 8)]
         u = x + 0.0
-        assert torch.equal(packed, signs.pack_signs(u))
-        cases.assert_equal_with_nan(error, u - signs.decompress_message(message, x.numel(), scale_block))
+        assert torch.equal(message[scales.numel() * 4 :][: -(-x.numel() // 8)], pack_signs(u))
+        cases.assert_same_bits_but_nan(error, u - form.decode(message, x.numel()))
+        assert message.numel() == message_nbytes(x.numel(), scale_block)

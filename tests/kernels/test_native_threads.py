@@ -11,10 +11,18 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.kernels import library, native
-from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions
+from hf_compressopt.kernels import (
+    AdamUpdate,
+    Combination,
+    Descent,
+    IntegerFormat,
+    LambMoments,
+    LambOptions,
+    Segment,
+    SignFormat,
+    library,
+    native,
+)
 from tests.support import kernel_cases as cases
 from tests.support.instruction_sets import BEST, CPU, INSTRUCTION_SETS
 
@@ -33,16 +41,17 @@ def everything(numel: int) -> list[Tensor]:
     cut = numel // 3 + 1
     segments = [Segment(grads, 0, cut, 0), Segment(grads, cut, numel - cut, 1)]
     z, written = Combination(numel, CPU, x, 0.9, segments, 0.1), [x]
-    for block in (8, 512, 4096, 8192, 131_072, None):
-        error, messages = normal(), torch.zeros(sum(chunk_message_nbytes(numel, 2, block)), dtype=torch.uint8)
-        native.compress_(z, error, messages, 2, block)
-        nbytes = message_nbytes(numel, block)
-        several, server, out = torch.zeros(6, nbytes, dtype=torch.uint8), normal(), torch.zeros(nbytes).byte()
+    forms = [*map(SignFormat, (8, 512, 4096, 8192, 131_072)), IntegerFormat(4), IntegerFormat(8), SignFormat(None)]
+    for form in forms:
+        error, messages = normal(), torch.zeros(form.sizes(numel, 2)[1], dtype=torch.uint8)
+        native.compress_(form, z, error, messages, 2, error)
+        several, server = torch.zeros(6, form.nbytes(numel), dtype=torch.uint8), normal()
         for part in several:
-            native.compress_(Combination.of(normal()), normal(), part, 1, block)
-        native.average_compress_(several.view(-1), server, out, 6, block)
+            native.compress_(form, Combination.of(normal()), normal(), part, 1)
+        out = torch.zeros_like(several[0])
+        native.average_compress_(form, several.view(-1), server, server, out, 6)
         written += [error, messages, several, server, out]
-    y = Average(numel, None, out, 1, None, out.numel())
+    y = forms[-1].average(numel, out, 1, out.numel())
     param = normal()
     params = [Segment(param, 0, cut, 0), Segment(param, cut, numel - cut, 1)]
     m, fresh, sums = normal(), v.clone(), torch.zeros(2, 3, dtype=torch.float64)
@@ -53,7 +62,7 @@ def everything(numel: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_copy_moves_bits_and_nothing_beside_them(instruction_set: str, threads: int) -> None:
+def test_copy_moves_bits_and_nothing_beside_them(device: torch.device, threads: int) -> None:
     torch.set_num_threads(threads)
     random = torch.randint(-(2**31), 2**31 - 1, (3_000_100,), dtype=torch.int32)  # NaNs with payloads among them
     for numel in (0, 1, 15, 16, 17, 70_001, 3_000_001):
@@ -64,7 +73,7 @@ def test_copy_moves_bits_and_nothing_beside_them(instruction_set: str, threads: 
             assert torch.equal(out[:3], torch.full((3,), 7.0)) and torch.equal(out[3 + numel :], torch.full((17,), 7.0))
 
 
-def test_copies_of_every_kind_are_copies(instruction_set: str) -> None:
+def test_copies_of_every_kind_are_copies(device: torch.device) -> None:
     large = torch.randn(400, 500)
     for source in (large, large.t(), large.bfloat16(), large.double(), large[0], torch.tensor(3.0), large[:0]):
         out = torch.empty_like(source)

@@ -1,36 +1,16 @@
 """The count sketch: its definition, its statistics, and the native CPU kernels against the reference."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import library
-from hf_compressopt.kernels.operands import Segment
+from hf_compressopt.kernels import Segment, library
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
-from tests.support import sketch_cases as cases
+from tests.support.instruction_sets import BEST, INSTRUCTION_SETS
 from tests.support.kernel_cases import assert_same_bits
-from tests.support.sketch_suite import SketchSuite
-
-CPU = torch.device("cpu")
-BEST = "portable" if library.why_not(CPU) else library.instruction_set("cpu")
-KNOWN = ("portable", "avx2", "avx512", "avx512_gfni")
-
-
-@pytest.fixture(params=KNOWN[: KNOWN.index(BEST) + 1])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The CPU with each of its instruction sets."""
-    library.use_instruction_set(request.param)
-    yield CPU
-    library.use_instruction_set(BEST)
-
-
-@pytest.fixture(params=["native", "reference"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(library.VARIABLE, request.param)
-    return str(request.param)
 
 
 def sketch(x: Tensor, seed: int, offset: int = 0) -> tuple[Tensor, Tensor]:
@@ -179,32 +159,21 @@ def test_seeds_and_elements_have_signs_of_their_own() -> None:
 # -- the native kernels -----------------------------------------------------------------------------------------------
 
 
-class TestSketch(SketchSuite):
-    """The suite, with each instruction set."""
-
-
-def test_spans_of_many_runs(device: torch.device) -> None:
-    cases.check_sketch(device, 5_000_003, 9, offset=77)
-
-
+@pytest.mark.usefixtures("threads")
 def test_threads_change_no_bit() -> None:
-    number, x = torch.get_num_threads(), normal(1_500_001)
-    try:
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(sketch(x, 5, offset=33))
-        for y, squares in results[1:]:
-            assert_same_bits(y, results[0][0])
-            assert_same_bits(squares.view(1), results[0][1].view(1))
-    finally:
-        torch.set_num_threads(number)
+    x, results = normal(1_500_001), []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results.append(sketch(x, 5, offset=33))
+    for y, squares in results[1:]:
+        assert_same_bits(y, results[0][0])
+        assert_same_bits(squares.view(1), results[0][1].view(1))
 
 
 def test_instruction_sets_leave_the_same_sum_of_squares() -> None:
     x, sums = normal(300_001), []
     try:
-        for name in KNOWN[: KNOWN.index(BEST) + 1]:
+        for name in INSTRUCTION_SETS:
             library.use_instruction_set(name)
             sums.append(float(sketch(x, 5)[1]))
     finally:

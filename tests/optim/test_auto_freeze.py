@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_compressopt.checkpoint.flat_state import FlatState
+from hf_compressopt.checkpoint.compressed import FlatState
 from tests.support.harness import run_ranks
 
 NAMES = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")

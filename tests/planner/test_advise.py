@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_compressopt.planner import advice, link, report
+from hf_compressopt.planner import link, report
 from hf_compressopt.planner.cost import Cluster, Model, Training
 from hf_compressopt.planner.link import Link, Timing
 from tests.support.launching import free_port, run, run_python, torchrun
@@ -60,41 +60,39 @@ def test_the_middle_of_several_links() -> None:
 # -- the ranking ------------------------------------------------------------------------------------------------------
 
 
-def choices_on(bandwidth: float, itemsize: int = 4, bits: int | None = None) -> list[advice.Choice]:
-    import torch
-
+def choices_on(bandwidth: float, itemsize: int = 4, bits: int | None = None) -> list[dict[str, Any]]:
     model = Model(Training(100_000_000, 0.5, itemsize=itemsize), Cluster(4, 1, bandwidth))
     memory = report.memory_rows(100_000_000, 4, torch.float32 if itemsize == 4 else torch.bfloat16, 2, 25.0)
-    return advice.ranked(model, 10_000, memory, bits)
+    return report.ranked(model, 10_000, memory, bits)
 
 
 @pytest.mark.parametrize("itemsize", [4, 2])
 def test_every_way_to_train_is_ranked_by_its_run_and_has_flags(itemsize: int) -> None:
     choices = choices_on(1.25e8, itemsize)
     model = Model(Training(100_000_000, 0.5, itemsize=itemsize), Cluster(4, 1, 1.25e8))
-    runs = report.whole_runs(model, 10_000)
-    assert [choice.name for choice in choices] == sorted(runs, key=lambda name: runs[name].seconds)
-    flags = {choice.name: choice.flags for choice in choices}
+    runs = report.as_json(model, 10_000, report.memory_rows(100_000_000, 4, torch.float32, 2, 25.0), None)["run"]
+    assert [choice["name"] for choice in choices] == sorted(runs, key=lambda name: runs[name]["seconds"])
+    flags = {choice["name"]: choice["flags"] for choice in choices}
     assert len(set(flags.values())) == len(flags) and flags["ZeRO-2"] == "--optim zero2_adamw"
     assert flags["OnebitAdam"] == "--optim onebit_adam"
     assert flags["OnebitAdam, ZeRO-1"] == "--optim onebit_adam --optim_args zero_stage=1"
     assert flags["grad_compression=int4"] == "--optim adamw_torch --optim_args grad_compression=int4"
     assert flags["zero2_adamw, int4"] == "--optim zero2_adamw --optim_args grad_compression=int4,param_compression=int4"
     assert flags[f"DDP, {8 * itemsize}-bit gradients"] == "--optim adamw_torch"
-    memory = {choice.name: choice.memory_bytes for choice in choices}
+    memory = {choice["name"]: choice["memory_bytes"] for choice in choices}
     assert memory["OnebitAdam, ZeRO-1"] < memory["OnebitAdam"]
     assert memory["ZeRO-2"] < memory[f"DDP, {8 * itemsize}-bit gradients"] < memory["ZeroOneAdam"]
 
 
 def test_the_advice_changes_no_more_than_the_link_asks_for() -> None:
-    assert advice.advised(choices_on(1e13)).flags == "--optim adamw_torch"
+    assert report.advised(choices_on(1e13))["flags"] == "--optim adamw_torch"
     slow = choices_on(1.25e6, bits=32)
-    assert advice.advised(slow) is slow[0] and slow[0].flags == "--optim zero_one_adam --optim_args warmup_bits=32"
+    assert report.advised(slow) is slow[0] and slow[0]["flags"] == "--optim zero_one_adam --optim_args warmup_bits=32"
     for choices in (choices_on(1e13), slow):
-        best, mine = choices[0], advice.advised(choices)
-        assert mine.run_seconds <= best.run_seconds * (1 + advice.ALIKE)
-        assert advice.verdict(choices).startswith(f"use {mine.flags}")
-        assert f"{len(choices):2} " in advice.table(choices) and mine.flags in advice.table(choices)
+        best, mine = choices[0], report.advised(choices)
+        assert mine["run_seconds"] <= best["run_seconds"] * (1 + report.ALIKE)
+        assert report.verdict(choices).startswith(f"use {mine['flags']}")
+        assert f"{len(choices):2} " in report.ranking_table(choices) and mine["flags"] in report.ranking_table(choices)
 
 
 # -- the model that is timed ------------------------------------------------------------------------------------------

@@ -36,14 +36,6 @@ def test_ctrl_c_leaves_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_forms_of_the_state_are_compared(tmp_path: Path) -> None:
-    done = run_python([SCRIPT, *TINY, "--optimizer", "forms", "--folder", str(tmp_path)])
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows] == ["| state", "| float32", "| compact"] and rows[1][3] == "1.00"
-
-
-@pytest.mark.full
 def test_every_variant_saves_and_loads(tmp_path: Path) -> None:
     folder, out = tmp_path / "disk", tmp_path / "found.json"
     folder.mkdir()

@@ -183,13 +183,3 @@ def test_time_to_loss(tmp_path: Path) -> None:
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
     done = run_python([*SCRIPT[1:], *arguments])
     assert done.returncode == 2 and message in done.stderr
-
-
-@pytest.mark.full
-@needs_namespaces
-def test_advise_measures_the_speed_of_a_link() -> None:
-    script = str(REPO_ROOT / "scripts" / "check_advise.py")
-    process = subprocess.Popen([sys.executable, script], env=environment(), stdout=subprocess.PIPE, text=True)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output  # no rate is off by more than 10 %
-    assert "| 1 Gbit/s | " in output and "| 100 Mbit/s | " in output and own_namespaces(process.pid) == []

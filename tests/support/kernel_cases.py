@@ -9,25 +9,57 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.flat import chunk_range
-from hf_compressopt.kernels import native, reference, signs
-from hf_compressopt.kernels.adam_native import AdamTable
-from hf_compressopt.kernels.adam_operands import AdamStep, AdamTensors
-from hf_compressopt.kernels.adam_reference import reference_
-from hf_compressopt.kernels.messages import chunk_message_nbytes, message_nbytes, num_blocks
-from hf_compressopt.kernels.operands import Average, Combination, Segment
-from hf_compressopt.kernels.updates import AdamUpdate, Descent, LambMoments, LambOptions, LocalUpdate, ParameterSync
+from hf_compressopt.kernels import (
+    AdamUpdate,
+    Average,
+    Combination,
+    Commit,
+    CompactErrors,
+    Descent,
+    Errors,
+    IntegerFormat,
+    LambMoments,
+    LambOptions,
+    LocalUpdate,
+    LogVariance,
+    MessageFormat,
+    ParameterSync,
+    Segment,
+    SignFormat,
+    Variance,
+    any_nan,
+    like_errors,
+    native,
+    reference,
+    tensor_of,
+    values_of_errors,
+)
+from hf_compressopt.kernels.adam import AdamStep, AdamTable, AdamTensors, reference_
+from hf_compressopt.kernels.errors import keep_errors_
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_, reference_sketch_
+from hf_compressopt.kernels.variance import ZERO_CODE
 
 _GUARD = 64  # bytes on either side of every buffer
 _PATTERN = 0xA5
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Tiles of kernels hold 4096 elements, blocks of threads 1024 at a time, warps 128.
-NUMELS = (1, 7, 8, 33, 1000, 4096, 4097, 9_001)
-SCALE_BLOCKS = (None, 8, 24, 136, 512, 1000, 4096, 8192, 20_000)
+CPU = torch.device("cpu")
+# Tiles of kernels hold 4096 elements, blocks of threads 1024 at a time, a warp takes 512 integers or 128 of all else.
+NUMELS = (1, 7, 8, 33, 127, 129, 513, 1000, 4097, 9_001)
+SIGNS = tuple(map(SignFormat, (None, 8, 24, 128, 136, 512, 1000, 4096, 8192, 20_000)))
+INTEGERS = (IntegerFormat(4), IntegerFormat(8))
+FORMATS = (*SIGNS, *INTEGERS)
+#: Values of which every kind must come through: zeros, denormals, the largest numbers, and what is not finite.
+SPECIAL = torch.tensor(
+    [0.0, -0.0, 1e-45, -1e-38, 1e-36, 2.0**-117, 3e-30, -1.0, 2.0**127, -(2.0**127), 3.4e38]
+    + [math.inf, -math.inf, math.nan]
+)
+_LOWEST_TOP, _HIGHEST_TOP = -754, 1023  # with every code a normal float32 number
+Form = MessageFormat[Any]
 
 
 class Arena:
@@ -116,10 +148,10 @@ def assert_all_same_bits(got: Sequence[Tensor], expected: Sequence[Tensor]) -> N
         assert_same_bits(one, other)
 
 
-def assert_equal_with_nan(got: Tensor, expected: Tensor) -> None:
-    assert torch.equal(got.isnan(), expected.isnan())
-    kept = ~expected.isnan()
-    assert_same_bits(got[kept], expected[kept])
+def assert_same_bits_but_nan(got: Tensor, expected: Tensor) -> None:
+    """The same bits, but for the payload of what is not a number."""
+    assert torch.equal(got.cpu().isnan(), expected.isnan())
+    assert_same_bits(got.cpu().nan_to_num(7.0, math.inf, -math.inf), expected.nan_to_num(7.0, math.inf, -math.inf))
 
 
 def assert_scales_close(got: Tensor, expected: Tensor) -> None:
@@ -128,62 +160,96 @@ def assert_scales_close(got: Tensor, expected: Tensor) -> None:
     assert bool(((got.double() - expected).abs() <= 2 * step).all()), (got - expected).abs().max()
 
 
-# -- compression ------------------------------------------------------------------------------------------------------
+# -- operands ---------------------------------------------------------------------------------------------------------
 
 
-def check_compress(
-    device: torch.device,
+def empty_messages(form: Form, numel: int, chunks: int = 1) -> Tensor:
+    return torch.full((form.sizes(numel, chunks)[1],), 7, dtype=torch.uint8)
+
+
+def combination(
+    case: Pair,
     numel: int,
-    world_size: int,
-    scale_block: int | None,
+    segments: int,
     *,
-    segments: int = 0,
     with_x: bool = True,
+    last: int = 0,
+    scale_block: int | None = 4096,
     with_factors: bool = False,
+    still: bool = False,
+    alpha: float = 0.9,
     shift: int = 0,
-) -> None:
-    case = Pair(Arena(device), numel + 31 * world_size + segments)
-    x, own_x = case.normal(numel, shift=shift) if with_x else (None, None)
-    error = torch.randn(numel, generator=case.random)
-    factors, own_factors = case.positive(max(segments, 1))
-    grads, own_grads, _ = case.segments(numel, segments, missing=True) if segments else (None, None, None)
-    z = Combination(numel, torch.device("cpu"), x, 0.9, grads, 0.1)
-    own = Combination(numel, device, own_x, 0.9, own_grads, 0.1)
-    if with_factors:
-        z, own = replace(z, factors=factors), replace(own, factors=own_factors)
-    u = torch.empty(numel)
-    reference.combine_(z, u)
-    u += error
-    nbytes = sum(chunk_message_nbytes(numel, world_size, scale_block))
-    messages = case.arena.put(torch.full((nbytes,), 7, dtype=torch.uint8))
-    own_error = case.arena.put(error, shift)
-    native.compress_(own, own_error, messages, world_size, scale_block)
-    case.check()
-    assert_same_bits(own_error, check_messages(u, messages.cpu(), world_size, scale_block))
+) -> tuple[Combination, Combination]:
+    """Values to send: for the reference, and for the kernel. last: chunks of the average that x is, or 0."""
+    x, own_x = case.normal(numel, shift=shift) if with_x and not last else (None, None)
+    y, own_y = average(case, SignFormat(scale_block), numel, last) if last else (None, None)
+    factors, own_factors = case.positive(segments) if with_factors and segments else (None, None)
+    grads, own_grads, _ = case.segments(numel, segments, missing=True, still=still) if segments else (None, None, None)
+    return (
+        Combination(numel, CPU, x, alpha, grads, 0.1, factors, y),
+        Combination(numel, case.arena.device, own_x, alpha, own_grads, 0.1, own_factors, own_y),
+    )
 
 
-def check_average_compress(
-    device: torch.device, numel: int, world_size: int, scale_block: int | None, *, shift: int = 0
-) -> None:
-    case = Pair(Arena(device), numel + 17 * world_size)
-    messages, own_messages = case.put(sign_messages(case, numel, world_size, scale_block))
-    error = torch.randn(numel, generator=case.random)
-    u = signs.mean_of_messages(messages.view(world_size, -1), numel, scale_block) + error
-    out = case.arena.put(torch.full((message_nbytes(numel, scale_block),), 7, dtype=torch.uint8))
-    own_error = case.arena.put(error, shift)
-    native.average_compress_(own_messages, own_error, out, world_size, scale_block)
-    case.check()
-    assert_same_bits(own_error, check_messages(u, out.cpu(), 1, scale_block))
+def errors(case: Pair, numel: int, chunks: int, *, compact: bool, shift: int = 0) -> tuple[Errors, Errors]:
+    """Errors of random sizes, for the reference and for the kernel; they are not compared by the case."""
+    values = torch.randn(numel, generator=case.random) * 0.5
+    if not compact:
+        return values, case.arena.put(values, shift)
+    made = CompactErrors.zeros(numel, chunks)
+    keep_errors_(made, values)
+    return made, replace(made, messages=case.arena.put(made.messages))
 
 
-def sign_messages(case: Pair, numel: int, count: int, scale_block: int | None) -> Tensor:
-    """Messages of `count` ranks, each of the same chunk of numel elements."""
-    nbytes = message_nbytes(numel, scale_block)
-    messages = torch.zeros(count * nbytes, dtype=torch.uint8)
-    for part in messages.view(count, nbytes) if nbytes else ():
-        values = Combination.of(torch.randn(numel, generator=case.random))
-        reference.compress_(values, torch.zeros(numel), part, 1, scale_block)
+def copy_of(error: Errors) -> Errors:
+    copy = like_errors(error)
+    tensor_of(copy).copy_(tensor_of(error))
+    return copy
+
+
+def assert_errors(got: Errors, expected: Errors) -> None:
+    if isinstance(got, Tensor):
+        return assert_same_bits_but_nan(got, tensor_of(expected))
+    assert_same_bits(got.messages, tensor_of(expected))
+
+
+def messages_of(case: Pair, form: Form, numel: int, count: int, values: Tensor | None = None) -> Tensor:
+    """Messages of `count` ranks, each of the same chunk, of normal numbers or drawn from the values."""
+    messages = torch.zeros(count * form.nbytes(numel), dtype=torch.uint8)
+    for part in messages.view(count, -1) if numel else ():
+        u = torch.randn(numel, generator=case.random)
+        if values is not None:
+            u = values[torch.randint(len(values), (numel,), generator=case.random)]
+        reference.compress_(form, Combination.of(u), torch.zeros(numel), part, 1)
     return messages
+
+
+def average(case: Pair, form: Form, numel: int, chunks: int) -> tuple[Any, Any]:
+    """An averaged bucket, as it is gathered: messages of its chunks, a stride apart; for 0 chunks the values."""
+    if chunks == 0:
+        values, own_values = case.normal(numel)
+        return Average.of(values), Average.of(own_values)
+    stride = max(form.sizes(numel, chunks)[0]) + 16
+    messages = torch.zeros(chunks * stride, dtype=torch.uint8)
+    for start, stop, part in form.chunks(messages, numel, chunks, stride):
+        part.copy_(messages_of(case, form, stop - start, 1))
+    messages, own = case.put(messages)
+    return form.average(numel, messages, chunks, stride), form.average(numel, own, chunks, stride)
+
+
+def variance(case: Pair, numel: int, tensors: int, *, log: bool, shift: int = 0) -> tuple[Variance, Variance]:
+    """A frozen variance. In 8 bits: tensors of ordinary sizes, of the least and the largest; every code, many zeros."""
+    if not log:
+        return case.positive(numel, shift=shift)
+    codes = torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=case.random)
+    codes[torch.rand(numel, generator=case.random) < 0.1] = ZERO_CODE
+    tops = torch.randint(-100, 60, (tensors,), dtype=torch.int32, generator=case.random)
+    tops[3::4], tops[4::5] = _LOWEST_TOP, _HIGHEST_TOP
+    (codes, own_codes), (tops, own_tops) = case.put(codes, shift), case.put(tops)
+    return LogVariance(codes, tops), LogVariance(own_codes, own_tops)
+
+
+# -- compression ------------------------------------------------------------------------------------------------------
 
 
 def mean_squares(values: Tensor, block: int | None) -> Tensor:
@@ -195,72 +261,190 @@ def mean_squares(values: Tensor, block: int | None) -> Tensor:
     return torch.cat(means)
 
 
-def check_messages(u: Tensor, messages: Tensor, world_size: int, scale_block: int | None) -> Tensor:
-    """Scales within 2 ulp of float64's, and the reference's signs and padding. Returns the errors that they leave."""
-    errors, byte = torch.empty_like(u), 0
-    for rank in range(world_size):
-        start, stop = chunk_range(u.numel(), world_size, rank)
-        if start == stop:
-            continue
-        part, blocks, nbytes = (
-            u[start:stop],
-            num_blocks(stop - start, scale_block),
-            message_nbytes(stop - start, scale_block),
-        )
-        message = messages[byte : byte + nbytes]
-        scales = message[: 4 * blocks].view(torch.float32)
-        whole = u if scale_block is None else part
-        assert_scales_close(scales, mean_squares(whole, scale_block).sqrt())
-        expected = torch.zeros(nbytes - 4 * blocks, dtype=torch.uint8)
-        packed = signs.pack_signs(part)
-        expected[: packed.numel()] = packed
-        assert_same_bits(message[4 * blocks :], expected)
-        errors[start:stop] = part - signs.decompress_message(message, stop - start, scale_block)
-        byte += nbytes
-    assert byte == messages.numel()
-    return errors
+def check_messages(u: Tensor, messages: Tensor, form: Form, chunks: int) -> Tensor:
+    """The messages of u: the reference's, but that scales of signs are within 2 ulp of float64's.
+
+    Returns the errors that they leave.
+    """
+    left = u.clone()
+    for start, stop, message in form.chunks(messages, u.numel(), chunks):
+        part, expected = u[start:stop], torch.empty_like(message)
+        form.encode_(part, expected)
+        if isinstance(form, SignFormat):
+            scales = form.scales(message, stop - start)
+            assert_scales_close(scales, mean_squares(u if form.scale_block is None else part, form.scale_block).sqrt())
+            form.scales(expected, stop - start).copy_(scales)
+        assert_same_bits(message, expected)
+        left[start:stop] -= form.decode(message, stop - start)
+    return left
 
 
-def average(case: Pair, numel: int, world_size: int, scale_block: int | None) -> tuple[Average, Average]:
-    """An averaged bucket: messages of its chunks; for world_size 0 the values themselves."""
-    if world_size == 0:
-        values, own = case.normal(numel)
-        return Average.of(values), Average.of(own)
-    sizes = chunk_message_nbytes(numel, world_size, scale_block)
-    stride = max(sizes)
-    messages = torch.zeros(world_size * stride, dtype=torch.uint8)
-    for rank in range(world_size):
-        start, stop = chunk_range(numel, world_size, rank)
-        if start < stop:
-            part = messages[rank * stride :][: sizes[rank]]
-            values = Combination.of(torch.randn(stop - start, generator=case.random))
-            reference.compress_(values, torch.zeros(stop - start), part, 1, scale_block)
-    messages, own = case.put(messages)
-    y = Average(numel, None, messages, world_size, scale_block, stride)
-    return y, replace(y, messages=own)
+def rounded(error: Errors, values: Tensor) -> Errors:
+    """These values as errors of the same form."""
+    kept = copy_of(error)
+    keep_errors_(kept, values)
+    return kept
 
 
-def check_decompress(
-    device: torch.device, numel: int, world_size: int, scale_block: int | None, shift: int = 0
+def check_compress(
+    device: torch.device,
+    form: Form,
+    numel: int,
+    chunks: int,
+    *,
+    segments: int = 0,
+    compact: bool = False,
+    values: Tensor | None = None,
+    shift: int = 0,
+    **options: Any,
 ) -> None:
+    """Messages alone, and messages with new errors, in place or elsewhere."""
+    case = Pair(Arena(device), numel + 31 * chunks + segments)
+    if values is None:
+        z, own = combination(case, numel, segments, shift=shift, **options)
+    else:
+        z, own = map(Combination.of, case.put(values))
+    error, own_error = errors(case, numel, chunks, compact=compact, shift=shift)
+    start, u = copy_of(own_error), reference.values_of(z) + values_of_errors(error)
+    first, second = (case.arena.put(empty_messages(form, numel, chunks)) for _ in range(2))
+    native.compress_(form, own, own_error, first, chunks)
+    assert_same_bits(tensor_of(own_error), tensor_of(start).cpu())
+    new = own_error if numel % 2 else errors(case, numel, chunks, compact=compact, shift=shift)[1]
+    native.compress_(form, own, own_error, second, chunks, new)
+    case.check()
+    assert_same_bits(second, first.cpu())
+    assert_errors(new, rounded(error, check_messages(u, first.cpu(), form, chunks)))
+
+
+def check_commit(
+    device: torch.device,
+    form: Form,
+    numel: int,
+    chunks: int,
+    *,
+    segments: int = 0,
+    compact: bool = False,
+    elsewhere: bool = False,
+    **options: Any,
+) -> None:
+    """Messages first and errors later are, in bits, what one pass leaves. elsewhere: outputs are not the gradients."""
+    case = Pair(Arena(device), numel + 31 * chunks + segments)
+    z, own = combination(case, numel, segments, **options)
+    error, own_error = errors(case, numel, chunks, compact=compact)
+    at_once, sent = copy_of(own_error), case.arena.put(empty_messages(form, numel, chunks))
+    native.compress_(form, own, at_once, sent, chunks, at_once)
+    y, own_y = average(case, form, numel, chunks)
+    outputs, own_outputs = ((), ()) if isinstance(form, SignFormat) else (z.grads or (), own.grads or ())
+    if elsewhere:
+        cuts = torch.tensor([segment.numel for segment in outputs]).cumsum(0).tolist()[:-1]
+        fresh, own_fresh, _ = case.segments(numel, segments, missing=True, cuts=cuts)
+        outputs, own_outputs = (
+            [replace(new, index=old.index) for new, old in zip(news, outputs, strict=True)]
+            for news in (fresh, own_fresh)
+        )
+    reference.commit_(form, Commit(z, error, sent.cpu(), y, outputs, 3.0))
+    native.commit_(form, Commit(own, own_error, sent, own_y, own_outputs, 3.0))
+    case.check()
+    assert_errors(own_error, error)
+    assert_same_bits(tensor_of(own_error), tensor_of(at_once).cpu())
+
+
+def check_average_compress(
+    device: torch.device,
+    form: Form,
+    numel: int,
+    ranks: int,
+    *,
+    compact: bool = False,
+    shift: int = 0,
+    values: Tensor | None = None,
+) -> None:
+    case = Pair(Arena(device), numel + 17 * ranks)
+    messages, own_messages = case.put(messages_of(case, form, numel, ranks, values))
+    error, own_error = errors(case, numel, 1, compact=compact, shift=shift)
+    start = copy_of(own_error)
+    new = own_error if numel % 2 else errors(case, numel, 1, compact=compact, shift=shift)[1]
+    out = case.arena.put(empty_messages(form, numel))
+    native.average_compress_(form, own_messages, own_error, new, out, ranks)
+    case.check()
+    u = form.sum_of(messages.view(ranks, -1), numel) * (1.0 / ranks) + values_of_errors(error)
+    assert_errors(new, rounded(error, check_messages(u, out.cpu(), form, 1)))
+    if new is not own_error:
+        assert_same_bits(tensor_of(own_error), tensor_of(start).cpu())
+
+
+def check_not_finite(device: torch.device, numel: int, scale_block: int | None) -> None:
+    """What is not finite makes the scale of its block NaN or infinite, and the errors of the block NaN."""
+    case, form = Pair(Arena(device), numel), SignFormat(scale_block)
+    x = torch.randn(numel, generator=case.random)
+    x[numel // 3], x[2 * numel // 3] = math.inf, math.nan
+    x, own_x = case.put(x)
+    error, own_error = errors(case, numel, 1, compact=True)
+    message = case.arena.put(empty_messages(form, numel))
+    for _ in range(2):
+        u = x + values_of_errors(error)
+        native.compress_(form, Combination.of(own_x), own_error, message, 1, own_error)
+        case.check()
+        got = message.cpu()
+        assert torch.equal(form.scales(got, numel).isfinite(), mean_squares(u, scale_block).isfinite())
+        error = rounded(error, u - form.decode(got, numel))
+        assert_errors(own_error, error)
+        left = values_of_errors(error)
+        assert 2 <= int(left.isnan().sum()) and bool(left.isnan()[numel // 3])
+
+
+def check_combine(device: torch.device, numel: int, segments: int, **options: Any) -> None:
+    case = Pair(Arena(device), numel + segments)
+    z, own = combination(case, numel, segments, **options)
+    out, own_out = case.normal(numel, shift=3)
+    reference.combine_(z, out)
+    native.combine_(own, own_out)
+    case.check()
+
+
+def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, shift: int = 0) -> None:
     case = Pair(Arena(device), numel)
-    y, own_y = average(case, numel, world_size, scale_block)
+    y, own_y = average(case, form, numel, chunks)
     out, own_out = case.normal(numel, shift=shift)
     reference.decompress_(y, out)
     native.decompress_(own_y, own_out)
     case.check()
 
 
-def check_combine(device: torch.device, numel: int, segments: int, *, with_x: bool, with_factors: bool) -> None:
-    case = Pair(Arena(device), numel + segments)
-    x, own_x = case.normal(numel, shift=1) if with_x else (None, None)
-    factors, own_factors = case.positive(max(segments, 1))
-    grads, own_grads, _ = case.segments(numel, segments, missing=True) if segments else (None, None, None)
-    z = Combination(numel, torch.device("cpu"), x, 0.9, grads, 1.0, factors if with_factors else None)
-    own = Combination(numel, device, own_x, 0.9, own_grads, 1.0, own_factors if with_factors else None)
-    out, own_out = case.normal(numel, shift=3)
-    reference.combine_(z, out)
-    native.combine_(own, own_out)
+def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks: int) -> None:
+    case = Pair(Arena(device), numel + chunks)
+    y, own_y = average(case, form, numel, chunks)
+    assert not any_nan(own_y)
+    for start, stop, message in form.chunks(own_y.messages, numel, chunks, y.stride):
+        scales = form.scales(message, stop - start)
+        for place in {0, len(scales) // 2, len(scales) - 1}:
+            kept = scales[place].clone()
+            scales[place] = math.nan
+            assert bool(any_nan(own_y)), (start, place)
+            scales[place] = kept
+    case.check()
+
+
+def check_mean(
+    device: torch.device, form: IntegerFormat, numel: int, ranks: int, *, shift: int = 0, values: Tensor | None = None
+) -> None:
+    case = Pair(Arena(device), numel + 17 * ranks)
+    messages, own_messages = case.put(messages_of(case, form, numel, ranks, values))
+    out, own_out = torch.empty(numel), case.arena.put(torch.zeros(numel), shift)
+    reference.mean_(form, messages, out, ranks, 3.0 / ranks)
+    native.mean_(form, own_messages, own_out, ranks, 3.0 / ranks)
+    case.check()
+    assert_same_bits_but_nan(own_out, out)
+
+
+def check_add(
+    device: torch.device, form: IntegerFormat, numel: int, chunks: int, *, segments: int, decay: float, scale: float
+) -> None:
+    case = Pair(Arena(device), numel + 31 * chunks + segments)
+    y, own_y = average(case, form, numel, chunks)
+    outputs, own_outputs, _ = case.segments(numel, segments, missing=True)
+    reference.add_(y, outputs, decay, scale)
+    native.add_(own_y, own_outputs, decay, scale)
     case.check()
 
 
@@ -279,18 +463,22 @@ def check_apply_adam(
     numel: int,
     segments: int,
     *,
-    world_size: int,
+    chunks: int,
     scale_block: int | None = 4096,
     beta: float = 1.0,
+    with_m: bool = True,
+    log: bool = False,
     corrected: bool = False,
+    whole: bool = False,
     descent: Descent = DESCENTS[0],
     shift: int = 0,
 ) -> None:
+    """whole: every tensor is there, and none stands still."""
     case = Pair(Arena(device), numel + segments)
-    y, own_y = average(case, numel, world_size, scale_block)
-    m, own_m = case.normal(numel, shift=shift)
-    v, own_v = case.positive(numel, shift=shift)
-    params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
+    y, own_y = average(case, SignFormat(scale_block), numel, chunks)
+    m, own_m = case.normal(numel, shift=shift) if with_m else (None, None)
+    v, own_v = variance(case, numel, segments, log=log, shift=shift)
+    params, own_params, _ = case.segments(numel, segments, missing=not whole, still=not whole)
     corrections, own_corrections = None, None
     if corrected:
         values = torch.rand(segments, 2, generator=case.random) + 0.1
@@ -301,10 +489,37 @@ def check_apply_adam(
     case.check()
 
 
-def check_local_step(device: torch.device, numel: int, segments: int, *, with_grads: bool, descent: Descent) -> None:
+def check_scales_that_are_not_ordinary(device: torch.device, numel: int, scale_block: int) -> None:
+    """NaN stays NaN, zeros keep their signs, and infinity is bounded."""
+    form = SignFormat(scale_block)
+    for bound in (math.inf, 0.5):
+        case = Pair(Arena(device), numel)
+        messages = messages_of(case, form, numel, 1)
+        scales = form.scales(messages, numel)
+        for place, scale in enumerate((math.nan, 0.0, math.inf, 1e-40, 3e38)):
+            scales[place::7] = scale
+        v, own_v = variance(case, numel, 1, log=True)
+        start = torch.randn(numel, generator=case.random)
+        start[torch.rand(numel, generator=case.random) < 0.1] = -0.0
+        own_param, param = case.arena.put(start), start.clone()
+        descent = Descent(1e-2, 1.0, 1e-8, False, bound)
+        for how, sent, moment, tensor in (
+            (reference, messages, v, param),
+            (native, case.arena.put(messages), own_v, own_param),
+        ):
+            y = form.average(numel, sent, 1, sent.numel())
+            how.apply_adam_(AdamUpdate(y, None, moment, [Segment(tensor, 0, numel, 0)], descent))
+        case.check()
+        assert_same_bits_but_nan(own_param, param)
+        assert bool(param.isnan().any()) and not bool(param.isnan().all())
+
+
+def check_local_step(
+    device: torch.device, numel: int, segments: int, *, with_grads: bool, descent: Descent, log: bool = False
+) -> None:
     case = Pair(Arena(device), numel + segments)
     m, own_m = case.normal(numel)
-    v, own_v = case.positive(numel)
+    v, own_v = variance(case, numel, segments, log=log)
     u, own_u = case.normal(numel)
     params, own_params, cuts = case.segments(numel, segments, missing=True, still=True)
     grads, own_grads, _ = case.segments(numel, segments, missing=True, cuts=cuts)
@@ -314,15 +529,15 @@ def check_local_step(device: torch.device, numel: int, segments: int, *, with_gr
 
 
 def check_sync_parameters(
-    device: torch.device, numel: int, segments: int, *, world_size: int, descent: Descent = DESCENTS[0]
+    device: torch.device, numel: int, segments: int, *, chunks: int, descent: Descent, log: bool = False
 ) -> None:
     case = Pair(Arena(device), numel + segments)
-    y, own_y = average(case, numel, world_size, 512)
+    y, own_y = average(case, SignFormat(512), numel, chunks)
     m, own_m = case.normal(numel)
     anchor, own_anchor = case.normal(numel)
-    v, own_v = case.positive(numel)
+    v, own_v = variance(case, numel, segments, log=log)
     u, own_u = case.normal(numel)
-    if world_size == 0:  # as in a run of one rank
+    if chunks == 0:  # as in a run of one rank
         y, own_y = Average.of(u), Average.of(own_u)
     params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
     reference.sync_parameters_(ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
@@ -349,19 +564,21 @@ def check_bound(device: torch.device) -> None:
                 torch.testing.assert_close(param.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def check_lamb(device: torch.device, numel: int, segments: int, *, world_size: int, options: LambOptions) -> None:
+def check_lamb(
+    device: torch.device, numel: int, segments: int, *, chunks: int, options: LambOptions, log: bool = False
+) -> None:
     case = Pair(Arena(device), numel + segments)
-    y, own_y = average(case, numel, world_size, 4096)
+    y, own_y = average(case, SignFormat(4096), numel, chunks)
     m, own_m = case.normal(numel)
     fresh, own_fresh = case.positive(numel)
-    v, own_v = case.positive(numel)
+    v, own_v = variance(case, numel, segments, log=log)
     params, own_params, _ = case.segments(numel, segments, missing=True, still=True)
     factors, own_factors = case.positive(segments)
     rates, own_rates = case.positive(segments)
     start = torch.rand(segments, 3, generator=case.random, dtype=torch.float64)
     sums, own_sums = start.clone(), case.arena.put(start)
     nonempty = [segment for segment in params if segment.numel]
-    reference.lamb_moments_(LambMoments(y, m, fresh, v, [replace(s) for s in nonempty], factors, sums, options))
+    reference.lamb_moments_(LambMoments(y, m, fresh, v, nonempty, factors, sums, options))
     native.lamb_moments_(LambMoments(own_y, own_m, own_fresh, own_v, own_params, own_factors, own_sums, options))
     case.check()
     torch.testing.assert_close(own_sums.cpu(), sums, rtol=1e-12, atol=0)
@@ -370,7 +587,7 @@ def check_lamb(device: torch.device, numel: int, segments: int, *, world_size: i
     case.check()
 
 
-# -- FusedAdam, and norms ---------------------------------------------------------------------------------------------
+# -- FusedAdam, norms and sketches -------------------------------------------------------------------------------------
 
 STEP = AdamStep(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
@@ -427,3 +644,15 @@ def check_square_sums(device: torch.device, numels: Sequence[int], shift: int = 
     got = native.sum_of_squares([own for _, own in pairs], device)
     case.check()
     torch.testing.assert_close(got.cpu(), expected.sum(), rtol=1e-13, atol=0)
+
+
+def check_sketch(device: torch.device, numel: int, segments: int, *, offset: int = 0, seed: int = 1) -> None:
+    case = Pair(Arena(device), numel + offset + segments)
+    grads, own_grads, _ = case.segments(numel, segments, missing=True)
+    y, own_y = case.normal(SKETCH_NUMEL)
+    squares = torch.rand((), dtype=torch.float64, generator=case.random)
+    own_squares = case.arena.put(squares)
+    reference_sketch_(grads, offset, seed, y, squares)
+    native_sketch_(own_grads, offset, seed, own_y, own_squares)
+    case.check()
+    torch.testing.assert_close(own_squares.cpu(), squares, rtol=1e-6, atol=0)

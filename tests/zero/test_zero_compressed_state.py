@@ -9,34 +9,12 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from hf_compressopt.checkpoint.zero_errors import error_tensors
+from hf_compressopt.checkpoint.partitioned import error_tensors
 from hf_compressopt.format.index import CheckpointError
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, run_steps
-from tests.zero.test_zero_state import fresh, resume
-
-INT4 = {"grad_compression": "int4", "param_compression": "int4"}
-LOSS_SCALE = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
-CASES = [
-    Case("adamw", {**INT4, "reduce_bucket_size": 600}, groups=True),
-    Case("sgd", {**INT4, **LOSS_SCALE, "reduce_bucket_size": 900}, dtype=torch.bfloat16),
-    Case("adamw", {"grad_compression": "int8", "stage": 1}),
-    Case("lamb", {"param_compression": "int8"}, dtype=torch.float16),
-]
-
-
-def resume_all(rank: int, world_size: int, folder: str) -> list[list[str]]:
-    ways = [(case, place) for number, case in enumerate(CASES) for place in (None, f"{folder}/{number}")]
-    return [resume(rank, world_size, case, place) for case, place in ways]
-
-
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(24)
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.full), 3])
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(world_size: int, tmp_path: Path) -> None:
-    for found in run_ranks(world_size, resume_all, str(tmp_path)):
-        assert found == [[]] * 2 * len(CASES)
+from tests.zero.test_zero_state import INT4, fresh
 
 
 def masters_of(model: Net, optimizer: ZeroOptimizer) -> list[Tensor]:

@@ -326,21 +326,22 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.
 
 def copied(rank: int, world_size: int, how: str) -> None:
     """A copy trains its own parameters, from where the original was, gradients included if it is a deep one."""
-    case = Case(options={"reduce_bucket_size": 300}, groups=True)
-    model, optimizer = train_zero(rank, case)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    if how == "deepcopy":
-        loss_of(model, rank, 3).backward()
-    twin, other = COPIES[how]((model, optimizer))
-    assert "ZeroOptimizer" in repr(other) and other.steps == 3
-    for one in (model, twin) if how != "deepcopy" else ():
-        loss_of(one, rank, 3).backward()
-    other.step()
-    assert list(different(bits(model), bits(twin)))
-    optimizer.step()
-    for one, its in ((model, optimizer), (twin, other)):
-        run_steps(rank, case, one, its, range(4, 6))
-    assert not list(different(bits(model), bits(twin)))
+    for options in ({"reduce_bucket_size": 300}, {"grad_compression": "int4", "param_compression": "int4"}):
+        case = Case(options=options, groups=True)
+        model, optimizer = train_zero(rank, case)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        if how == "deepcopy":  # in the middle of an accumulation
+            loss_of(model, rank, 3).backward()
+        twin, other = COPIES[how]((model, optimizer))
+        assert "ZeroOptimizer" in repr(other) and other.steps == 3
+        for one in (model, twin):
+            loss_of(one, rank, 9).backward()
+        other.step()
+        assert list(different(bits(model), bits(twin)))
+        optimizer.step()
+        for one, its in ((model, optimizer), (twin, other)):
+            run_steps(rank, case, one, its, range(4, 6))
+        assert not list(different(bits(model), bits(twin)))
     own = ZeroOptimizer(Net().parameters(), torch.optim.SGD, lr=0.1, process_group=dist.group.WORLD)
     with pytest.raises(TypeError, match=r"process_group.*cannot be pickled: save its state_dict\(\)"):
         pickle.dumps(own)
@@ -354,21 +355,22 @@ def test_copies(how: str) -> None:
 
 def uneven(rank: int, world_size: int) -> None:
     """Rank r has 2 + r batches; who has no more contributes zeros."""
-    model = Stack()
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=64)
-    with Join([optimizer]):
-        for step in range(2 + rank):
-            stack_loss(model, rank, step).backward()
-            optimizer.clip_grad_norm_(0.5)
-            optimizer.step()
-    assert optimizer.steps == 1 + world_size
-    twin = Stack()
-    other = ZeroOptimizer(twin.parameters(), torch.optim.AdamW, lr=1e-2)
-    for step in range(1 + world_size):
-        (stack_loss(twin, rank, step) * float(step < 2 + rank)).backward()
-        other.clip_grad_norm_(0.5)
-        other.step()
-    torch.testing.assert_close(bits(model), bits(twin), rtol=0, atol=0)
+    small = {"grad_compression": "int4", "param_compression": "int4"}
+    for options, same in (({"reduce_bucket_size": 64}, {}), (small, small)):
+        stacks = [Stack(), Stack()]
+        optimizer, other = (
+            ZeroOptimizer(stack.parameters(), torch.optim.AdamW, lr=1e-2, clip_grad=0.5, **chosen)
+            for stack, chosen in zip(stacks, (options, same), strict=True)
+        )
+        with Join([optimizer]):
+            for step in range(2 + rank):
+                stack_loss(stacks[0], rank, step).backward()
+                optimizer.step()
+        assert optimizer.steps == 1 + world_size
+        for step in range(1 + world_size):
+            (stack_loss(stacks[1], rank, step) * float(step < 2 + rank)).backward()
+            other.step()
+        assert not list(different(*map(bits, stacks)))
 
 
 @pytest.mark.invariant(6)

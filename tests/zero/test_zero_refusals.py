@@ -13,16 +13,19 @@ from tests.support.harness import run_ranks
 from tests.support.logs import log_lines
 from tests.support.zero_runs import bits, different
 
-
-class AdamW8bit(torch.optim.AdamW):
-    """A name of bitsandbytes' and of torchao's."""
+INT4 = {"grad_compression": "int4", "param_compression": "int4"}
 
 
-class Optimizer8bit(torch.optim.Optimizer):
-    """The base of all optimizers of bitsandbytes, those of 32 bits too."""
+def named(name: str, base: type = torch.optim.SGD) -> Any:
+    """A class with the name of one in bitsandbytes, optimi, prodigyopt, dadaptation, galore_torch or transformers."""
+    return type(name, (base,), {})
 
 
-class WithBits(Optimizer8bit):
+# The base of all optimizers of bitsandbytes, those of 32 bits too.
+Optimizer8bit = named("Optimizer8bit", torch.optim.Optimizer)
+
+
+class WithBits(Optimizer8bit):  # type: ignore[misc]
     """A copy of bitsandbytes' AdamW, which Trainer's adamw_bnb_8bit makes with optim_bits=8."""
 
     def __init__(self, params: Any, lr: float = 1e-3, optim_bits: int = 32, percentile_clipping: int = 100) -> None:
@@ -32,22 +35,6 @@ class WithBits(Optimizer8bit):
 
     def step(self, closure: Any = None) -> None:
         raise AssertionError("it is refused before")
-
-
-class StableAdamW(torch.optim.AdamW):
-    """A class with the name of one in torch-optimi."""
-
-
-class Prodigy(torch.optim.SGD):
-    """A class with the name of one in prodigyopt."""
-
-
-class DAdaptAdam(torch.optim.SGD):
-    """A class with the name of one in dadaptation."""
-
-
-class MyGaLoreAdamW(torch.optim.SGD):
-    """A class with the name of one in galore_torch."""
 
 
 class Clipping(torch.optim.SGD):
@@ -60,23 +47,77 @@ class Clipping(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (AdamW8bit, {}, "AdamW8bit cannot be partitioned: it keeps its state in blocks.*state_dtype='bf16'"),
+        (named("AdamW8bit"), {}, "AdamW8bit cannot be partitioned: it keeps its state in blocks.*state_dtype='bf16'"),
         (WithBits, {"optim_bits": 8}, "optim_bits=8 cannot be partitioned"),
         (WithBits, {"percentile_clipping": 5}, "percentile_clipping must be 100, got 5.*use clip_grad"),
-        (StableAdamW, {}, "StableAdamW cannot be partitioned: its update takes statistics"),
-        (Prodigy, {}, "Prodigy cannot be partitioned: its update takes statistics"),
-        (DAdaptAdam, {}, "DAdaptAdam cannot be partitioned: its update takes statistics"),
-        (MyGaLoreAdamW, {}, "MyGaLoreAdamW cannot be partitioned: it needs whole matrices"),
+        (named("StableAdamW"), {}, "StableAdamW cannot be partitioned: its update takes statistics"),
+        (named("Prodigy"), {}, "Prodigy cannot be partitioned: its update takes statistics"),
+        (named("DAdaptAdam"), {}, "DAdaptAdam cannot be partitioned: its update takes statistics"),
+        (named("MyGaLoreAdamW"), {}, "MyGaLoreAdamW cannot be partitioned: it needs whole matrices"),
         (Clipping, {}, "clips to max_grad_norm=1.0 by this rank's part"),
         (FusedAdam, {"max_grad_norm": 1.0, "clip_grad": 2.0}, "two spellings of one option"),
         (FusedAdam, {"max_grad_norm": -1.0}, "max_grad_norm must be >= 0"),
+        (torch.optim.LBFGS, {}, "LBFGS cannot be partitioned: it needs the whole gradient"),
+        (torch.optim.SparseAdam, {}, "sparse=False embeddings"),
+        (torch.optim.Adafactor, {}, "Adafactor cannot be partitioned"),
+        (named("Adafactor"), {}, "whole rows and columns"),
+        (getattr(torch.optim, "Muon", named("Muon")), {}, "or AdamW here"),
+        (OnebitAdam, {}, "error feedback needs whole buckets"),
+        (ZeroOptimizer, {}, "the class that it wraps"),
+        ("adamw", {}, "must be a subclass of torch.optim.Optimizer"),
+        *(
+            (torch.optim.AdamW, options, message)
+            for options, message in (
+                ({"stage": 3}, "stage must be 1 or 2, got 3"),
+                ({"lr": -1.0}, "Invalid learning rate"),
+                ({"bucket_cap_mb": 0.0}, "bucket_cap_mb must be > 0"),
+                ({"bucket_cap_mb": 1.0, "reduce_bucket_size": 5}, "two spellings"),
+                ({"reduce_bucket_size": 0}, "reduce_bucket_size must be >= 1"),
+                ({"allgather_bucket_size": 1.5}, "allgather_bucket_size must be an int"),
+                ({"reduce_scatter": False}, "reduce_scatter must be True"),
+                ({"overlap_comm": 1}, "overlap_comm must be True or False"),
+                ({"communication_data_type": "int8"}, "communication_data_type must be one of"),
+                ({"gradient_predivide_factor": 2.0}, "needs postscale_gradients=True"),
+                ({"loss_scale": "static"}, "loss_scale must be a number"),
+                ({"clip_grad": -1.0}, "clip_grad must be >= 0"),
+                ({"offload_optimizer": True}, "no accelerator"),
+                ({"communicator": "nccl2"}, "communicator must be one of"),
+                ({"nonsense": 1}, "nonsense"),
+                ({"grad_compression": "int2"}, r"grad_compression must be one of .*'none'\], got 'int2'"),
+                ({"param_compression": None}, "param_compression must be one of"),
+                ({**INT4, "communication_data_type": "bf16"}, "communication_data_type=bf16 has no effect with grad"),
+                ({**INT4, "postscale_gradients": True}, "postscale_gradients=True has no effect with grad_compression"),
+                ({**INT4, "master_dtype": "bf16"}, "param_compression=int4 needs float32 masters, got master_dtype"),
+            )
+        ),
     ],
 )
-def test_an_optimizer_that_is_not_element_wise_is_refused_by_name(
-    cls: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_had_is_refused_by_name(cls: Any, options: dict[str, Any], message: str) -> None:
+    kind = (
+        TypeError
+        if cls == "adamw" or {"allgather_bucket_size", "overlap_comm", "nonsense"} & {*options}
+        else ValueError
+    )
+    with pytest.raises(kind, match=message):
         ZeroOptimizer([nn.Parameter(torch.ones(3))], cls, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "message"),
+    [
+        (torch.complex64, {}, "complex64 in param group"),
+        (torch.float64, {"grad_compression": "int4"}, "less precise than float64, got float64 in param group"),
+        (torch.float64, {"param_compression": "int8"}, "less precise than float64, got float64 in param group"),
+    ],
+)
+def test_parameters_that_cannot_be_had_are_refused(dtype: torch.dtype, options: dict[str, Any], message: str) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=dtype))
+    with pytest.raises(TypeError, match=f"{message} 0"):
+        ZeroOptimizer([weight], torch.optim.AdamW, **options)
+    optimizer = ZeroOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, **options)
+    with pytest.raises(TypeError, match=f"{message} 1"):
+        optimizer.add_param_group({"params": [weight]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_the_base_of_bitsandbytes_is_not_refused_for_its_name() -> None:

@@ -33,6 +33,14 @@ CASES = [
     Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
     Case("adamw", {"state_dtype": "bf16"}),
 ]
+INT4 = {"grad_compression": "int4", "param_compression": "int4"}
+LOSS_SCALE = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
+SMALL = [
+    Case("adamw", {**INT4, "reduce_bucket_size": 600}, groups=True),
+    Case("sgd", {**INT4, **LOSS_SCALE, "reduce_bucket_size": 900}, dtype=torch.bfloat16),
+    Case("adamw", {"grad_compression": "int8", "stage": 1}),
+    Case("lamb", {"param_compression": "int8"}, dtype=torch.float16),
+]
 
 
 def fresh(case: Case, model: Net | None = None) -> tuple[Net, ZeroOptimizer]:
@@ -68,17 +76,26 @@ def resume(rank: int, world_size: int, case: Case, folder: str | None) -> list[s
     return list(different(bits(model), bits(again)))
 
 
-def resume_all(rank: int, world_size: int, folder: str | None) -> list[list[str]]:
-    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(CASES)]
+def resume_all(rank: int, world_size: int, cases: list[Case], folder: str | None) -> list[list[str]]:
+    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(cases)]
 
 
 @pytest.mark.invariant(21)
 @pytest.mark.invariant(24)
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("in_shards", [pytest.param(False, marks=pytest.mark.full), True])
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(world_size: int, in_shards: bool, tmp_path: Path) -> None:
-    for found in run_ranks(world_size, resume_all, str(tmp_path) if in_shards else None):
-        assert found == [[]] * len(CASES)
+@pytest.mark.parametrize(
+    ("world_size", "cases", "in_shards"),
+    [
+        *((world_size, CASES, True) for world_size in (1, 3)),
+        *((3, SMALL, in_shards) for in_shards in (True, False)),
+        *(pytest.param(n, CASES, False, marks=pytest.mark.full) for n in (1, 3)),
+        *(pytest.param(2, SMALL, in_shards, marks=pytest.mark.full) for in_shards in (True, False)),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
+    world_size: int, cases: list[Case], in_shards: bool, tmp_path: Path
+) -> None:
+    for found in run_ranks(world_size, resume_all, cases, str(tmp_path) if in_shards else None):
+        assert found == [[]] * len(cases)
 
 
 def cross_over(rank: int, world_size: int) -> list[str]:

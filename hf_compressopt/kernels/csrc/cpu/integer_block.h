@@ -1,4 +1,4 @@
-/* Messages of b-bit integers, as kernels/integers.py describes them: where they lie, and one block of them. */
+/* Messages of b-bit integers, as kernels/messages.py describes them: where they lie, and one block of them. */
 #pragma once
 #include "messages.h"
 

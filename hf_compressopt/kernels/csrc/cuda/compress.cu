@@ -5,8 +5,8 @@
 // three passes: u and the sums of its tiles, the scale, the signs; the sums lie where the signs will be.
 //
 // Errors in 8 bits have blocks of their own, of 128 elements, which are quads of one warp where a tile begins with one.
-// Where blocks of signs do not, the scales are found first, and then u is computed again, in tiles that do. Nor can u wait
-// in such errors: it is computed again there too.
+// Where blocks of signs do not, the scales are found first, and then u is computed again, in tiles that do; and so where
+// blocks of signs are too large for registers, since u cannot wait in such errors.
 #include "errors.cuh"
 
 namespace compressopt {
@@ -19,6 +19,7 @@ constexpr int kMessageGroup = 4;  // messages that are summed by themselves
 // The mean of the messages of one chunk. kOneScale: of tiles that lie in one block each.
 template <bool kOneScale>
 struct Mean {
+    static constexpr bool kSeveral = true;
     const uint8_t* messages;
     int64_t stride, scale_block, blocks;
     int32_t world_size;
@@ -200,7 +201,7 @@ __device__ inline double load_u(Quad (&u)[kTileQuads], const Errors& error, cons
 }
 
 template <int kGroup, class Source, class Errors>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, Source::kSeveral || Errors::kCompact ? 2 : 3)
     compress_blocks(const Source __grid_constant__ source, const Errors __grid_constant__ error,
                     const Bucket __grid_constant__ bucket) {
     static_assert(sizeof(Source) + sizeof(Errors) + sizeof(Bucket) <= kMaxParameters);
@@ -216,11 +217,10 @@ __global__ void __launch_bounds__(kThreads, 3)
     store_padding(part, thread);
 }
 
-// For blocks too large to be kept in registers: u waits in `error`, where each thread reads what it wrote itself, unless
-// errors are in 8 bits.
-template <class Source, class Errors>
+// For blocks too large to be kept in registers: u waits in `error`, where each thread reads what it wrote itself.
+template <class Source>
 __global__ void __launch_bounds__(kThreads, 2)
-    compress_large_blocks(const Source __grid_constant__ source, const Errors __grid_constant__ error,
+    compress_large_blocks(const Source __grid_constant__ source, const FloatErrors __grid_constant__ error,
                           const Bucket __grid_constant__ bucket) {
     const Part part = bucket.part(blockIdx.x, bucket.scale_block, bucket.blocks);
     Quad u[kTileQuads];
@@ -228,17 +228,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int64_t begin = 0; begin < part.length; begin += kTile) {
         const Tile<kThreads> tile = part.tile<kThreads>(begin, threadIdx.x);
         squares += load_u(u, error, source, tile);
-        if constexpr (!Errors::kCompact) store_error(u, error, tile);
+        store_error(u, error, tile);
     }
     const float scale = root_mean<kThreads>(squares, part.length);
     if (threadIdx.x == 0) reinterpret_cast<float*>(part.message)[part.scale] = scale;
     for (int64_t begin = 0; begin < part.length; begin += kTile) {
         const Tile<kThreads> tile = part.tile<kThreads>(begin, threadIdx.x);
-        if constexpr (Errors::kCompact) {
-            load_u(u, error, source, tile);
-        } else {
-            load_error(u, error, {}, tile);
-        }
+        load_error(u, error, {}, tile);
         store_tile(error, part, tile, u, [&](int) { return scale; });
     }
     store_padding(part, threadIdx.x);
@@ -288,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // The sum of the squares of each tile of the chunks, which waits in the messages.
 template <class Source>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     sum_parts(const Source __grid_constant__ source, const CompactErrors __grid_constant__ error,
               const Bucket __grid_constant__ bucket, const int64_t tiles_of_chunk) {
     const Part part = bucket.part(blockIdx.x, kTile, tiles_of_chunk);
@@ -317,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // The signs, and what remains, where the scales are known.
 template <class Source>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     store_parts(const Source __grid_constant__ source, const CompactErrors __grid_constant__ error,
                 const Bucket __grid_constant__ bucket, const int64_t tiles_of_chunk) {
     static_assert(sizeof(Source) + sizeof(CompactErrors) + sizeof(Bucket) + sizeof(int64_t) <= kMaxParameters);
@@ -347,16 +343,14 @@ __global__ void __launch_bounds__(kThreads) store_runs(const Runs __grid_constan
 
 // ---- host ------------------------------------------------------------------------------------------------------------
 
+// Blocks that a group of threads keeps in registers.
 template <class Source, class Errors>
 co_status compress_blocks_of(const Source& source, const Errors& error, const Bucket& bucket, const Place& place) {
     if (bucket.scale_block <= kWarpBlock) {
         return launch(compress_blocks<kWarp, Source, Errors>, ceil_div(bucket.groups, kThreads / kWarp), place, source,
                       error, bucket);
     }
-    if (bucket.scale_block <= kTile) {
-        return launch(compress_blocks<kThreads, Source, Errors>, bucket.groups, place, source, error, bucket);
-    }
-    return launch(compress_large_blocks<Source, Errors>, bucket.groups, place, source, error, bucket);
+    return launch(compress_blocks<kThreads, Source, Errors>, bucket.groups, place, source, error, bucket);
 }
 
 template <class Source>
@@ -368,13 +362,14 @@ co_status compress(const Source& source, const FloatErrors& error, const Bucket&
         CO_TRY(launch(find_scale, 1, place, bucket, tiles));
         return launch(store_tiles, bucket.parts(kTile), place, error, bucket, ceil_div(bucket.chunk, kTile));
     }
-    return compress_blocks_of(source, error, bucket, place);
+    if (bucket.scale_block <= kTile) return compress_blocks_of(source, error, bucket, place);
+    return launch(compress_large_blocks<Source>, bucket.groups, place, source, error, bucket);
 }
 
 template <class Source>
 co_status compress(const Source& source, const CompactErrors& error, const Bucket& bucket, bool one_scale,
                    const Place& place) {
-    const bool together = bucket.scale_block % kIntegerBlock == 0;
+    const bool together = bucket.scale_block % kIntegerBlock == 0 && bucket.scale_block <= kTile;
     if (together && !one_scale) return compress_blocks_of(source, error, bucket, place);
     const auto any = source.of_any_tile();
     using Any = std::decay_t<decltype(any)>;

@@ -44,6 +44,7 @@ struct Received {
 // Their mean.
 template <int kBits>
 struct IntegerMean {
+    static constexpr bool kSeveral = true;
     Received<kBits> received;
     Real inverse;
 
@@ -70,7 +71,7 @@ __device__ inline Tile<kWarp> warp_tile(const Integers& chunks, int64_t n, int64
 
 // Messages <- Q(u), and new_error <- u - Q(u) unless there is none. The tiles from `first` on, `count` of them.
 template <class Source, class Errors>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, Source::kSeveral || Errors::kCompact ? 2 : 3)
     compress_tiles(const Source __grid_constant__ source, const Errors __grid_constant__ error,
                    const Errors __grid_constant__ new_error, const Integers __grid_constant__ to, const int64_t first,
                    const int64_t count, const int64_t tiles_of_chunk) {
@@ -103,7 +104,7 @@ co_status compress_tiles_from(const Source& source, const Errors& error, const E
 // error <- z + error - (what `own` stands for), and the average goes to the parameters, for errors in 8 bits, of which a
 // warp rounds whole blocks.
 template <class Source>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 2)
     commit_tiles(const Source __grid_constant__ source, const CompactErrors __grid_constant__ error,
                  const Integers __grid_constant__ own, const Integers __grid_constant__ average,
                  const Real output_scale, const int64_t first, const int64_t count, const int64_t tiles_of_chunk) {

@@ -1,4 +1,4 @@
-// Messages of b-bit integers, as kernels/integers.py describes them: where they lie, and how they are read and written.
+// Messages of b-bit integers, as kernels/messages.py describes them: where they lie, and how they are read and written.
 #pragma once
 
 #include "tile.cuh"

@@ -23,10 +23,12 @@ struct Tile {
     __device__ Span span(int q) const { return {0, length - offset(q) < kQuad ? length - offset(q) : kQuad}; }
 };
 
-// A Source gives z, what is to be sent: the quads of a tile that are there.
+// A Source gives z, what is to be sent: the quads of a tile that are there. kSeveral: from several messages, for which a
+// thread needs so many registers that a multiprocessor has room for two blocks of threads. Errors in 8 bits need them too.
 
 template <class Runs>
 struct Combination {
+    static constexpr bool kSeveral = false;
     FirstTerm first;
     const float* factors;
     Real alpha, beta, nothing;  // nothing: what gradients are added to where there is no first term

@@ -1,0 +1,484 @@
+"""A compressed optimizer as a checkpoint sees it: state in one flat buffer per param group, of floats or messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.checkpoint.state import Header, LoadPlan, State, fill
+from hf_compressopt.collectives.group_errors import GroupErrors, values_of
+from hf_compressopt.flat import chunk_range
+from hf_compressopt.format.index import CheckpointIndex, TensorEntry
+from hf_compressopt.format.plan import Per, StateTensor, TensorKey, plan_reads
+from hf_compressopt.format.shards import ShardFiles
+from hf_compressopt.kernels import Average, CompactErrors, on
+from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, chunk_message_nbytes
+from hf_compressopt.kernels.variance import check_tops, decode_variance
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import GroupState, Moments
+from hf_compressopt.optim.options import (
+    check_count,
+    check_group,
+    check_mask,
+    check_ranks,
+    check_scale_block,
+    group_from_plain,
+    loadable_group,
+    plain_group,
+)
+from hf_compressopt.optim.state import (
+    check_header,
+    check_tensors,
+    header_of,
+    load_full,
+    load_groups,
+    load_header,
+    plain_header,
+    take_tensors,
+)
+from hf_compressopt.schedules import Stage
+
+#: Kinds of tensors: codes of the variance, their tops, and messages that are the momentum.
+CODE, TOP, MESSAGE = "exp_avg_sq_code", "exp_avg_sq_top", "exp_avg_message"
+#: Dtype of what is bytes.
+BYTES = "uint8"
+
+
+def room_for_messages(
+    numel: int, bucket_numel: int, world_size: int, scale_block: int | None, device: torch.device
+) -> dict[int, Average]:
+    """Return memory for the messages of a param group's buckets, by their first elements."""
+    check_count("bucket_numel", bucket_numel)
+    check_scale_block(scale_block)
+    found = {}
+    for start in range(0, numel, bucket_numel):
+        count = min(bucket_numel, numel - start)
+        stride = chunk_message_nbytes(count, world_size, scale_block)[0]
+        messages = torch.empty(world_size * stride, dtype=torch.uint8, device=device)
+        found[start] = Average(count, None, messages, world_size, scale_block, stride)
+    return found
+
+
+class CompactTensors:
+    """The compact tensors of a checkpoint, decoded part by part."""
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        """Take the index of the checkpoint, validated."""
+        self._index, self._ranks = index, len(index.shards)
+        self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
+
+    def __contains__(self, wanted: StateTensor) -> bool:
+        """Return whether the checkpoint has a wanted error, [n] float32, as messages."""
+        key = wanted.key.of_rank(0) if wanted.of_each_rank else wanted.key
+        entry = self._index.tensors.get(str(key))
+        return wanted.is_error and wanted.dtype == "float32" and entry is not None and entry.dtype == BYTES
+
+    def error_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        """Yield the elements of an error in order, [n] float32 each: the mean of all ranks' if each has its own."""
+        (numel,), keys = wanted.shape, [wanted.key]
+        if wanted.of_each_rank:
+            keys = [wanted.key.of_rank(rank) for rank in range(self._ranks)]
+        nbytes_of = partial(CompactErrors.nbytes, world_size=self._ranks)
+        whole = self._place_of(numel, numel, nbytes_of)
+        for bucket, count in self._buckets(numel, wanted.start, wanted.stop):
+            byte = self._place_of(bucket, numel, nbytes_of)
+            for rank, nbytes in enumerate(chunk_integer_message_nbytes(count, self._ranks, ERROR_BITS)):
+                first, last = (bucket + place for place in chunk_range(count, self._ranks, rank))
+                low, high = max(first, wanted.start), min(last, wanted.stop)
+                if low < high:
+                    total = torch.zeros(high - low, dtype=torch.float64, device="cpu")
+                    for key in keys:
+                        message = self._bytes(key, whole, byte, byte + nbytes, files)
+                        total += values_of(CompactErrors(message, last - first))[low - first : high - first]
+                    yield total.div_(len(keys)).float()
+                byte += nbytes
+
+    def moment(self, kind: str, name: str, group: int, shape: tuple[int, ...]) -> StateTensor | None:
+        """Return the description of a moment of a parameter that lies in a compact form, or None if it does not."""
+        keys = {"exp_avg": TensorKey(MESSAGE, group=group), "exp_avg_sq": TensorKey(CODE, name)}
+        if kind not in keys or str(keys[kind]) not in self._index.tensors:
+            return None
+        return StateTensor(TensorKey(kind, name), "float32", shape, 0, prod(shape))
+
+    def moment_parts(self, wanted: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
+        """Yield the elements of a moment that :meth:`moment` describes, in order, [n] float32 each."""
+        group, place, start = self._place(wanted.key.owner)
+        if wanted.key.kind == "exp_avg_sq":
+            return self._variance_parts(wanted, group, place, files)
+        return self._momentum_parts(wanted, group, start, files)
+
+    def _variance_parts(self, wanted: StateTensor, group: int, place: int, files: ShardFiles) -> Iterator[Tensor]:
+        count = len(self._index.parameters[group])
+        top = torch.empty(1, dtype=torch.int32, device="cpu")
+        described = StateTensor(TensorKey(TOP, group=group), "int32", (count,), place, place + 1)
+        fill(top, plan_reads(self._index, described, self._ranks), files, self._index)
+        check_tops(top)
+        codes = replace(wanted, key=TensorKey(CODE, wanted.key.owner), dtype=BYTES)
+        for window in plan_reads(self._index, codes, self._ranks).windows(self._index.block_bytes):
+            part = torch.empty(window.nbytes, dtype=torch.uint8, device="cpu")
+            fill(part, window, files, self._index)
+            yield decode_variance(part, top)
+
+    def _momentum_parts(self, wanted: StateTensor, group: int, start: int, files: ShardFiles) -> Iterator[Tensor]:
+        low, high = start + wanted.start, start + wanted.stop
+        numel = sum(prod(parameter["shape"]) for parameter in self._index.parameters[group])
+        for first, count in self._buckets(numel, low, high):
+            values = self._momentum(group, first, count, numel, files)
+            yield values[max(low - first, 0) : high - first].clone()
+
+    def _momentum(self, group: int, first: int, count: int, numel: int, files: ShardFiles) -> Tensor:
+        if self._recent is None or self._recent[:2] != (group, first):
+            start, stop, whole = (self._place_of(n, numel, self._message_nbytes) for n in (first, first + count, numel))
+            messages = self._bytes(TensorKey(MESSAGE, group=group), whole, start, stop, files)
+            scale_block, values = self._scale_block, torch.empty(count, dtype=torch.float32, device="cpu")
+            stride = (stop - start) // self._ranks
+            on(values).decompress_(Average(count, None, messages, self._ranks, scale_block, stride), values)
+            self._recent = group, first, values
+        return self._recent[2]
+
+    def _bytes(self, key: TensorKey, whole: int, start: int, stop: int, files: ShardFiles) -> Tensor:
+        wanted = StateTensor(key, BYTES, (whole,), start, stop)
+        found = torch.empty(stop - start, dtype=torch.uint8, device="cpu")
+        fill(found, plan_reads(self._index, wanted, self._ranks), files, self._index)
+        return found
+
+    @property
+    def _bucket_numel(self) -> int:
+        numel: int = self._index.header["bucket_numel"]
+        check_count("bucket_numel", numel)
+        return numel
+
+    @property
+    def _scale_block(self) -> int | None:
+        block: int | None = self._index.header["scale_block"]
+        check_scale_block(block)
+        return block
+
+    def _buckets(self, numel: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the first element and the elements of the buckets that hold the elements [start, stop)."""
+        size = self._bucket_numel
+        for first in range(start // size * size, stop, size) if start < stop else ():
+            yield first, min(size, numel - first)
+
+    def _place_of(self, element: int, numel: int, nbytes_of: Callable[[int], int]) -> int:
+        """Return the byte at which the bucket that begins with an element begins, or at which the last one ends."""
+        size = min(self._bucket_numel, numel)
+        full, rest = divmod(element, size) if size else (0, 0)
+        return full * nbytes_of(size) + nbytes_of(rest)
+
+    def _message_nbytes(self, numel: int) -> int:
+        return self._ranks * chunk_message_nbytes(numel, self._ranks, self._scale_block)[0]
+
+    def _place(self, name: str) -> tuple[int, int, int]:
+        """Return the param group of a parameter, its place in the group, and its first element there."""
+        for group, parameters in enumerate(self._index.parameters):
+            start = 0
+            for place, parameter in enumerate(parameters):
+                if parameter["name"] == name:
+                    return group, place, start
+                start += prod(parameter["shape"])
+        raise ValueError(f"the checkpoint has no parameter {name!r}")
+
+
+#: Kinds of the errors.
+WORKER, SERVER = "worker_error", "server_error"
+
+
+@dataclass(frozen=True)
+class GroupBuffers:
+    """The moments and errors of a param group while a checkpoint is written or read.
+
+    A save writes the optimizer's own. A load reads bytes into memory of the form that they have in the checkpoint, the
+    optimizer's own if it has that form; :meth:`commit` brings them into the optimizer's form.
+
+    Attributes:
+        state: The param group.
+        moments: The moments.
+        errors: The errors.
+    """
+
+    state: GroupState
+    moments: Moments
+    errors: GroupErrors
+
+    @classmethod
+    def room(
+        cls, state: GroupState, header: Header, entries: Mapping[str, TensorEntry], rank: int, *, frozen: bool
+    ) -> GroupBuffers:
+        """Return memory for what a checkpoint has."""
+        key, last = partial(TensorKey, group=state.number, rank=state.own_rank), None
+        ranks = state.communicator.world_size
+        saved = header.values["world_size"] if state.own_rank is None else ranks
+        if str(key(MESSAGE)) in entries:
+            cut = header.values["bucket_numel"], saved, header.values.get("scale_block")
+            last = room_for_messages(state.layout.numel, *cut, state.device)
+        shards = None if frozen else state.moments.shards or state.room_for_shards()
+        moments = state.moments.room(codes=str(key(TOP)) in entries, last=last, shards=shards)
+        error = entries.get(str(TensorKey(WORKER, group=state.number, rank=rank)))
+        in_bytes = error is not None and error.dtype == BYTES
+        alike = saved == ranks and state.communicator.levels is None
+        as_saved = in_bytes and alike and state.worker_error.numel() > 0
+        return cls(state, moments, state.errors.room(compact=as_saved))
+
+    def of_parameter(self, index: int) -> dict[str, Tensor]:
+        """Return the moments of a parameter, by their kinds; no momentum if messages take its place."""
+        state, moments = self.state, self.moments
+        if moments.shards is not None and state.params[index].numel():
+            return {}
+        shape = state.params[index].shape
+        kind = CODE if moments.codes.numel() else "exp_avg_sq"
+        momentum = {} if moments.last else {"exp_avg": moments.exp_avg_of(index, still=False).view(shape)}
+        return {**momentum, kind: moments.stored_variance(index).view(shape)}
+
+    def pieces(self, index: int, name: str) -> Iterator[StateTensor]:
+        """Yield this rank's pieces of the moments of a parameter, if the ranks share them out."""
+        shape, shards = tuple(self.state.params[index].shape), self.moments.shards
+        for piece in [] if shards is None else shards.pieces(index):
+            for kind in ("exp_avg", "exp_avg_sq"):
+                yield StateTensor.of(TensorKey(kind, name), piece[kind], shape, piece["start"])
+
+    def of_group(self) -> Iterator[StateTensor]:
+        """Yield the tensors that belong to compact moments, and to no one parameter."""
+        state, moments = self.state, self.moments
+        key, replicated = partial(TensorKey, group=state.number, rank=state.own_rank), state.own_rank is None
+        if moments.codes.numel():
+            yield StateTensor.of(key(TOP), moments.tops, replicated=replicated)
+        found = [average.messages for _, average in sorted(moments.last.items()) if average.messages is not None]
+        whole, start = (sum(messages.numel() for messages in found),), 0
+        for messages in found:
+            yield StateTensor.of(key(MESSAGE), messages, whole, start, replicated=replicated)
+            start += messages.numel()
+
+    def of_errors(self, rank: int) -> Iterator[StateTensor]:
+        """Yield the errors. ``rank`` is this rank among all ranks."""
+        number, errors, own_rank = self.state.number, self.errors, self.state.own_rank
+        if own_rank is not None:
+            yield worker_error(number, errors.worker, rank, own_group=True)
+            yield StateTensor.of(TensorKey(SERVER, group=number, rank=rank), errors.server)
+            return
+        whole, place = errors.stored_shape, self.state.communicator.topology
+        for start, part in errors.stored_worker():
+            if part.numel():
+                key, together = TensorKey(WORKER, group=number, rank=place.node), place.node_size
+                yield StateTensor.of(key, part, whole, start, of_each_rank=True, is_error=True, node_size=together)
+        for start, part in errors.stored_server():
+            if part.numel():
+                yield StateTensor.of(TensorKey(SERVER, group=number), part, whole, start, is_error=True)
+
+    def commit(self, *, frozen: bool) -> None:
+        """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
+        state, moments = self.state, self.moments
+        starts = [bucket.start for bucket in state.layout.buckets]
+        form = state.communicator.world_size, state.feedback[0].format.scale_block if state.feedback else None
+        mine = sorted(moments.last) == starts
+        mine = mine and all((last.world_size, last.scale_block) == form for last in moments.last.values())
+        keep = state.compact and frozen  # the first stage takes float32
+        moments.decode(momentum=not (keep and mine), variance=not keep)
+        if state.compact:
+            moments.settle()
+            state.moments = moments
+        if self.errors is not state.errors:
+            state.errors.copy_(self.errors.worker, self.errors.server)
+
+
+def _own(state: GroupState) -> GroupBuffers:
+    return GroupBuffers(state, state.moments, state.errors)
+
+
+def worker_error(number: int, error: Tensor, rank: int, *, own_group: bool = False) -> StateTensor:
+    """Describe the worker errors of a rank."""
+    key = TensorKey(WORKER, group=number, rank=rank)
+    return StateTensor.of(key, error, of_each_rank=not own_group, is_error=True)
+
+
+_MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FlatState(State):
+    """The state of a compressed optimizer; FusedAdam is an ordinary one."""
+
+    def __init__(self, optimizer: CompressedOptimizer) -> None:
+        """Wrap an optimizer."""
+        self._optimizer, groups = optimizer, optimizer._states
+        shared = [group.params if group.own_rank is None else [] for group in groups]
+        super().__init__(optimizer.communicator, [group.names for group in groups], shared)
+
+    def header(self) -> dict[str, Any]:
+        """See the base class."""
+        optimizer = self._optimizer
+        return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """See the protocol; they share memory with the optimizer."""
+        optimizer = self._optimizer
+        optimizer._follow_parameters()
+        tensors = list(self._group_tensors(names, optimizer.last_plan.stage, _own))
+        for number, group in enumerate(optimizer.param_groups):
+            if (mask := group.get(_MASK)) is not None:
+                tensors.append(self._mask(number, mask))
+        for name, tensor in optimizer._tensors.items():
+            tensors.append(StateTensor.of(TensorKey(_OPTIMIZER, name), tensor, replicated=True))
+        return tensors
+
+    def _mask(self, number: int, mask: Tensor) -> StateTensor:
+        own_rank = self._optimizer._states[number].own_rank
+        return StateTensor.of(TensorKey(_MASK, group=number, rank=own_rank), mask, replicated=own_rank is None)
+
+    def _group_tensors(
+        self, names: Sequence[Sequence[str]], stage: Stage, buffers: Callable[[GroupState], GroupBuffers]
+    ) -> Iterator[StateTensor]:
+        """The tensors of all param groups, as they are in a stage; ``buffers`` returns where a group's lie."""
+        for number, (state, called) in enumerate(zip(self._optimizer._states, names, strict=True)):
+            own, mine = self._optimizer.own_tensors.get(stage, ()) if state.compressed else (), buffers(state)
+            for name, index in zip(called, range(len(state.params)), strict=True):
+                yield from self._parameter_tensors(state, mine, index, name, own)
+            yield from mine.of_group()
+            counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per != "element"}
+            for kind, values in {"step": state.steps, **counts}.items():
+                key = TensorKey(kind, group=number, rank=state.own_rank)
+                yield StateTensor.of(key, values, replicated=state.own_rank is None)
+            if mine.errors.worker.numel():
+                yield from mine.of_errors(self.communicator.rank)
+
+    def _parameter_tensors(
+        self, state: GroupState, buffers: GroupBuffers, index: int, name: str, own: Sequence[str]
+    ) -> Iterator[StateTensor]:
+        """The tensors of a parameter; ``own`` are each rank's own now, "param" stands for the parameter itself."""
+        yield from buffers.pieces(index, name)
+        tensors = buffers.of_parameter(index)
+        flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
+        tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
+        if "param" in own:
+            tensors["param"] = state.params[index].detach() if state.own_params is None else state.own_params[index]
+        for kind, tensor in tensors.items():
+            if state.own_rank is not None:  # only some ranks hold it, so that there is no mean over all
+                yield StateTensor.of(TensorKey(kind, name, rank=state.own_rank), tensor)
+            elif kind in own:
+                key = TensorKey(kind, name, rank=self.communicator.rank)
+                yield StateTensor.of(key, tensor, of_each_rank=True)
+            else:
+                yield StateTensor.of(TensorKey(kind, name), tensor, replicated=True)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+        """See the base class."""
+        groups = self._checked_groups(header)
+        if not header.compressed:
+            return self._plan_plain(names, groups, entries)
+        optimizer = self._optimizer
+        optimizer._before_load()
+        masks, tensors = self._brought(entries)
+        for number, mask in masks.items():
+            check_mask(mask, optimizer._states[number].params, number)
+        schedule = type(optimizer.schedule).of(header.values["schedule"])
+        check_tensors(tensors, schedule)
+        stage, alone = Stage(header.values["stage"]), self.communicator.world_size == 1
+        frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
+        buffers = {s: GroupBuffers.room(s, header, entries, at, frozen=frozen) for s in optimizer._states}
+        wanted = [t for t in self._group_tensors(names, stage, buffers.__getitem__) if not (alone and t.is_error)]
+        wanted += [self._mask(number, mask) for number, mask in masks.items()]
+        wanted += [StateTensor.of(TensorKey(_OPTIMIZER, name), t, replicated=True) for name, t in tensors.items()]
+        errors = dict(self._room_for_errors(entries)) if alone else {}
+        wanted += chain.from_iterable(errors.values())
+
+        def commit() -> None:
+            load_groups(optimizer, groups)
+            for number, mask in masks.items():
+                optimizer.param_groups[number][_MASK] = mask.to(optimizer._states[number].device)
+            for place in buffers.values():
+                place.commit(frozen=frozen)
+            for number, state in enumerate(optimizer._states if alone else ()):
+                found = [error.local for error in errors.get(number, ())]
+                state.errors.take(*(found or [torch.empty(0, dtype=torch.float32, device="cpu")] * 2))
+            take_tensors(optimizer, tensors)
+            load_header(optimizer, header.values)
+            optimizer._state_loaded()
+
+        checks = {tensor.key: check_tops for tensor in wanted if tensor.key.kind == TOP}
+        return LoadPlan(wanted, commit, checks)
+
+    def _checked_groups(self, header: Header) -> list[dict[str, Any]]:
+        """The hyperparameters of each param group of a header that fits this optimizer."""
+        optimizer, values = self._optimizer, header.values
+        check_header(optimizer, values if header.compressed else plain_header(optimizer, values["step"]))
+        own = [number for number, state in enumerate(optimizer._states) if state.own_rank is not None]
+        if own and not header.compressed:
+            raise ValueError(f"it is of {header.title}, and the param groups {own} have a process_group of their own")
+        check_ranks(values["world_size"], self.communicator.world_size, own)
+        saved = map(group_from_plain, header.param_groups(len(optimizer.param_groups)))
+        groups = [group if header.compressed else loadable_group(group) for group in saved]
+        for number, (group, found) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            check_group({**group, **found}, number)
+        return groups
+
+    def _brought(self, entries: Mapping[str, TensorEntry]) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+        """Memory for the masks of the param groups, and for the optimizer-wide tensors, that a checkpoint has."""
+        masks, tensors = {}, {}
+        for number, state in enumerate(self._optimizer._states):
+            entry = entries.get(str(TensorKey(_MASK, group=number, rank=state.own_rank)))
+            if entry is not None:
+                masks[number] = _room(entry)
+        for name, entry in entries.items():
+            key = TensorKey.parse(name)
+            if key.kind == _OPTIMIZER:
+                tensors[key.owner] = _room(entry)
+        return masks, tensors
+
+    def _room_for_errors(self, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[int, list[StateTensor]]]:
+        """Memory for the worker and the server error that a single rank sends next."""
+        for number, state in enumerate(self._optimizer._states):
+            server = TensorKey(SERVER, group=number)
+            if state.compressed and str(server) in entries:
+                rooms = [torch.empty(state.layout.numel, dtype=torch.float32, device="cpu") for _ in range(2)]
+                yield number, [worker_error(number, rooms[0], 0), StateTensor.of(server, rooms[1], is_error=True)]
+
+    def _plan_plain(
+        self, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]], entries: Mapping[str, TensorEntry]
+    ) -> LoadPlan:
+        """Plan the load of the state of an ordinary Adam or AdamW."""
+        optimizer = self._optimizer
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        numbers = {param: number for number, param in enumerate(params)}
+        rows: dict[int, dict[str, Tensor]] = {}
+        wanted = []
+        for state, called in zip(optimizer._states, names, strict=True):
+            for param, name in zip(state.params, called, strict=True):
+                for tensor in _plain_tensors(param, name, entries):
+                    rows.setdefault(numbers[param], {})[tensor.key.kind] = tensor.local
+                    wanted.append(tensor)
+        packed = [
+            {**saved, "params": [numbers[param] for param in group["params"]]}
+            for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        return LoadPlan(wanted, lambda: load_full(optimizer, {"state": rows, "param_groups": packed}, None))
+
+
+def _plain_tensors(param: Tensor, name: str, entries: Mapping[str, TensorEntry]) -> list[StateTensor]:
+    """Memory for the moments and the step of a parameter, if a checkpoint has them."""
+    keys = [*(TensorKey(kind, name) for kind in _MOMENTS), TensorKey("step", name, per=Per.SCALAR)]
+    found = [entries.get(str(key)) for key in keys]
+    if not any(found):
+        return []
+    tensors = []
+    for key, entry in zip(keys, found, strict=True):
+        shape = () if key.per is Per.SCALAR else tuple(param.shape)
+        if entry is None:
+            raise ValueError(f"it must have {' and '.join(map(str, keys))}, or none of them")
+        if entry.shape != shape:
+            raise ValueError(f"{key} has shape {list(entry.shape)}, the parameter {list(param.shape)}")
+        tensors.append(StateTensor.of(key, _room(entry), replicated=True))
+    return tensors
+
+
+def _room(entry: TensorEntry) -> Tensor:
+    return torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")

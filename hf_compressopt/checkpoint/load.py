@@ -1,0 +1,215 @@
+"""Loads: the ranks agree on an index, check that it fits, and read their tensors, verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_compressopt.checkpoint.adamw import Stored, source_of
+from hf_compressopt.checkpoint.state import LoadPlan, State
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.format.index import (
+    BY_PLACE,
+    INDEX_NAME,
+    CheckpointError,
+    CheckpointIndex,
+    errors_naming,
+    name_by_place,
+)
+from hf_compressopt.format.plan import StateTensor
+from hf_compressopt.format.shards import ShardFiles, absent_shards, progress
+
+
+def load(
+    state: State, optimizer: torch.optim.Optimizer, folder: Path, names: Sequence[str] | None, prefix: str
+) -> None:
+    """Read a checkpoint into an optimizer's state, verified. All ranks call."""
+    communicator = state.communicator
+    index, path = _agreed_index(communicator, folder / INDEX_NAME.format(prefix=prefix))
+    places = _places(communicator, folder, index)
+
+    with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
+
+        def check() -> _Reading:
+            with errors_naming(path):
+                by_place = index.header.get(BY_PLACE)
+                grouped = _names_by_place(state, optimizer) if by_place else state.checked_names(names)
+                source = source_of(index, _class_of(optimizer), optimizer.param_groups)
+                _check_model(state, index, grouped)
+                out_of_reach = _out_of_reach(places, communicator.rank, index)
+                files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
+                plan = state.plan_load(grouped, source.header, source.entries)
+                reading = _Reading(source, plan, files, communicator, path)
+                reading.check()
+            return reading
+
+        reading = communicator.run_together(check, others=CheckpointError)
+        communicator.run_together(reading.read, others=CheckpointError)
+    reading.plan.commit()
+
+
+# -- finding ----------------------------------------------------------------------------------------------------------
+
+
+def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointIndex, Path]:
+    """Return the index of the same save on all ranks, and its file."""
+    index = communicator.run_together(lambda: CheckpointIndex.read(path), others=CheckpointError)
+    saves = communicator.all_gather_object(index.save_id)
+    if len(set(saves)) == 1:
+        return index, path
+    found = {index.save_id: (index, path)}
+    aside = path.with_suffix(".tmp")
+    with suppress(CheckpointError):
+        index = CheckpointIndex.read(aside)
+        found[index.save_id] = (index, aside)
+    everywhere = set.intersection(*map(set, communicator.all_gather_object(list(found))))
+    for save in saves:
+        if save in everywhere:
+            return found[save]
+    hosts = communicator.all_gather_object(gethostname())
+    told = [
+        f"rank {rank} on {host} has save {save}" for rank, (host, save) in enumerate(zip(hosts, saves, strict=True))
+    ]
+    raise CheckpointError(f"{path} is of different saves: {', '.join(told)}; bring together the files of one save")
+
+
+class _Place(NamedTuple):
+    """A rank's view of a checkpoint: its machine, its folder, and the errors of shards that are missing."""
+
+    host: str
+    folder: str
+    absent: dict[int, str]
+
+
+def _places(communicator: Communicator, folder: Path, index: CheckpointIndex) -> list[_Place]:
+    mine = (gethostname(), str(folder.absolute()), list(absent_shards(folder, index).items()))
+    return [_Place(host, where, dict(absent)) for host, where, absent in communicator.all_gather_object(mine)]
+
+
+def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -> dict[int, str]:
+    """Return the errors to raise if this rank needs shards that only other ranks have, by their numbers."""
+    mine, told = places[rank], {}
+    for number, problem in mine.absent.items():
+        holders = [(other, place) for other, place in enumerate(places) if number not in place.absent]
+        if not holders:
+            raise CheckpointError(f"{problem}: the checkpoint is not whole")
+        other, place = holders[0]
+        told[number] = (
+            f"{problem}: rank {rank} on {mine.host} needs it, and rank {other} on {place.host} has "
+            f"{Path(place.folder, index.shards[number].file)}: copy it, or start the ranks on the machines on "
+            "which they were when it was saved"
+        )
+    return told
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the optimizer's class, or of the class that a ZeroOptimizer wraps."""
+    cls = getattr(optimizer, "optimizer_class", type(optimizer))
+    known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))
+    return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
+
+
+def _names_by_place(state: State, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """Return the names of the trainable parameters of each param group by their places, as for :data:`BY_PLACE`."""
+    names = []
+    for number, (group, params) in enumerate(zip(optimizer.param_groups, state.params, strict=True)):
+        places = {param: place for place, param in enumerate(group["params"])}
+        names.append([name_by_place(number, places[param]) for param in params])
+    return names
+
+
+def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
+    """Check that a checkpoint is whole and of this optimizer's parameters."""
+    saved_ranks = index.header["world_size"]
+    if saved_ranks != len(index.shards):
+        raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
+    mine = state.described(names)
+    if index.header.get(BY_PLACE):
+        _check_places(index.parameters, mine)
+    elif mine != index.parameters:
+        raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
+
+
+def _check_places(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> None:
+    """Check that every saved parameter is one of ``mine``; others have no saved state, and start from zero."""
+    if len(saved) != len(mine):
+        raise ValueError(f"it has {len(saved)} param groups, this optimizer {len(mine)}")
+    for theirs, ours in zip(saved, mine, strict=True):
+        shapes = {parameter["name"]: parameter["shape"] for parameter in ours}
+        for parameter in theirs:
+            if shapes.get(parameter["name"]) != parameter["shape"]:
+                raise ValueError(
+                    f"it is of another model: its parameter {parameter['name']} has shape {parameter['shape']}, this "
+                    f"optimizer's {shapes.get(parameter['name'], 'is not trainable, or not there')}"
+                )
+
+
+def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> str:
+    if [len(group) for group in saved] != [len(group) for group in mine]:
+        counts = [len(group) for group in saved], [len(group) for group in mine]
+        return f"its param groups have {counts[0]} trainable parameters, this optimizer's {counts[1]}"
+    pairs = ((a, b) for ours, theirs in zip(saved, mine, strict=True) for a, b in zip(ours, theirs, strict=True))
+    first = next((a, b) for a, b in pairs if a != b)
+    return f"it has the parameter {first[0]} in the place of this optimizer's {first[1]}"
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The reads of one rank."""
+
+    source: Stored
+    plan: LoadPlan
+    files: ShardFiles
+    communicator: Communicator
+    path: Path
+
+    def check(self) -> None:
+        """Read and verify everything, and change nothing."""
+        ranks = self.communicator.world_size
+
+        def check(tensor: StateTensor) -> None:
+            self.source.check(tensor, ranks, self.files)
+            if (check_values := self.plan.checks.get(tensor.key)) is not None:
+                values = torch.empty_like(tensor.local, device="cpu")
+                self.source.read(tensor, ranks, self.files, values)
+                check_values(values)
+
+        self._each("checking", check)
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read everything once more, from the system's cache if it is still there, into the tensors."""
+        ranks = self.communicator.world_size
+
+        def read(tensor: StateTensor) -> None:
+            local = tensor.local.detach()
+            direct = local.is_contiguous()
+            values = local.view(-1) if direct else torch.empty(local.numel(), dtype=local.dtype, device="cpu")
+            self.source.read(tensor, ranks, self.files, values)
+            if not direct:
+                local.copy_(values.view(local.shape))
+
+        try:
+            self._each("loading", read)
+        except Exception as error:
+            told = error if isinstance(error, CheckpointError) else f"{self.path}: {type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{told}: the first check found no error, and now the state is half loaded; load again"
+            ) from error
+
+    def _each(self, doing: str, action: Callable[[StateTensor], None]) -> None:
+        nbytes = sum(tensor.local.nbytes for tensor in self.plan.tensors)
+        shown = None if self.communicator.rank == 0 else False
+        with progress(f"{doing} {self.path.name}", nbytes, shown=shown) as advance:
+            for tensor in self.plan.tensors:
+                action(tensor)
+                advance(tensor.local.nbytes)

@@ -1,0 +1,276 @@
+"""Saves: the state at one moment, which rank writes what, and the files.
+
+The ranks of a machine may have a folder of their own. The ranks find out which of them share a folder by looking into
+it: every rank begins a file there. What all ranks hold alike is written once into every folder, so that a machine that
+has kept its files needs no others to resume.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt import kernels
+from hf_compressopt.checkpoint.state import State, bytes_of, not_alike
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, CheckpointIndex, Piece, Shard, TensorEntry
+from hf_compressopt.format.plan import Per, StateTensor, TensorKey
+from hf_compressopt.format.shards import locked, make_folder, publish, write_aside, write_shard
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state that this rank writes, at one moment of the training.
+
+    Attributes:
+        folder: The folder.
+        prefix: Start of the files' names.
+        save_id: The number in the shards' names.
+        rank: This rank.
+        peers: For every rank the first of those that write into the same folder.
+        tensors: The tensors of this rank's shard.
+        header: The header of the index.
+        parameters: Name, shape and dtype of the parameters of each param group.
+    """
+
+    folder: Path
+    prefix: str
+    save_id: str
+    rank: int
+    peers: list[int]
+    tensors: list[StateTensor]
+    header: dict[str, Any]
+    parameters: list[list[dict[str, Any]]]
+
+    @property
+    def index_file(self) -> Path:
+        """The index of the folder."""
+        return self.folder / INDEX_NAME.format(prefix=self.prefix)
+
+    def shard_file(self, rank: int) -> Path:
+        """The shard of a rank."""
+        name = SHARD_NAME.format(prefix=self.prefix, save_id=self.save_id, rank=rank, world_size=len(self.peers))
+        return self.folder / name
+
+    def remove(self) -> None:
+        """Remove the files that this rank has written or begun."""
+        for file in (self.shard_file(self.rank), begun(self.shard_file(self.rank))):
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+
+
+def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefix: str) -> Snapshot:
+    """Begin a save: agree on its number, and on which rank writes what. All ranks call."""
+    communicator = state.communicator
+    save_id = communicator.all_gather_object(token_hex(8))[0]
+    alone = list(range(communicator.world_size))
+    empty = Snapshot(folder, prefix, save_id, communicator.rank, alone, [], {}, [])
+
+    grouped: list[list[str]] = []
+
+    def begin() -> None:
+        grouped.extend(state.checked_names(names))
+        make_folder(folder)
+        begun(empty.shard_file(empty.rank)).touch()
+
+    communicator.run_together(begin, empty.remove)
+    described: list[Snapshot] = []
+
+    def describe() -> int:
+        """Describe the state; returns the first rank that writes into this folder."""
+        tensors, header = state.tensors(grouped), deepcopy(state.header())
+        _check_different(tensors)
+        parameters = state.described(grouped)
+        described.append(replace(empty, tensors=tensors, header=header, parameters=parameters))
+        first = next((rank for rank in alone if begun(empty.shard_file(rank)).exists()), None)
+        if first is None:
+            raise lost(begun(empty.shard_file(empty.rank)))
+        return first
+
+    peers = communicator.gather_together(describe, empty.remove)
+    mine, (snapshot,) = [rank for rank in alone if peers[rank] == peers[empty.rank]], described
+    tensors = _assigned(snapshot.tensors, mine.index(empty.rank), len(mine))
+    return replace(snapshot, peers=peers, tensors=tensors)
+
+
+class HostCopy:
+    """Copies of tensors in host memory. It is pinned for tensors of a CUDA device, and used again for the next save."""
+
+    def __init__(self) -> None:
+        """Hold no memory yet."""
+        self._room: dict[str, Tensor] = {}
+
+    def take(self, snapshot: Snapshot) -> Snapshot:
+        """Copy the tensors of a snapshot; the copies are valid until the next call."""
+        room, devices, tensors = {}, set(), []
+        for tensor in snapshot.tensors:
+            local, key = tensor.local.detach(), tensor.shard_key
+            copied = self._room.get(key)
+            if copied is None or copied.dtype != local.dtype or copied.shape != local.shape:
+                copied = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=local.is_cuda)
+            kernels.copy_(copied, local)
+            room[key] = copied
+            devices.add(local.device)
+            tensors.append(replace(tensor, local=copied))
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+        self._room = room
+        return replace(snapshot, tensors=tensors)
+
+
+def begun(shard: Path) -> Path:
+    """The name of a shard that is being written."""
+    return shard.with_suffix(".tmp")
+
+
+def lost(file: Path) -> FileNotFoundError:
+    """The error for a file of a save that is gone: only another save into the folder removes it."""
+    return FileNotFoundError(
+        errno.ENOENT, "another run has saved into the same files: give each run a folder of its own", str(file)
+    )
+
+
+def _check_different(tensors: Iterable[StateTensor]) -> None:
+    """Check that no two tensors have one name."""
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.shard_key in seen and tensor.key.per is Per.ELEMENT:
+            raise ValueError(f"two tensors of the state are called {tensor.shard_key!r}: give other names=...")
+        seen.add(tensor.shard_key)
+
+
+def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[StateTensor]:
+    """The tensors that one writer of a folder writes: its own, and its share by size of those that all ranks hold."""
+    load = [0] * writers
+    mine = []
+    for tensor in tensors:
+        if tensor.replicated:
+            writer = load.index(min(load))
+            load[writer] += tensor.local.nbytes
+        if not tensor.replicated or writer == place:
+            mine.append(tensor)
+    return mine
+
+
+logger = logging.getLogger(__name__)
+
+
+def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: bool = False) -> None:
+    """Write shards, then the index; then remove the shards of earlier saves. All ranks call, and return together."""
+    with ExitStack() as held:
+        _write_snapshot(snapshot, communicator, held, quiet)
+        communicator.all_gather_object(None)  # the lock is held until all have removed their older files
+    communicator.all_gather_object(None)  # nobody returns, to rename or rotate the folder, before all are done
+
+
+def _write_snapshot(snapshot: Snapshot, communicator: Communicator, held: ExitStack, quiet: bool) -> None:
+    leads, aside = snapshot.peers[snapshot.rank] == snapshot.rank, []
+
+    def write_shard() -> dict[str, Any]:
+        if leads:
+            held.enter_context(locked(snapshot.index_file))
+        return _write_shard(snapshot, quiet)
+
+    shards = communicator.gather_together(write_shard, snapshot.remove)
+
+    def write_index() -> None:
+        if leads:
+            _check_shards_are_there(snapshot, shards)
+            aside.append(write_aside(snapshot.index_file, _make_index(snapshot, shards).to_json()))
+
+    def publish_index() -> None:
+        for file in aside:
+            publish(file, snapshot.index_file)
+
+    def remove() -> None:
+        snapshot.remove()
+        for file in aside:
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+
+    # every folder has room for its index before any gets it; when one has it, the shards must stay
+    communicator.run_together(write_index, remove)
+    communicator.run_together(publish_index)
+    try:
+        _remove_older(snapshot, leads)
+    except OSError as error:  # the other ranks wait, and the new checkpoint is whole
+        logger.warning("files of an earlier save are left in %s: %s", snapshot.folder, error)
+
+
+def _check_shards_are_there(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no other save into this folder has removed what this one has written."""
+    for number, shard in enumerate(shards):
+        file = snapshot.folder / shard["file"]
+        if snapshot.peers[number] == snapshot.rank and not file.is_file():
+            raise lost(file)
+
+
+def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
+    """Write this rank's shard durably."""
+    file = snapshot.shard_file(snapshot.rank)
+    stored = {tensor.shard_key: tensor for tensor in snapshot.tensors}
+    layout = {key: (t.dtype, t.shape if t.is_whole else (t.stop - t.start,)) for key, t in stored.items()}
+    nbytes, checksums = write_shard(
+        file,
+        layout,
+        {"format": "pt", "save_id": snapshot.save_id},
+        lambda key: [bytes_of(stored[key].local.detach().cpu().contiguous())],
+        temporary=begun(file),
+        doing="saving",
+        shown=False if quiet or snapshot.rank != 0 else None,
+    )
+    entries: dict[str, dict[str, Any]] = {}
+    for key, tensor in stored.items():
+        piece = Piece(snapshot.rank, key, tensor.start, tensor.stop, checksums[key])
+        entry = entries.setdefault(str(tensor.key), asdict(TensorEntry(tensor.dtype, tensor.shape, ())))
+        entry["pieces"] = [*entry["pieces"], asdict(piece)]
+    return {"file": file.name, "bytes": nbytes, "tensors": entries}
+
+
+def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> CheckpointIndex:
+    """Make the index of this rank's folder; of a piece that several ranks have written it names the copy there."""
+    found: dict[str, tuple[TensorEntry, dict[tuple[int, int], Piece]]] = {}
+    for number in sorted(range(len(shards)), key=lambda n: snapshot.peers[n] != snapshot.peers[snapshot.rank]):
+        for name, values in shards[number]["tensors"].items():
+            entry = TensorEntry.read(values)
+            first, pieces = found.setdefault(name, (entry, {}))
+            for piece in entry.pieces:
+                known = pieces.setdefault((piece.start, piece.stop), piece)
+                alike = (entry.dtype, piece.checksums) == (first.dtype, known.checksums)
+                if not alike and TensorKey.parse(name).per is not Per.ELEMENT:
+                    raise ValueError(not_alike(name))
+    return CheckpointIndex(
+        save_id=snapshot.save_id,
+        block_bytes=BLOCK_BYTES,
+        header=snapshot.header,
+        parameters=snapshot.parameters,
+        shards=[Shard(shard["file"], shard["bytes"]) for shard in shards],
+        tensors={
+            name: TensorEntry(entry.dtype, entry.shape, tuple(pieces[part] for part in sorted(pieces)))
+            for name, (entry, pieces) in found.items()
+        },
+    )
+
+
+def _remove_older(snapshot: Snapshot, leads: bool) -> None:
+    """Remove the shards of earlier saves: each rank those of its number, the leader also those of absent ranks."""
+    shard = re.compile(re.escape(snapshot.prefix) + r"-(?P<save>[0-9a-f]+)-(?P<rank>\d{5})-of-\d{5}\.(safetensors|tmp)")
+    here = {rank for rank, first in enumerate(snapshot.peers) if first == snapshot.peers[snapshot.rank]}
+    for file in snapshot.folder.iterdir():
+        if (found := shard.fullmatch(file.name)) and found["save"] != snapshot.save_id:
+            number = int(found["rank"])
+            if number == snapshot.rank or (leads and number not in here):
+                with suppress(OSError):  # a file that is left does no harm
+                    file.unlink(missing_ok=True)

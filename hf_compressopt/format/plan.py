@@ -1,0 +1,238 @@
+"""Plans of what a rank reads of a checkpoint: interval arithmetic that needs no files and no torch.
+
+Three rules cover every tensor:
+
+1. A tensor that is one for all ranks, whole on each or in parts, is found by offset. A rank reads its own elements from
+   the pieces that hold them. These are moments, master copies, and server errors (by their place in the flat buffer).
+2. A tensor that is each rank's own is read as it is if as many ranks load as saved. Otherwise each rank reads the mean
+   of all, so that the average over the ranks stays as it was. These are worker errors, and what the ranks of 0/1 Adam
+   hold of their own inside a local interval. With two levels a node has worker errors in the place of a rank, and each
+   of its ranks a part of them; they are read as they are if the nodes are alike too.
+3. Errors that a single rank did not save are zero, because it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import prod
+from typing import Any
+
+from hf_compressopt.format.index import DTYPES, NODE_SIZE, CheckpointIndex, Piece, TensorEntry
+
+#: Kind of the float32 copy of a 16-bit parameter.
+MASTER = "master"
+#: Kind of a parameter that lags behind its master.
+REPLICA = "replica"
+
+
+class Per(Enum):
+    """Unit for which a parameter has one value; the value of a member begins the tensor's name."""
+
+    ELEMENT = ""  # one value per element: a tensor shaped like the parameter
+    SCALAR = "scalar:"  # one value per parameter, a tensor in the optimizer
+    NUMBER = "number:"  # one value per parameter, a number of Python's in the optimizer
+
+
+@dataclass(frozen=True)
+class TensorKey:
+    """The name of a tensor in a checkpoint, which ``str()`` writes.
+
+    Attributes:
+        kind: What it holds, such as "exp_avg".
+        owner: The parameter that it belongs to; "" for a tensor of a param group.
+        group: Number of the param group that it belongs to, or None.
+        rank: The rank whose own it is; None if it is one tensor for all ranks.
+        per: What the parameter has a value for.
+    """
+
+    kind: str
+    owner: str = ""
+    group: int | None = None
+    rank: int | None = None
+    per: Per = Per.ELEMENT
+
+    def __str__(self) -> str:
+        """The name, such as "exp_avg/rank1/weight" or "worker_error/group0/rank1"."""
+        own = [] if self.rank is None else [f"rank{self.rank}"]
+        if self.group is not None:
+            return "/".join([self.kind, f"group{self.group}", *own])
+        return "/".join([self.per.value + self.kind, *own, self.owner])
+
+    def of_rank(self, rank: int) -> TensorKey:
+        """The key of another rank's own tensor of this kind."""
+        return replace(self, rank=rank)
+
+    @classmethod
+    def parse(cls, name: str) -> TensorKey:
+        """The key of a tensor that belongs to a parameter and is one for all ranks."""
+        kind, _, owner = name.partition("/")
+        per = next(per for per in (Per.SCALAR, Per.NUMBER, Per.ELEMENT) if kind.startswith(per.value))
+        return cls(kind.removeprefix(per.value), owner, per=per)
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One rank's part of a state tensor: what a save writes, and what a load reads.
+
+    Attributes:
+        key: Name of the whole tensor, the same on all ranks that hold a part of it.
+        dtype: Its dtype, by torch's name, such as "float32".
+        shape: Shape of the whole tensor.
+        start: First element of this part in the flattened whole.
+        stop: One past its last element.
+        local: The part itself, a tensor of torch's, often the optimizer's own memory; None if there is no memory yet.
+        replicated: Every rank holds the same whole tensor, so that any of them may write it.
+        of_each_rank: Each rank has a tensor of its own. On another number of ranks a load reads the mean of all.
+        is_error: It is an error of error feedback, which a run of one rank does not have.
+        node_size: Ranks that have parts of one such tensor together, if each node has its own; 1 if each rank has.
+    """
+
+    key: TensorKey
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    local: Any = None
+    replicated: bool = False
+    of_each_rank: bool = False
+    is_error: bool = False
+    node_size: int = 1
+
+    @classmethod
+    def of(
+        cls, key: TensorKey, local: Any, shape: tuple[int, ...] | None = None, start: int = 0, **kind: Any
+    ) -> StateTensor:
+        """Describe a tensor of torch's, by default as a whole one; ``kind`` are the fields from ``replicated`` on."""
+        whole = tuple(local.shape) if shape is None else shape
+        return cls(key, dtype_name(local), whole, start, start + local.numel(), local, **kind)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the part is the whole tensor."""
+        return self.stop - self.start == prod(self.shape)
+
+    @property
+    def shard_key(self) -> str:
+        """The name of this part in its shard."""
+        return str(self.key) if self.is_whole else f"{self.key}@{self.start}"
+
+
+def dtype_name(tensor: Any) -> str:
+    """Torch's name of a tensor's dtype, such as "float32"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def keys_by_parameter(names: Iterable[str]) -> dict[str, list[TensorKey]]:
+    """Group the keys of a checkpoint's tensors by the parameter that they belong to."""
+    found: dict[str, list[TensorKey]] = {}
+    for key in map(TensorKey.parse, names):
+        found.setdefault(key.owner, []).append(key)
+    return found
+
+
+@dataclass(frozen=True)
+class Read:
+    """Bytes [begin, end) of a piece of a tensor, which go to byte ``offset`` of the tensor to be read."""
+
+    entry: TensorEntry
+    piece: Piece
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The reads that fill a tensor: it becomes the mean of the sources, or zeros if there are none.
+
+    Attributes:
+        sources: For each tensor to be averaged, usually one, the reads that fill all bytes once, in order.
+        nbytes: Bytes of the tensor.
+    """
+
+    sources: tuple[tuple[Read, ...], ...]
+    nbytes: int
+
+    def windows(self, size: int) -> Iterator[Plan]:
+        """Split the plan into consecutive windows of at most ``size`` bytes."""
+        for offset, begin, nbytes in self._runs():
+            done = 0
+            while done < nbytes:
+                high = min(done + size - (begin + done) % size, nbytes)
+                yield self._window(offset + done, offset + high)
+                done = high
+
+    def _runs(self) -> Iterator[tuple[int, int, int]]:
+        """Offset, place in its piece and bytes of each read of the first source; one run if there is no source."""
+        if not self.sources:
+            yield 0, 0, self.nbytes
+        for read in self.sources[0] if self.sources else ():
+            yield read.offset, read.begin, read.end - read.begin
+
+    def _window(self, low: int, high: int) -> Plan:
+        return Plan(tuple(tuple(_clip(reads, low, high)) for reads in self.sources), high - low)
+
+
+def plan_reads(index: CheckpointIndex, wanted: StateTensor, world_size: int) -> Plan:
+    """Plan the reads of one of ``world_size`` ranks, by the rules of the module.
+
+    Args:
+        index: The checkpoint's index, validated.
+        wanted: The part of a tensor that the rank reads.
+        world_size: Ranks of the run that reads.
+
+    Raises:
+        ValueError: If the checkpoint does not have the tensor in that dtype and shape, or its header is wrong.
+    """
+    saved_ranks = len(index.shards)
+    names, saved_together = [str(wanted.key)], _node_size(index) if wanted.is_error else 1
+    if wanted.of_each_rank and (world_size, wanted.node_size) != (saved_ranks, saved_together):
+        names = [str(wanted.key.of_rank(rank)) for rank in range(saved_ranks // saved_together)]
+    if wanted.is_error and saved_ranks == 1 and not any(name in index.tensors for name in names):
+        names = []
+    sources = [_reads(_fitting(index, name, wanted), wanted) for name in names]
+    return Plan(tuple(sources), (wanted.stop - wanted.start) * DTYPES[wanted.dtype][1])
+
+
+def _node_size(index: CheckpointIndex) -> int:
+    """Ranks per node in the exchange of the run that saved; 1 if it was flat."""
+    size = index.header.get(NODE_SIZE, 1)
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or len(index.shards) % size:
+        raise ValueError(f"{NODE_SIZE} must divide the {len(index.shards)} ranks of the checkpoint, got {size!r}")
+    return size
+
+
+def _fitting(index: CheckpointIndex, name: str, wanted: StateTensor) -> TensorEntry:
+    entry = index.tensors.get(name)
+    if entry is None:
+        raise ValueError(f"the checkpoint has no tensor {name!r}")
+    if entry.dtype != wanted.dtype or entry.shape != wanted.shape:
+        raise ValueError(
+            f"the checkpoint has {name!r} as {entry.dtype} {list(entry.shape)}, needed is {wanted.dtype} "
+            f"{list(wanted.shape)}"
+        )
+    if not 0 <= wanted.start <= wanted.stop <= entry.numel:
+        raise ValueError(
+            f"the checkpoint has {name!r} with {entry.numel} elements, needed are {wanted.start} to {wanted.stop}"
+        )
+    return entry
+
+
+def _reads(entry: TensorEntry, wanted: StateTensor) -> tuple[Read, ...]:
+    reads = []
+    for piece in entry.pieces:
+        first, last = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
+        if first < last:
+            begin, end, offset = first - piece.start, last - piece.start, first - wanted.start
+            reads.append(Read(entry, piece, begin * entry.itemsize, end * entry.itemsize, offset * entry.itemsize))
+    return tuple(reads)
+
+
+def _clip(reads: tuple[Read, ...], low: int, high: int) -> Iterator[Read]:
+    for read in reads:
+        first, last = max(read.offset, low), min(read.offset + read.end - read.begin, high)
+        if first < last:
+            begin = read.begin + first - read.offset
+            yield Read(read.entry, read.piece, begin, begin + last - first, first - low)

@@ -1,0 +1,164 @@
+"""Message formats, in which the values of a bucket travel from rank to rank, and the choice of kernels for a device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.flat import chunk_numel
+from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels.errors import Errors, tensor_of
+from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
+from hf_compressopt.kernels.operands import AnyAverage, Average, Combination, Commit, IntegerAverage, Segment
+
+
+def on(where: torch.device | Tensor) -> ModuleType:
+    """Return the kernels for the tensors of a device: the functions of :mod:`hf_compressopt.kernels.reference`.
+
+    Args:
+        where: The device; or a tensor on it. For a fake tensor, and while torch.compile traces, a tensor gives the
+            reference, which torch can trace.
+    """
+    if isinstance(where, Tensor):
+        if type(where) is not Tensor or torch.compiler.is_compiling():
+            return reference
+        where = where.device
+    return native if library.available(where) else reference
+
+
+def implementation(device: torch.device) -> str:
+    """Return the name of the kernels for a device, such as ``"native avx512"`` or ``"reference"``."""
+    return f"native {library.instruction_set(device.type)}" if library.available(device) else "reference"
+
+
+class MessageFormat(Code, Generic[AnyAverage]):
+    """A message format with error feedback: its code, and its kernels.
+
+    No worker error is written before :meth:`commit_`, unless new errors are asked for, so that a step can be dropped
+    that turns out not finite. :mod:`hf_compressopt.kernels.reference` has the contracts in full.
+    """
+
+    def compress_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
+        """Compress a bucket: u = z + error; messages <- Q(u). The error is only read."""
+        on(tensor_of(error)).compress_(self, z, error, messages, world_size)
+
+    def compress_settled_(
+        self, z: Combination, error: Errors, new_error: Errors, messages: Tensor, world_size: int
+    ) -> None:
+        """Compress as :meth:`compress_`, and new_error <- u - Q(u); it may be ``error`` itself."""
+        on(tensor_of(error)).compress_(self, z, error, messages, world_size, new_error)
+
+    def average_compress_(
+        self, messages: Tensor, error: Errors, new_error: Errors, out: Tensor, world_size: int
+    ) -> None:
+        """Average a chunk on its server: a = mean of the messages' values + error; out <- Q(a); new_error <- a - Q(a).
+
+        ``new_error`` may be ``error`` itself.
+        """
+        on(tensor_of(error)).average_compress_(self, messages, error, new_error, out, world_size)
+
+    @abstractmethod
+    def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> AnyAverage:
+        """Return the messages of the averaged chunks of a bucket as an operand of kernels.
+
+        Args:
+            numel: Elements of the bucket.
+            messages: [world_size * stride] uint8, the message of chunk j begins at ``j * stride``.
+            world_size: Number of chunks.
+            stride: Bytes from one message to the next.
+        """
+
+    def decompress_(self, y: AnyAverage, out: Tensor) -> None:
+        """Write the values of an average: out <- y. out: [n] float32, written."""
+        on(out).decompress_(y, out)
+
+    def commit_(self, commit: Commit[AnyAverage]) -> None:
+        """Finish a step: error <- z + error - the values of ``own``; outputs <- y * output_scale."""
+        on(tensor_of(commit.error)).commit_(self, commit)
+
+
+class SignFormat(SignCode, MessageFormat[Average]):
+    """Signs, and a scale per block. See :class:`~hf_compressopt.kernels.messages.SignCode`."""
+
+    def compress_with_feedback_(self, z: Combination, error: Errors, messages: Tensor, world_size: int) -> None:
+        """Compress a bucket, and write the error in the same pass."""
+        self.compress_settled_(z, error, error, messages, world_size)
+
+    def average_with_feedback_(self, messages: Tensor, error: Errors, out: Tensor, world_size: int) -> None:
+        """Average a chunk on its server, and write the error in the same pass."""
+        self.average_compress_(messages, error, error, out, world_size)
+
+    def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> Average:
+        """See :meth:`MessageFormat.average`."""
+        return Average(numel, None, messages, world_size, self.scale_block, stride)
+
+    def commit_(self, commit: Commit[Average]) -> None:
+        """See :meth:`MessageFormat.commit_`.
+
+        Raises:
+            ValueError: If there are outputs: the optimizers' kernels read the average itself.
+        """
+        if commit.outputs:
+            raise ValueError(f"signs are written to no outputs, got {len(commit.outputs)}")
+        super().commit_(commit)
+
+
+class IntegerFormat(IntegerCode, MessageFormat[IntegerAverage]):
+    """Integers of 4 or 8 bits, and a scale per block. See :class:`~hf_compressopt.kernels.messages.IntegerCode`."""
+
+    def average(self, numel: int, messages: Tensor, world_size: int, stride: int) -> IntegerAverage:
+        """See :meth:`MessageFormat.average`."""
+        return IntegerAverage(numel, messages, world_size, self.bits, stride)
+
+    def mean_(self, messages: Tensor, out: Tensor, world_size: int, factor: float) -> None:
+        """Sum the messages of one chunk: out <- sum * factor."""
+        on(out).mean_(self, messages, out, world_size, factor)
+
+    def add_(self, y: IntegerAverage, outputs: Sequence[Segment], decay: float = 0.0, scale: float = 1.0) -> None:
+        """Add an average to tensors: outputs <- outputs * decay + y * scale."""
+        on(y.messages).add_(y, outputs, decay, scale)
+
+
+def all_finite(y: Average) -> Tensor:
+    """Return whether all blocks of an average in messages are finite, from their scales alone.
+
+    Returns:
+        [] bool, on the device of the messages.
+
+    Raises:
+        ValueError: If the average is not in messages.
+    """
+    return _largest_scale(y).isfinite()
+
+
+def any_nan(y: IntegerAverage) -> Tensor:
+    """Return whether a block of an average is not finite, from its scales alone, 2 bytes per block of 128 elements.
+
+    Returns:
+        [] bool, on the device of the messages.
+    """
+    if on(y.messages) is native and library.has("co_any_nan", y.messages.device):
+        return native.any_nan(y)
+    return _largest_scale(y).isnan()
+
+
+def _largest_scale(y: Average | IntegerAverage) -> Tensor:
+    """Return the largest scale, [], NaN if one is: in one reduction of all whole chunks, and one of the last."""
+    if y.messages is None:
+        raise ValueError("an average in messages is needed, got values")
+    code, each = y.code, chunk_numel(y.numel, y.world_size)
+    found = [torch.zeros((), dtype=code.scale_dtype, device=y.messages.device)] if y.numel == 0 else []
+    whole = y.numel // each if each else 0
+    if whole:
+        (first, count), size = code.scales_at(each), code.scale_dtype.itemsize
+        scales = y.messages[: y.messages.numel() // size * size].view(code.scale_dtype)
+        place = scales.storage_offset() + first // size
+        found.append(scales.as_strided((whole, count), (y.stride // size, 1), place).amax())
+    if rest := y.numel - whole * each:
+        found.append(code.scales(y.messages[whole * y.stride :], rest).amax())
+    return found[0] if len(found) == 1 else torch.maximum(*found)
