@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ from hf_compressopt.kernels.memory import holds_values, in_memory
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.group import GroupState, by_communicator
 from hf_compressopt.optim.options import DTYPES
+
+if TYPE_CHECKING:
+    from hf_compressopt.optim.freed_gradients import FreedGradients
 
 #: Name of the tensor that holds the moving average.
 NOISE = "gradient_noise"
@@ -237,18 +240,6 @@ def _square_of_mean(sum_of_sketches: Tensor, world_size: int) -> Tensor:
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
 
 
-class Freed(Protocol):
-    """Gradients that have left, and are freed."""
-
-    def squares(self) -> dict[float, Tensor]:
-        """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm."""
-        ...
-
-    def scale_(self, factor: float) -> None:
-        """Clip what can still be clipped."""
-        ...
-
-
 class StepGradients:
     """The gradients of one step, and what is wrong with them.
 
@@ -273,7 +264,7 @@ class StepGradients:
         """Wrap the gradients of one step."""
         self.groups, self.fault, self.ask = groups, fault, ask
         self.left: frozenset[int] = frozenset()
-        self.freed: Freed | None = None
+        self.freed: FreedGradients | None = None
         self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
         self._square: float | None = None
