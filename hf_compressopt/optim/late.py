@@ -25,7 +25,7 @@ from hf_compressopt.collectives.ddp import GradientBucket
 from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
-from hf_compressopt.optim.group_state import GroupState, ParamGroups
+from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.schedules import StepPlan
 
 #: Name of the tensor that holds what the next step's messages follow from: :class:`LastNorm`, and the loss scale.

@@ -14,7 +14,7 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import LossScale, ZeroConfig
 from hf_compressopt.zero.low_bit import SliceErrors

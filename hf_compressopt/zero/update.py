@@ -9,8 +9,8 @@ import torch
 
 from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.functional import trust_ratio
 from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import trust_ratio
 from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.low_bit import send_differences
 from hf_compressopt.zero.parameters import PartitionedParameters
