@@ -97,7 +97,6 @@ class PassMarks:
     """The autograd tasks of a pass under way, and of the backward that an autograd function inside it has called."""
 
     def __init__(self) -> None:
-        """Begin outside any pass."""
         self._outer: int | None = None
         self._nested: int | None = None
 
@@ -106,15 +105,7 @@ class PassMarks:
         self._outer = self._nested = None
 
     def enter(self, at_end: Callable[[], None], interrupted: Callable[[], object]) -> bool:
-        """Record the task under way.
-
-        Args:
-            at_end: What the engine calls at the end of the pass.
-            interrupted: What is called first if the pass before raised before its end.
-
-        Returns:
-            Whether the task is new.
-        """
+        """Record the task under way, and return whether it is new; ``interrupted`` if the pass before has raised."""
         task = torch._C._current_graph_task_id()
         if task == self._outer or task == self._nested:
             return False
@@ -185,13 +176,6 @@ class BackwardPasses:
     """
 
     def __init__(self, sender: Sender, name: str, communicator: Communicator) -> None:
-        """Start without parameters.
-
-        Args:
-            sender: Sends the buckets. It owns this object.
-            name: The kind of optimizer, for messages.
-            communicator: All ranks.
-        """
         self.order, self.enabled, self.done = Order(), True, False
         self.hooks = GradientOwner(name, self.gradient_arrived, sender.holds_gradients)
         self._sender, self._communicator = weakref.ref(sender), communicator

@@ -99,11 +99,9 @@ class IntegerBucket(GradientBucket):
     new: ErrorFeedback | None = None
 
     def form(self) -> str:
-        """See the base class."""
         return f"int{self.bits}"
 
     def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
-        """See the base class."""
         form, old, new = IntegerFormat(self.bits), self.feedback, self.new or self.feedback.like()
         z = Combination(self.bucket.numel, self.communicator.device, grads=segments, beta=1.0 / self.loss_scale)
         average = yield from all_reduce(z, old, form, self.communicator, new)
@@ -127,11 +125,9 @@ class PlainBucket(GradientBucket):
     dtype: torch.dtype
 
     def form(self) -> str:
-        """See the base class."""
         return str(self.dtype)
 
     def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
-        """See the base class."""
         values = torch.empty(self.bucket.numel, dtype=torch.float32, device=self.communicator.device)
         # times 1/W first, as DDP does
         z = Combination(values.numel(), values.device, grads=segments, beta=1.0 / self.communicator.world_size)
@@ -168,7 +164,6 @@ class GradientRounds:
     """The exchange of the gradients of one step, again and again, while backward makes them known."""
 
     def __init__(self) -> None:
-        """Start without buckets."""
         self._buckets: list[GradientBucket] = []
         self._order = Order()
         self._grads: dict[Tensor, Tensor | None] = {}
@@ -179,15 +174,7 @@ class GradientRounds:
         self._checked = ""
 
     def begin(self, buckets: Sequence[GradientBucket], communicator: Communicator | None = None) -> None:
-        """Start a round. All ranks call.
-
-        Args:
-            buckets: The buckets, in the order in which they are sent, which must be alike on all ranks.
-            communicator: Compare the ranks if there are other buckets than in earlier rounds; None compares nothing.
-
-        Raises:
-            ValueError: If the ranks differ, on all ranks.
-        """
+        """Start a round of these buckets, in order; ranks compare other buckets than before, given a communicator."""
         if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
             self._buckets = list(buckets)
             self._order = Order(bucket.members() for bucket in buckets)
@@ -226,11 +213,7 @@ class GradientRounds:
                 self.add(param, None)  # type: ignore[arg-type]
 
     def finish(self) -> Collection[int]:
-        """Exchange what has not been sent yet, and end the round. A second call does nothing.
-
-        Returns:
-            The owners with a gradient that is not finite; their errors stay as before the round.
-        """
+        """End the round, and return the owners with a gradient that is not finite. A second call does nothing."""
         self._send_rest()
         self._pipeline.drain()
         averages, self._averages = self._averages, []
@@ -264,17 +247,6 @@ class GradientRounds:
         Messages travel while backward computes further gradients. What is still on the way is awaited with the last
         bucket, or in the step if nothing is written into gradients. Nothing is ever started from a callback, so that
         all ranks start their collectives in one order.
-
-        Args:
-            bucket: The bucket.
-            start: Begins the round, with the first bucket of a backward pass.
-            done: Takes what :meth:`finish` returns, if it is called after the last bucket.
-
-        Returns:
-            The bucket's buffer, as DDP expects it: complete after the last bucket.
-
-        Raises:
-            RuntimeError: If the first bucket of the backward pass has not come.
         """
         buffer = bucket.buffer()
         future = _future_on(buffer.device)
@@ -545,11 +517,7 @@ def _register(model: DistributedDataParallel, sync: GradientSync) -> None:
 
 
 def check_owners(model: DistributedDataParallel, optimizers: Sequence[HasPlan]) -> None:
-    """Check that DDP and the optimizers can share the averaging of the model's gradients.
-
-    Raises:
-        ValueError: If they cannot.
-    """
+    """Check that DDP and the optimizers can share the averaging of the model's gradients."""
     if any(optimizer.zero_stage == 2 for optimizer in optimizers):
         raise ValueError(
             "zero_stage=2 frees gradients while backward runs, and the buckets of DistributedDataParallel hold them: "
@@ -665,17 +633,7 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def average_group(
     grads: Sequence[Tensor | None], layout: FlatLayout, shapes: Sequence[torch.Size], communicator: Communicator
 ) -> list[Tensor | None]:
-    """Average one param group's local gradients over the ranks, bucket by bucket. All ranks call.
-
-    Args:
-        grads: One local gradient per parameter; None if this rank has none.
-        layout: Layout of the group.
-        shapes: Shapes of the parameters.
-        communicator: The ranks.
-
-    Returns:
-        The averages, new float32 tensors; None for a parameter without a gradient on any rank.
-    """
+    """Average one param group's local gradients: new float32 tensors, or None without a gradient on any rank."""
     device = communicator.device
     present = torch.tensor([float(grad is not None) for grad in grads], dtype=torch.float32, device=device)
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # [numel]

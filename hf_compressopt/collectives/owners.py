@@ -30,13 +30,6 @@ class GradientOwner:
     """
 
     def __init__(self, name: str, arrived: Callable[[int], None], holds: Callable[[], bool]) -> None:
-        """Own nothing yet.
-
-        Args:
-            name: The kind of optimizer, for messages.
-            arrived: A method that takes the gradient of the parameter of a number. Hooks call it during backward.
-            holds: A method that returns whether gradients were taken that no step has used.
-        """
         self.name, self.detached = name, False
         self._arrived, self._holds = WeakMethod(arrived), WeakMethod(holds)
         self._handles: list[RemovableHandle] = []
@@ -63,11 +56,7 @@ class GradientOwner:
         _ATTACHED.discard(self)
 
     def require_attached(self) -> None:
-        """Check that the owner still gets gradients.
-
-        Raises:
-            RuntimeError: If it does not.
-        """
+        """Check that the owner still gets gradients."""
         if self.detached:
             raise RuntimeError(
                 f"this {self.name} gets no gradients any more: it was detached, or another optimizer of some of its "

@@ -116,11 +116,9 @@ class SignBucket(GradientBucket):
     messages: EarlyMessages
 
     def form(self) -> str:
-        """See the base class."""
         return f"signs, {self.state.form.scale_block} to a scale"
 
     def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, Callable[[bool], None]]]:
-        """See the base class."""
         messages, key = self.messages, (self.state.number, self.bucket.start)
         grads: list[Tensor | None] = [None] * len(self.params)
         for segment in segments:
@@ -131,7 +129,6 @@ class SignBucket(GradientBucket):
         return ~all_finite(average), lambda finite: messages.keep(key, Early(average, new, finite))
 
     def hand_over(self, finish: Callable[[], object]) -> None:
-        """See the base class."""
         self.messages.await_later(finish)
 
 
@@ -179,14 +176,6 @@ class EarlyMessages:
         tensors: dict[str, Tensor],
         prepare: Prepare,
     ) -> None:
-        """Begin with no message.
-
-        Args:
-            enabled: See the class.
-            groups: The param groups of the optimizer.
-            tensors: State that is alike on all ranks, for checkpoints.
-            prepare: Makes the values of a message from gradients without loss scale.
-        """
         self.enabled, self._tensors, self._prepare = enabled, tensors, prepare
         self._states, self._communicator, self._follow = groups
         self.agreed = True
@@ -212,10 +201,6 @@ class EarlyMessages:
 
         They do in all compressed steps but the first, before which replicas may still be made alike, if it is known by
         which norm to clip, or that gradients are not clipped.
-
-        Args:
-            plan: Plan of the coming step.
-            before: Plan of the last step.
         """
         self._plan = plan
         sends = plan.agree and plan.synchronize and not plan.reduce_grads and before.stage is plan.stage
@@ -343,14 +328,7 @@ class EarlyMessages:
         return early.average
 
     def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None:
-        """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient.
-
-        Args:
-            norm: See :class:`LastNorm`.
-            max_norm: See :class:`LastNorm`.
-            usual: See :class:`LastNorm`.
-            whole: Whether all parameters of the optimizer were clipped together. Alike on all ranks.
-        """
+        """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient."""
         if self._noted is None:
             self._noted = LastNorm(norm if whole else math.nan, max_norm, usual)
         else:  # clipped twice: by the smaller norm
@@ -430,10 +408,6 @@ class EarlyMessages:
 
 
 def check_late_clip(tensor: Tensor) -> None:
-    """Check the last norm of a checkpoint.
-
-    Raises:
-        ValueError: If no run could have saved it.
-    """
+    """Check the last norm of a checkpoint."""
     if tensor.dtype != torch.float64 or tensor.shape != (4,):
         raise ValueError(f"{LATE_CLIP!r} must be float64 [4], got {tensor.dtype} {list(tensor.shape)}")

@@ -78,13 +78,6 @@ def take_sharded_step(
 
     As in a step of AdamW, a parameter without a gradient on any rank does not move, except for what earlier messages
     have missed, and does not count the step.
-
-    Args:
-        states: The param groups, which all ranks hold.
-        gradients: This rank's gradients, clipped, by the numbers of the groups; those of all ranks are finite.
-        sent: Gradients that have left during backward, in the place of those of their groups.
-        bits: Bits per element of a message, 4 or 8.
-        fused: Whether one pass of a native kernel updates the moments.
     """
     present = _present(states, gradients, sent)
     run_tasks(
@@ -169,13 +162,6 @@ def end_first_stage(
 
     All ranks call. The errors of the gradients' messages become errors of the momentum, b1 m + (1 - b1) g: times
     1 - b1.
-
-    Args:
-        states: The param groups; those that are never compressed stay as they are.
-        counts: Returns how often the moments of a group's parameters have been updated.
-        floor: See :meth:`GroupState.freeze_variance`.
-        clipped: Factor by which gradients were clipped after they had left: the errors of those that are shared out
-            are in the unit of before.
     """
     for state in states:
         if state.compressed:
@@ -336,16 +322,6 @@ class FreedGradients:
         bits: int,
         clips: bool,
     ) -> None:
-        """Hook the parameters.
-
-        Args:
-            groups: The param groups of the optimizer.
-            early: Its messages of the compressed stage.
-            begin: Makes the checks before a step, together on all ranks, and returns the plan of the coming step.
-            prepare: See :class:`~hf_compressopt.optim.late.EarlyMessages`.
-            bits: Bits per element of the messages of the warmup stage.
-            clips: Whether step() clips by itself.
-        """
         self._states, self._communicator, self._follow = groups
         self._early, self._begin, self._prepare = early, begin, prepare
         self._form, self._clips = IntegerFormat(bits), clips
@@ -395,7 +371,6 @@ class FreedGradients:
         return self.attach().no_sync()
 
     def holds_gradients(self) -> bool:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         return self.have_left
 
     @property
@@ -404,11 +379,7 @@ class FreedGradients:
         return self._passes is not None and self._passes.done
 
     def complete(self) -> None:
-        """Send the gradients of the coming step, if they were not sent. All ranks call.
-
-        Raises:
-            RuntimeError: If another optimizer has taken over some of the parameters.
-        """
+        """Send the gradients of the coming step, if they were not sent. All ranks call."""
         passes = self.attach()
         passes.hooks.require_attached()
         passes.flush()
@@ -449,7 +420,6 @@ class FreedGradients:
         return starts
 
     def take(self, number: int) -> bool:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         passes = self.attach()
         mine = passes.order.of.get(number, [])
         came = any(not passes.order.awaits(index, number) for index in mine)
@@ -457,7 +427,6 @@ class FreedGradients:
         return True
 
     def send(self, index: int) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         row = self._rows[index]
         state, bucket, old = row.state, row.bucket, row.feedback
         grads: list[Tensor | None] = [None] * len(state.params)
@@ -504,7 +473,6 @@ class FreedGradients:
         self._sent.returned.append((key, average, errors))
 
     def end_pass(self) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         for param, parts in zip(self._params, self._parts_to_send, strict=True):
             if not parts:
                 param.grad = None  # also of parameters of no element
@@ -518,7 +486,6 @@ class FreedGradients:
         self._early.note_gradients()
 
     def interrupted(self) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         self._sent.is_late = True
 
     def drop(self) -> None:
@@ -558,11 +525,7 @@ class FreedGradients:
         return sorted(self._sent.means)
 
     def require_same(self) -> None:
-        """Check that the same gradients have left on all ranks.
-
-        Raises:
-            ValueError: If they have not, on all ranks: those that were freed cannot leave once more.
-        """
+        """Check that the same gradients have left on all ranks."""
         what = "what has left in backward (did all of them call zero_grad() and backward() alike?)"
         keys = [*self.signature, *self._early.signature] if self.have_left else []
         self._communicator.require_equal(what, [list(key) for key in keys])
@@ -631,9 +594,6 @@ class FreedGradients:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
 
         In the first stage it is divided out of what has left under another factor, as in a scaler's first step.
-
-        Raises:
-            ValueError: If gradients have left under another factor in the compressed stage. They are dropped.
         """
         self.complete()
         if not self.have_left or scale == self._backward.loss_scale:

@@ -26,12 +26,6 @@ class GradientAverages:
     """
 
     def __init__(self, partition: PartitionedParameters, loss_scale: LossScale) -> None:
-        """Start without gradients.
-
-        Args:
-            partition: The parameters.
-            loss_scale: Factor of the loss, to be taken out of the averages.
-        """
         self.factor, self.were_clipped = 1.0, False
         self._partition, self._reducer, self._loss_scale = partition, partition.reducer, loss_scale
         self._norm: Tensor | None = None  # [] float64, of the averages as they are; None if it is not known
@@ -44,9 +38,6 @@ class GradientAverages:
 
     def finish(self, groups: Sequence[dict[str, Any]]) -> Tensor:
         """Send the rest of the gradients, and agree on the norm. All ranks call.
-
-        Args:
-            groups: All param groups.
 
         Returns:
             [] float64, the square of the norm of the average gradient times ``factor``.

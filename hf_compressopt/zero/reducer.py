@@ -128,16 +128,6 @@ class GradientReducer:
         overlap: bool,
         contiguous: bool,
     ) -> None:
-        """Start without parameters.
-
-        Args:
-            communicator: All ranks.
-            precision: The scaling and rounding of gradients.
-            window_bytes: The most bytes under way.
-            loss_scale: Factor of the loss, to be taken out of what has errors.
-            overlap: Whether messages may be under way while backward runs.
-            contiguous: Whether a gradient moves to its slice at once, or when the slice is sent.
-        """
         self.slices: list[SliceGradients] = []
         self.present: list[bool] = []
         self.fault: Exception | None = None
@@ -155,12 +145,7 @@ class GradientReducer:
         return self._pipeline.nbytes
 
     def add(self, params: Sequence[tuple[Tensor, str]], slices: Sequence[SliceGradients]) -> None:
-        """Add parameters and their slices.
-
-        Args:
-            params: The parameters and their names; their numbers follow those of earlier parameters.
-            slices: The slices, in the order of backward.
-        """
+        """Add parameters and their slices."""
         self._params += params
         self.present += [False] * len(params)
         self._backward.add([param for param, _ in params], [gradients.cut.places for gradients in slices])
@@ -170,11 +155,7 @@ class GradientReducer:
         self._checked = False
 
     def check_layout(self) -> None:
-        """Check that all ranks have the same slices, unless they were checked. All ranks call.
-
-        Raises:
-            ValueError: If they differ, on all ranks.
-        """
+        """Check that all ranks have the same slices, unless they were checked. All ranks call."""
         if not self._checked:
             layout = [(g.cut.part_numel, len(g.cut.parts), g.sent_dtype, g.kept_dtype, *g.forms) for g in self.slices]
             self._communicator.require_equal(
@@ -188,11 +169,7 @@ class GradientReducer:
         self._backward.hooks.detach()
 
     def require_attached(self) -> None:
-        """Check that the optimizer still gets gradients.
-
-        Raises:
-            RuntimeError: If it was detached, or another one has taken over.
-        """
+        """Check that the optimizer still gets gradients."""
         self._backward.hooks.require_attached()
 
     def holds_gradients(self) -> bool:
@@ -231,7 +208,6 @@ class GradientReducer:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> bool:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         self.follow_parameters()
         if (announce := self._announce and self._announce()) is not None:
             announce()
@@ -269,7 +245,6 @@ class GradientReducer:
             gradients.filled.add(number)
 
     def send(self, index: int) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         gradients = self.slices[index]
         self._pipeline.room_for(2 * gradients.nbytes)
         for number in gradients.cut.places:
@@ -300,12 +275,10 @@ class GradientReducer:
         gradients.average = part if gradients.average is None else gradients.average.add_(part)
 
     def end_pass(self) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         self._finish(range(len(self.slices)))
         self.passes += 1
 
     def interrupted(self) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         self.flush()
 
     def flush(self) -> None:
@@ -364,16 +337,7 @@ class GradientReducer:
 
 
 def pack(buffer: Tensor, cut: Slice, param: int, values: Tensor, scale: float | None, *, add: bool) -> None:
-    """Copy a parameter's gradient to its places in a slice.
-
-    Args:
-        buffer: [world_size * part_numel], the slice.
-        cut: Its layout.
-        param: The parameter.
-        values: Its gradient, any shape.
-        scale: Factor of the gradient; None is 1.
-        add: Whether to add to the values in the slice.
-    """
+    """Copy a parameter's gradient to its places in a slice."""
     flat = values.detach().reshape(-1)
     for begin, span in cut.places[param]:
         place, part = buffer[begin : begin + span.numel], flat[span.start : span.stop]
@@ -391,12 +355,6 @@ def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Commun
     """Start giving all ranks the elements of the parameters that this rank has updated.
 
     They have arrived when ``pipeline`` is drained.
-
-    Args:
-        params: All parameters, by their numbers in the layout; contiguous or not.
-        cut: The layout of the slice.
-        communicator: The ranks that share it.
-        pipeline: Completes the message.
     """
     nbytes = cut.numel * params[next(iter(cut.places))].element_size()
     pipeline.room_for(nbytes)
