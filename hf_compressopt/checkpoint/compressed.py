@@ -198,11 +198,6 @@ class GroupBuffers:
 
     A save writes the optimizer's own. A load reads bytes into memory of the form that they have in the checkpoint, the
     optimizer's own if it has that form; :meth:`commit` brings them into the optimizer's form.
-
-    Attributes:
-        state: The param group.
-        moments: The moments.
-        errors: The errors.
     """
 
     state: GroupState

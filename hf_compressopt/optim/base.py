@@ -112,8 +112,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
         state: "compact" keeps errors in 8 bits, and after the first stage the variance too, on a logarithmic scale.
             "float32" keeps everything in float32.
-        topology: The way of messages: "flat"; "two-level" (the ranks of a node average at full precision, and send one
-            node's message); "auto" is two levels if the launcher has started several nodes of several ranks each.
+        topology: The way of messages: "flat"; "hierarchical" (the ranks of a node average at full precision, and send
+            one message of the node); "auto" is "hierarchical" if the launcher has started several nodes of several
+            ranks each.
         node_size: Consecutive ranks per node; None takes them from the launcher and the host names.
         node_bits: Bits per element of what the ranks of a node average: 32, or 16 for bfloat16.
         process_group: The ranks; None is the default group.

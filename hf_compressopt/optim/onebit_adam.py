@@ -42,6 +42,8 @@ class OnebitAdam(CompressedOptimizer):
         fused_warmup: Take the steps of the warmup stage in one pass of a native kernel: faster, and torch's AdamW
             except for rounding; with False its bits. None does so unless ``warmup_bits`` is 32. (The compressed stage
             is native anyway.)
+        overlap_comm: Send the messages of the compressed stage during backward, clipped by the norm of the step before
+            (``clip="late"``).
         max_update: Learning rates that an element of a parameter moves at most in a step of the compressed stage,
             beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
         state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale;
@@ -64,6 +66,7 @@ class OnebitAdam(CompressedOptimizer):
         lr: float | Tensor = 1e-3,
         *,
         fused_warmup: bool | None = None,
+        overlap_comm: bool = False,
         max_update: float | None = MAX_UPDATE,
         state: str = "compact",
         **options: Any,
@@ -74,8 +77,14 @@ class OnebitAdam(CompressedOptimizer):
         check_max_update(max_update)
         self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
+        if not isinstance(overlap_comm, bool):
+            raise TypeError(f"overlap_comm must be True or False, got {overlap_comm!r}")
+        if overlap_comm and options.get("clip", "sketch") == "local":
+            raise ValueError(
+                "overlap_comm=True needs clip='sketch', got 'local': messages leave before the norm is known"
+            )
         frees = options.get("zero_stage") == 2
-        if frees and options.get("clip", "sketch") == "sketch":
+        if (frees or overlap_comm) and options.get("clip", "sketch") == "sketch":
             options["clip"] = "late"
         super().__init__(params, lr, state=state, **options)
         if fused_warmup is not None:
