@@ -202,7 +202,9 @@ class Moments:
             varies = [code != ZERO_CODE for code in largest]
         else:
             rows = torch.stack([variances.max() for variances in values.values()]).cpu()
-            varies = [top_of_variance(row) > NO_TOP for row in torch.split(rows, 1)] if compact else (rows != 0).tolist()
+            varies = (rows != 0).tolist()
+            if compact:
+                varies = [top_of_variance(row) > NO_TOP for row in torch.split(rows, 1)]
         for index, each in zip(values, varies, strict=True):
             found[index] = each
         return found
