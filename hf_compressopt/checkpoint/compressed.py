@@ -22,9 +22,8 @@ from hf_compressopt.kernels import Average, CompactErrors, on
 from hf_compressopt.kernels.errors import ERROR_BITS
 from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, chunk_message_nbytes
 from hf_compressopt.kernels.variance import check_tops, decode_variance
-from hf_compressopt.optim.compact import Moments
-from hf_compressopt.optim.flat_optimizer import FlatOptimizer
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import GroupState, Moments
 from hf_compressopt.optim.options import (
     check_count,
     check_group,
@@ -35,7 +34,7 @@ from hf_compressopt.optim.options import (
     loadable_group,
     plain_group,
 )
-from hf_compressopt.optim.state_dict import (
+from hf_compressopt.optim.state import (
     check_header,
     check_tensors,
     header_of,
@@ -298,7 +297,7 @@ def worker_error(number: int, error: Tensor, rank: int, *, own_group: bool = Fal
 class FlatState(State):
     """The state of a compressed optimizer; FusedAdam is an ordinary one."""
 
-    def __init__(self, optimizer: FlatOptimizer) -> None:
+    def __init__(self, optimizer: CompressedOptimizer) -> None:
         """Wrap an optimizer."""
         self._optimizer, groups = optimizer, optimizer._states
         shared = [group.params if group.own_rank is None else [] for group in groups]
