@@ -55,11 +55,7 @@ def prefixed_metrics(state: Any, prefix: str = DEFAULT_PREFIX) -> dict[str, floa
 
 
 def describe_saving(state: Any) -> str:
-    """Compare the bytes of the last step of an optimizer, or compression of gradients, with full precision.
-
-    Returns:
-        A line for the log; "" if it did not send fewer.
-    """
+    """Compare the bytes of the last step with those of full precision; "" if it did not send fewer."""
     metrics = state.metrics()
     sent, ratio = metrics["bytes_sent_step"], metrics.get("compression_ratio", 1.0)
     if sent == 0 or ratio < 1.05:
