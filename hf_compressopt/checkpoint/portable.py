@@ -43,7 +43,7 @@ from hf_compressopt.format.index import (
 from hf_compressopt.format.plan import MASTER
 from hf_compressopt.format.shards import ShardFiles, progress, publish, temporary_name, write_shard
 from hf_compressopt.optim.options import check_at_least, check_betas
-from hf_compressopt.optim.shard_stub import STATE_KEY
+from hf_compressopt.optim.state import STATE_KEY
 
 #: Options of a param group in the state dict of torch's AdamW that are no hyperparameters.
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}

@@ -31,25 +31,14 @@ from hf_compressopt.format.shards import locked, make_folder, publish, write_asi
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state that this rank writes, at one moment of the training.
-
-    Attributes:
-        folder: The folder.
-        prefix: Start of the files' names.
-        save_id: The number in the shards' names.
-        rank: This rank.
-        peers: For every rank the first of those that write into the same folder.
-        tensors: The tensors of this rank's shard.
-        header: The header of the index.
-        parameters: Name, shape and dtype of the parameters of each param group.
-    """
+    """The state that this rank writes, at one moment of the training."""
 
     folder: Path
     prefix: str
-    save_id: str
+    save_id: str  # the number in the shards' names
     rank: int
-    peers: list[int]
-    tensors: list[StateTensor]
+    peers: list[int]  # for every rank the first of those that write into the same folder
+    tensors: list[StateTensor]  # of this rank's shard
     header: dict[str, Any]
     parameters: list[list[dict[str, Any]]]
 

@@ -44,23 +44,11 @@ class StoredTensor(NamedTuple):
 
 
 class ShardFile:
-    """A shard that is open for reading.
+    """A shard that is open for reading, with the metadata of its header, and its tensors by key."""
 
-    Attributes:
-        path: The file.
-        metadata: The metadata of its header.
-        tensors: Its tensors, by key.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        block_bytes: int = BLOCK_BYTES,
-        room: memoryview | None = None,
-    ) -> None:
-        """Open the file and check its header."""
-        self.path = path
-        self._block_bytes = block_bytes
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES, room: memoryview | None = None) -> None:
+        """Open the file and check its header; blocks are read into ``room`` [block_bytes], which files may share."""
+        self.path, self._block_bytes = path, block_bytes
         self._room = memoryview(bytearray(block_bytes)) if room is None else room
         try:
             self._file = open(path, "rb", buffering=0)

@@ -53,7 +53,7 @@ from hf_compressopt.integrations.models import (
 from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
 from hf_compressopt.integrations.saving import load_compressions, load_shards, save_compressions, save_shards
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)

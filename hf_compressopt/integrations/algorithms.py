@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 from torch import Tensor
 
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.fused_adam import FusedAdam
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.onebit_adam import OnebitAdam

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 
 logger = logging.getLogger(__name__)
 _LOGGED = (

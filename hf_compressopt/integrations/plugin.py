@@ -11,8 +11,8 @@ import torch
 
 from hf_compressopt.grad_compression import FORMATS, GradientCompression, MessageOptions
 from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES, saves_shards
-from hf_compressopt.optim.family_options import check_zero_stage
 from hf_compressopt.optim.onebit_adam import OnebitAdam
+from hf_compressopt.optim.options import check_zero_stage
 from hf_compressopt.options import describe_kinds, did_you_mean, options_of, parse
 from hf_compressopt.zero.config import check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer

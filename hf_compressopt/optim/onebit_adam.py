@@ -25,12 +25,11 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.freed_gradients import FreedGradients
-from hf_compressopt.optim.functional import descent
-from hf_compressopt.optim.group_state import GroupState, ParamGroups
+from hf_compressopt.optim.gradients import CLIPS
+from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
-from hf_compressopt.optim.sketched_norm import CLIPS
 from hf_compressopt.schedules import StepPlan
 
 
@@ -38,7 +37,7 @@ class OnebitAdam(CompressedOptimizer):
     """Adam whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
     Args:
-        params: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        params: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
         lr: Learning rate.
         fused_warmup: Take the steps of the warmup stage in one pass of a native kernel: faster, and torch's AdamW
             except for rounding; with False its bits. None does so unless ``warmup_bits`` is 32. (The compressed stage
@@ -49,7 +48,7 @@ class OnebitAdam(CompressedOptimizer):
             beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
         state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale;
             the momentum is then the last message itself. "float32" keeps everything in float32.
-        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`. Papers put ``freeze_step`` at
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 
     Raises:
@@ -98,7 +97,7 @@ class OnebitAdam(CompressedOptimizer):
             self._consensus.freed = self.freed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`~hf_compressopt.optim.scheduled.Scheduled.add_param_group`."""
+        """See :meth:`~hf_compressopt.optim.base.Scheduled.add_param_group`."""
         super().add_param_group(param_group)
         if self.freed is not None:
             self.freed.attach()
@@ -137,7 +136,7 @@ class OnebitAdam(CompressedOptimizer):
         exp_avg = None if keeps else state.moments.in_float32(bucket)
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).apply_adam_(
-                AdamUpdate(average, exp_avg, variance, params, descent(state.options, self.max_update))
+                AdamUpdate(average, exp_avg, variance, params, self._descents[state.number])
             )  # (5), (6)
         if keeps:
             state.moments.keep(bucket, average)

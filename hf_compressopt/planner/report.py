@@ -15,8 +15,8 @@ import torch
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
 from hf_compressopt.kernels import ERROR_BITS, INTEGER_BITS, integer_message_nbytes, message_nbytes
-from hf_compressopt.optim.compact import STATE
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import STATE
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.grad_norm import is_shard
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import is_shard
 from hf_compressopt.optim.options import check_at_least, check_parameter
 from hf_compressopt.zero.config import DTYPES, ZeroConfig
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hf_compressopt.checkpoint.portable import PendingTensor, write_torch_file
-from hf_compressopt.format import shards as writer
+from hf_compressopt.format import shards
 from hf_compressopt.format.index import BLOCK_BYTES, DTYPES
 from hf_compressopt.format.shards import ShardFile, write_shard
 
@@ -112,13 +112,13 @@ def test_a_file_system_that_cannot_take_room_tells_of_a_full_disk_while_writing(
 
 
 def test_small_files_are_whole_or_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer.publish(writer.write_aside(tmp_path / "index", b"old"), tmp_path / "index")
-    aside = writer.write_aside(tmp_path / "index", b"new")
+    shards.publish(shards.write_aside(tmp_path / "index", b"old"), tmp_path / "index")
+    aside = shards.write_aside(tmp_path / "index", b"new")
     assert (tmp_path / "index").read_bytes() == b"old" and aside.read_bytes() == b"new"
     aside.unlink()
     monkeypatch.setattr(os, "fsync", lambda _: cannot_allocate(errno.EIO))
     with pytest.raises(OSError, match="Input/output"):
-        writer.write_aside(tmp_path / "index", b"new")
+        shards.write_aside(tmp_path / "index", b"new")
     assert (tmp_path / "index").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hf_compressopt.collectives.slots import IntegerSlot, Slot, plain_slots
 from hf_compressopt.kernels import INTEGER_BITS
-from hf_compressopt.optim.functional import floor_variance_
-from hf_compressopt.optim.group_state import GroupState, ParamGroups
-from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.agreement import write_log
+from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.math import floor_variance_
 from hf_compressopt.schedules import Stage, StepPlan
 
 logger = logging.getLogger(__name__)
