@@ -100,8 +100,8 @@ def _warn_if_nothing_is_compressed(optimizer: CompressedOptimizer, steps: int) -
         return
     if optimizer.communicator.world_size == 1:
         logger.warning("%s runs on one rank: nothing is sent, so nothing is compressed", name)
-    elif optimizer.warmup_bits < 32:
-        return  # low-bit gradients are compressed too
+    elif optimizer.warmup_bits < 32 or (isinstance(optimizer.freeze_step, int) and optimizer.freeze_step > steps):
+        return  # low-bit gradients are compressed too; fit_schedule has warned of a warmup beyond the run
     elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
             "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "

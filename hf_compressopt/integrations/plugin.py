@@ -404,10 +404,7 @@ class CompressOptPlugin:
         if self.max_update != _SHARED["max_update"].default or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
         given |= self.common_options()
-        made = cls(optimizer.param_groups, **given)
-        if self.freeze_step == AUTO:
-            made.defer_schedule([])
-        return made
+        return cls(optimizer.param_groups, **given)
 
     @property
     def ddp_compression(self) -> str:
