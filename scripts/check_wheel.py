@@ -63,10 +63,10 @@ def read_library(path: Path) -> Library:
 
 
 def declared_functions(*, cuda: bool) -> set[str]:
-    """The functions that a library must have. The comment above one says if the CUDA library does without it."""
+    """The functions that a library must have. The comment above one says if only one of the libraries has it."""
     header = HEADER.read_text()
-    for_cpu = re.findall(r"CPU only\. \*/\nCO_API .*?\b(co_\w+)\(", header)
-    return set(re.findall(r"^CO_API .*?\b(co_\w+)\(", header, flags=re.MULTILINE)) - set(for_cpu if cuda else ())
+    others = re.findall(rf"{'CPU' if cuda else 'CUDA'} only\. \*/\nCO_API .*?\b(co_\w+)\(", header)
+    return set(re.findall(r"^CO_API .*?\b(co_\w+)\(", header, flags=re.MULTILINE)) - set(others)
 
 
 def problems_of_library(path: Path) -> list[str]:

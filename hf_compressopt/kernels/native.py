@@ -120,6 +120,14 @@ def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: flo
     mark_written([], outputs)
 
 
+def any_nan(y: IntegerAverage) -> Tensor:
+    """Return whether a block of an average is not finite, [] bool, in one launch. Only on CUDA."""
+    use = Operands(y.messages.device, y.numel)
+    found = torch.empty((), dtype=torch.bool, device=use.device)
+    call("co_any_nan", use.device, use.average(y), found.data_ptr())
+    return found
+
+
 def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
     """See the reference."""
     use = Operands(out.device, y.numel)
