@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_compressopt.grad_compression import GradientCompression, compress_hook
     from hf_compressopt.integrations.accelerate import CompressOptAccelerator, attach
     from hf_compressopt.integrations.plugin import CompressOptPlugin
-    from hf_compressopt.integrations.transformers import register
+    from hf_compressopt.integrations.trainer import register
     from hf_compressopt.optim.fused_adam import FusedAdam
     from hf_compressopt.optim.lamb import Lamb
     from hf_compressopt.optim.onebit_adam import OnebitAdam
@@ -53,7 +53,7 @@ _HOME = {
     "estimate_zero_memory": "hf_compressopt.zero.memory",
     "guard_torch_clipping": "hf_compressopt.collectives.torch_clipping",
     "load_state": "hf_compressopt.checkpoint.io",
-    "register": "hf_compressopt.integrations.transformers",
+    "register": "hf_compressopt.integrations.trainer",
     "save_state": "hf_compressopt.checkpoint.io",
     "wait_for_saves": "hf_compressopt.checkpoint.background",
 }

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 

@@ -1,5 +1,5 @@
 """Registration of the compressed optimizers with transformers' Trainer, by import: ``--optim onebit_adam``."""
 
-from hf_compressopt.integrations.transformers import register
+from hf_compressopt.integrations.trainer import register
 
 register()

@@ -75,12 +75,11 @@ def _selftest(arguments: argparse.Namespace) -> int:
 
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
     from hf_compressopt.integrations import deepspeed
-    from hf_compressopt.integrations.deepspeed import render
 
     try:
         config = deepspeed.read_config(arguments.config)
         found = deepspeed.translate(config, ranks=arguments.ranks, same_arithmetic=arguments.same_arithmetic)
-        text = json.dumps(render.as_json(found), indent=2) if arguments.json else render.render(found)
+        text = json.dumps(deepspeed.as_json(found), indent=2) if arguments.json else deepspeed.render(found)
     except ValueError as error:
         _complain("from-deepspeed", error)
         return 2

@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not is_module:
         _find_modules_beside(target[0])
     from hf_compressopt.collectives.torch_dist import announced
-    from hf_compressopt.integrations.transformers import register
-    from hf_compressopt.integrations.unmodified import adopt_accelerators
+    from hf_compressopt.integrations.accelerate import adopt_accelerators
+    from hf_compressopt.integrations.trainer import register
 
     try:
         announced("WORLD_SIZE")

@@ -23,15 +23,15 @@ SIZES = (1, 2, 7, 8, 9, 33, 1000, 4096, 4097, 20_011)  # elements of a bucket
 SHIFTS = range(4)  # elements from the begin of an allocation to that of a tensor
 STEPS, RANKS, PATIENCE = 20, 2, 600  # seconds that a process may take
 
-#: Optimizers by name: what is made of the parameters. Those with a "DDP" average gradients in DistributedDataParallel.
+#: Options of each optimizer; what follows its name compresses gradients.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "OnebitAdam": {"freeze_step": 5},
     "OnebitLamb": {"freeze_step": 5},
     "ZeroOneAdam": {"freeze_step": 8},
-    "FusedAdam DDP": {},
-    "Lamb DDP": {},
-    "AdamW DDP int4": {},
-    "AdamW DDP int8": {},
+    "FusedAdam": {},
+    "Lamb": {},
+    "AdamW int4": {},
+    "AdamW int8": {},
 }
 
 
@@ -118,16 +118,17 @@ def _rank(rank: int, folder: str, backend: str, gpu: bool) -> None:
 def _trained(name: str, options: dict[str, Any], rank: int, device: torch.device) -> dict[str, Any]:
     """Train a small model. Returns the digest of its parameters, and the first and the last loss."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(33, 257), nn.Tanh(), nn.Linear(257, 7)).to(device)
+    layers = nn.Sequential(nn.Linear(33, 257), nn.Tanh(), nn.Linear(257, 7)).to(device)
     kind, *how = name.split()
-    if how:
-        model = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-    for compression in how[1:]:
+    model = DistributedDataParallel(layers, device_ids=[device.index] if device.type == "cuda" else None)
+    for compression in how:
         state = hf_compressopt.GradientCompression(model.parameters(), compression)
         model.register_comm_hook(state, hf_compressopt.compress_hook)
     optimizer = getattr(torch.optim if kind == "AdamW" else hf_compressopt, kind)(
         model.parameters(), lr=3e-3, **options
     )
+    if "freeze_step" in options:
+        hf_compressopt.attach_ddp(model, optimizer)
     losses = []
     for step in range(STEPS):
         random = torch.Generator().manual_seed(1000 * (step % 4) + rank)
@@ -136,7 +137,7 @@ def _trained(name: str, options: dict[str, Any], rank: int, device: torch.device
         loss = (model(x.to(device)) - y.to(device)).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     digest = hashlib.sha256()
     for param in model.parameters():
         digest.update(param.detach().cpu().numpy().tobytes())

@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from _convergence_runs import Job
-from _convergence_text import Texts
-from _convergence_training import train
+from _convergence_training import Texts, train
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Handle

@@ -53,7 +53,7 @@ FINE_TUNING_RATE = 5e-4
 class Model:
     """A model's size, and the peak learning rates of its runs, by the tables of learning rates.
 
-    `gpt2` says whether it is Transformers' GPT-2, or the decoder of _convergence_model.py.
+    `gpt2` says whether it is Transformers' GPT-2, or the decoder of _convergence_training.py.
     """
 
     gpt2: bool

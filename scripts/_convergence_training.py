@@ -1,33 +1,132 @@
-"""Training for compare_convergence.py: models, optimizers, and the loop of one rank."""
+"""Training for compare_convergence.py: texts, models, optimizers, and the loop of one rank."""
 
 from __future__ import annotations
 
 import math
+import random
+import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from _convergence_model import SmallDecoder
+from _common import REPOSITORY
 from _convergence_runs import (
     EVALUATIONS,
     MAX_GRAD_NORM,
     PRETRAINING,
     PRETRAINING_STEPS,
+    TOKENIZED_AS,
     UNCOMPRESSED,
     WEIGHT_DECAY,
     Job,
+    Model,
     Run,
 )
-from _convergence_text import Examples, Text, Texts
 from rivals import OPTIMIZERS, RIVALS
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from hf_compressopt import GradientCompression, average_gradients
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.gradient_round import GradientRound
+
+RECIPE = REPOSITORY / "recipes" / "causal_lm"
+ROW, EXAMPLES, VALIDATION = 4000, 6000, 240  # characters of a row; examples at most
+
+Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]
+Text = dict[str, Examples]  # "train", "validation"
+Texts = dict[tuple[str, Model], Text]
+
+
+def prepare_texts(runs: Iterable[Run]) -> Texts:
+    """The text of every run, in examples for its model."""
+    return {key: _prepare(*key) for key in dict.fromkeys((run.text, run.model) for run in runs)}
+
+
+def _prepare(name: str, model: Model) -> Text:
+    """The text's own split, and the recipe's tokenizer."""
+    import datasets
+
+    sys.path.insert(0, str(RECIPE))
+    import train as recipe
+    from transformers import PreTrainedTokenizerFast
+
+    datasets.disable_progress_bars()
+    options = recipe.DataArguments(block_size=model.tokens)
+    sources = {"reference": lambda: recipe.load_text(options), "library": _library}
+    text, known = (sources[word]() for word in TOKENIZED_AS[name])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=recipe.train_tokenizer(known["train"], recipe.text_column(known), model.vocabulary),
+        bos_token=recipe.END_OF_TEXT,
+        eos_token=recipe.END_OF_TEXT,
+    )
+    blocks = recipe.make_blocks(text, tokenizer, options)
+    longest = {"train": EXAMPLES, "validation": VALIDATION}
+    return {
+        split: {key: torch.tensor(examples[key][: longest[split]]) for key in ("input_ids", "labels")}
+        for split, examples in blocks.items()
+    }
+
+
+def _library() -> Any:
+    """The source of the standard library's modules; every tenth module is for validation."""
+    from datasets import Dataset, DatasetDict
+
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    rows: dict[str, list[str]] = {"train": [], "validation": []}
+    for number, module in enumerate(modules):
+        code = module.read_text(encoding="utf-8")
+        rows["train" if number % 10 else "validation"] += [code[i : i + ROW] for i in range(0, len(code), ROW)]
+    for part in rows.values():
+        random.Random(0).shuffle(part)
+    return DatasetDict({split: Dataset.from_dict({"text": part}) for split, part in rows.items()})
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a layer norm and with a residual connection, no biases."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_feed = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attend = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args and returns: [examples, tokens, width]."""
+        examples, tokens, width = x.shape
+        parts = self.attend(self.before_attention(x)).view(examples, tokens, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each [examples, heads, tokens, width of a head]
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(examples, tokens, width))
+        return x + self.narrow(functional.gelu(self.widen(self.before_feed(x))))
+
+
+class SmallDecoder(nn.Module):
+    """A causal language model that takes few operators, for many runs on a slow machine."""
+
+    def __init__(self, vocabulary: int, tokens: int, width: int, heads: int, layers: int, *, tied: bool) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width, bias=False), nn.Linear(width, vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of the tokens that have a label; both arguments [examples, tokens]."""
+        x = functional.dropout(self.words(input_ids) + self.places.weight, 0.1, self.training)
+        logits = self.head(self.norm(self.blocks(x)))[:, :-1]
+        return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
 
 
 def make_model(job: Job) -> torch.nn.Module:

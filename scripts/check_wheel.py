@@ -63,10 +63,10 @@ def read_library(path: Path) -> Library:
 
 
 def declared_functions(*, cuda: bool) -> set[str]:
-    """The functions that a library must have. The comment above one says if only one of the libraries has it."""
+    """The functions that a library must have. The comment above one says if only one library has it."""
     header = HEADER.read_text()
-    others = re.findall(rf"{'CPU' if cuda else 'CUDA'} only\. \*/\nCO_API .*?\b(co_\w+)\(", header)
-    return set(re.findall(r"^CO_API .*?\b(co_\w+)\(", header, flags=re.MULTILINE)) - set(others)
+    other = re.findall(rf"{'CPU' if cuda else 'CUDA'} only\. \*/\nCO_API .*?\b(co_\w+)\(", header)
+    return set(re.findall(r"^CO_API .*?\b(co_\w+)\(", header, flags=re.MULTILINE)) - set(other)
 
 
 def problems_of_library(path: Path) -> list[str]:

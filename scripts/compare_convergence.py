@@ -25,8 +25,7 @@ from _common import check_least, parser_of
 from _convergence_ranks import Processes, Ranks, Threads
 from _convergence_report import Results, write_report
 from _convergence_runs import ALL_RUNS, GLOBAL_BATCH, MB, PRETRAINING, RUNS, Job, jobs
-from _convergence_text import prepare_texts
-from _convergence_training import pretrain
+from _convergence_training import prepare_texts, pretrain
 
 
 def run_all(todo: Sequence[Job], rows_file: Path, *, threads: bool) -> None:

@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 
 from _common import REPOSITORY, check_least
-from _demo_plot import plot
-from _demo_report import BASELINE, COMPRESSED, Result, measure_traffic, print_table, read_result, write_json
+from _demo_report import BASELINE, COMPRESSED, Result, measure_traffic, plot, print_table, read_result, write_json
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm" / "train.py"
 LEARNING_RATE = 1e-3

@@ -12,14 +12,11 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
 
 import hf_compressopt
 from hf_compressopt.integrations.algorithms import OPTIMIZERS
+from hf_compressopt.options import ACCEPTED, Option, descriptions, options_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
@@ -37,7 +34,8 @@ This page is made by `python scripts/make_options.py` from the signatures and do
 `weight_decay` and `max_grad_norm` are Trainer's own flags |
 | Accelerate | the fields of [CompressOptPlugin](#compressoptplugin), or the environment variables of the same names |
 
-Options that are no numbers, names or booleans, such as process groups, can only be given in Python.
+Options that are no numbers, names or booleans, such as process groups, can only be given in Python. Each option is
+described once, where it is first met. Accepted too, as configurations of DeepSpeed have them: {accepted}.
 
 ## Names for `--optim`
 
@@ -66,14 +64,6 @@ With `warmup_bits` of less than 32, a run of fewer than 300 steps stays in its f
 """
 
 
-class Option(NamedTuple):
-    """One row: an option's type and default as code, and its description."""
-
-    kind: str
-    default: str
-    text: str
-
-
 def main() -> int:
     """Write or check the page; the exit code."""
     parser = argparse.ArgumentParser(description="Write docs/options.md from signatures and docstrings.")
@@ -85,58 +75,46 @@ def main() -> int:
 
 
 def render() -> str:
-    """The whole page."""
+    """The whole page: each option once, where the first class has it."""
     classes = {name: getattr(hf_compressopt, name) for name in (*COMPRESSED, *OTHERS)}
-    found = {name: options(cls) for name, cls in classes.items()}
-    first, *others = (found[name] for name in COMPRESSED)
+    first, *others = (options(classes[name]) for name in COMPRESSED)
     common = {name: option for name, option in first.items() if all(other.get(name) == option for other in others)}
-    parts = [INTRODUCTION.format(names=_names())]
+    parts = [INTRODUCTION.format(names=_names(), accepted=", ".join(f"`{name}`" for name in ACCEPTED))]
     parts += [f"## All compressed optimizers\n\n{_table(common)}\n"]
-    for name in classes:
-        mine = {key: option for key, option in found[name].items() if name in OTHERS or key not in common}
-        more = "" if name in OTHERS else "\n\nAnd [those of all compressed optimizers](#all-compressed-optimizers)."
-        parts += [f"## {name}\n\n{summary(classes[name])}\n\n{_table(mine)}{more}\n"]
+    known = dict(common)
+    for name, cls in classes.items():
+        parts += [_section(name, summary(cls), options(cls), known)]
     plugin = hf_compressopt.CompressOptPlugin
-    parts += [
-        f"## CompressOptPlugin\n\n{summary(plugin)} The environment variable of a field is `COMPRESSOPT_<FIELD>`, in "
-        f"capitals.\n\n{_table(_fields(plugin))}\n"
-    ]
+    words = f"{summary(plugin)} The environment variable of a field is `COMPRESSOPT_<FIELD>`, in capitals."
+    parts += [_section("CompressOptPlugin", words, _fields(plugin), known)]
     return "\n".join(parts)
 
 
+def _section(name: str, words: str, found: dict[str, Option], known: dict[str, Option]) -> str:
+    """The section of a class; options that are known with the same default are named only."""
+    told = name == "CompressOptPlugin"  # whose own words count: it also knows what an optimizer does not
+    mine = {key: option for key, option in found.items() if not _is_known(key, option, known, told=told)}
+    shared = [f"`{key}`" for key in found if key not in mine]
+    known |= {key: option for key, option in mine.items() if key not in known}
+    more = f"\n\nAnd, as above: {', '.join(shared)}." if shared else ""
+    if name in COMPRESSED:
+        more = "\n\nAnd [those of all compressed optimizers](#all-compressed-optimizers)."
+    table = f"\n\n{_table(mine)}" if mine else ""
+    return f"## {name}\n\n{words}{table}{more}\n"
+
+
+def _is_known(name: str, option: Option, known: dict[str, Option], *, told: bool) -> bool:
+    if name not in known or not option.help:
+        return not option.help
+    return not told and _code(known[name].default) == _code(option.default)
+
+
 def options(cls: type) -> dict[str, Option]:
-    """The options of an optimizer class, its own constructor's first, then those that it hands to its bases."""
-    described: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        for documented in (base, vars(base).get("__init__"), vars(base).get("config_class")):
-            described.update(descriptions(documented))
-    found: dict[str, Option] = {}
-    for parameter in _parameters(cls):
-        name = parameter.name
-        if name not in ("self", "params", "optimizer_class", "config") and name not in found:
-            found[name] = Option(_kind(parameter.annotation), _code(parameter.default), described[name])
+    """The options of a class but for the accepted spellings; each has a description."""
+    found = {name: option for name, option in options_of(cls).items() if name not in ACCEPTED}
+    if missing := [name for name, option in found.items() if not option.help]:
+        raise KeyError(f"no description of {', '.join(missing)} in the docstrings of {cls.__name__}")
     return found
-
-
-def _parameters(cls: type) -> Iterator[inspect.Parameter]:
-    for base in cls.__mro__:
-        if "__init__" not in vars(base) or base in (torch.optim.Optimizer, object):
-            continue
-        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())
-        yield from (p for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-        if config := vars(base).get("config_class"):  # its fields are further options
-            yield from inspect.signature(config).parameters.values()
-        if not any(p.kind is p.VAR_KEYWORD for p in own):
-            return
-
-
-def descriptions(documented: object) -> dict[str, str]:
-    """The description of each name in the ``Args`` or ``Attributes`` of a docstring; a class must have it itself."""
-    own = vars(documented).get("__doc__") if isinstance(documented, type) else getattr(documented, "__doc__", "")
-    found = re.search(r"^(?:Args|Attributes):\n(.*?)(?:^\S|\Z)", inspect.cleandoc(own or ""), re.S | re.M)
-    entries = re.split(r"^ {4}(?=\S)", found[1], flags=re.M)[1:] if found else []
-    pairs = (entry.partition(":") for entry in entries)
-    return {name.strip("* "): " ".join(text.split()) for name, _, text in pairs}
 
 
 def summary(cls: type) -> str:
@@ -147,7 +125,7 @@ def summary(cls: type) -> str:
 def _fields(plugin: type) -> dict[str, Option]:
     told, made = descriptions(plugin), plugin()
     return {
-        name: Option(_kind(kind), _code(getattr(made, name)), told[name])
+        name: Option((), getattr(made, name), kind, True, told.get(name, ""))
         for name, kind in plugin.__annotations__.items()
     }
 
@@ -160,19 +138,15 @@ def _names() -> str:
 
 def _table(rows: dict[str, Option]) -> str:
     lines = [
-        f"| `{name}` | {_cell(option.kind)} | {_cell(option.default)} | {_markdown(option.text)} |"
+        f"| `{name}` | {_cell(_kind(option.annotation))} | {_cell(_code(option.default))} | {_markdown(option.help)} |"
         for name, option in rows.items()
     ]
     return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *lines])
 
 
-def _kind(annotation: object) -> str:
-    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return re.sub(
-        r"\b(?:torch|dist|distributed\.distributed_c10d|hf_compressopt|collectives\.communicator|collections\.abc)\.",
-        "",
-        text,
-    )
+def _kind(annotation: str) -> str:
+    modules = r"torch|dist|distributed\.distributed_c10d|hf_compressopt|collectives\.communicator|collections\.abc"
+    return re.sub(rf"\b(?:{modules})\.", "", annotation)
 
 
 def _code(default: object) -> str:

@@ -1,13 +1,52 @@
-"""No module of the package imports itself through others."""
+"""The size of the house, the modules that a step calls, and no module that imports itself through others."""
 
 import graphlib
+import json
 import re
+import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.launching import REPO_ROOT, run
 from tests.test_structure import PACKAGE, imports
 
 FILES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
 MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
+
+
+TOTALS = {
+    "modules of the package": 132,
+    "lines of the package": 27409,
+    "lines of tests": 30899,
+    "lines of scripts": 6344,
+}
+CALLED = {
+    "OnebitAdam": 36,
+    "ZeroOneAdam": 37,
+    "OnebitLamb": 36,
+    "DDP, int4 gradients": 20,
+    "ZeRO-2": 26,
+}
+
+
+def lines_of(folder: str) -> int:
+    return sum(len(path.read_text().splitlines()) for path in (REPO_ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("what", TOTALS)
+def test_totals(what: str) -> None:
+    folders = {"package": "hf_compressopt", "tests": "tests", "scripts": "scripts"}
+    found = len(MODULES) if what.startswith("modules") else lines_of(folders[what.split()[-1]])
+    assert found <= TOTALS[what], f"{found} {what}"
+
+
+def test_modules_that_a_step_calls(tmp_path: Path) -> None:
+    out = tmp_path / "modules.json"
+    script = str(REPO_ROOT / "scripts" / "benchmark_host.py")
+    run([sys.executable, script, "--modules", "--buckets", "3", "--json", str(out)])
+    called = json.loads(out.read_text())["found"]
+    assert {name: len(called[name]) for name in CALLED if len(called[name]) > CALLED[name]} == {}, called
 
 
 def module_of(target: str) -> str:

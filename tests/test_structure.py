@@ -20,7 +20,7 @@ ROWS = [
     ["grad_compression"],
     ["collectives"],
     ["kernels"],
-    ["flat", "schedules", "hosts", "format"],
+    ["flat", "schedules", "format", "options"],
 ]
 LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOSTS = {"transformers", "accelerate"}

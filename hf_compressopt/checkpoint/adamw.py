@@ -78,23 +78,14 @@ _ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_p
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of AdamW's state.
-
-    Attributes:
-        key: "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master" or "step", and its parameter.
-        group: Number of its param group.
-        place: Place of its parameter among the group's.
-        dtype: Its dtype, by torch's name.
-        shape: Its shape; () for a step.
-        stored: The whole tensor in the checkpoint; None for a step.
-    """
+    """A tensor of AdamW's state: "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master" or "step" of a parameter."""
 
     key: TensorKey
     group: int
-    place: int
+    place: int  # of its parameter among the group's
     dtype: str
-    shape: tuple[int, ...]
-    stored: StateTensor | None = None
+    shape: tuple[int, ...]  # () for a step
+    stored: StateTensor | None = None  # the whole tensor in the checkpoint; None for a step
 
 
 class AdamView(Stored):

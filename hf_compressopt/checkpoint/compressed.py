@@ -22,9 +22,8 @@ from hf_compressopt.kernels import Average, CompactErrors, on
 from hf_compressopt.kernels.errors import ERROR_BITS
 from hf_compressopt.kernels.messages import chunk_integer_message_nbytes, chunk_message_nbytes
 from hf_compressopt.kernels.variance import check_tops, decode_variance
-from hf_compressopt.optim.compact import Moments
-from hf_compressopt.optim.flat_optimizer import FlatOptimizer
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import GroupState, Moments
 from hf_compressopt.optim.options import (
     check_count,
     check_group,
@@ -35,7 +34,7 @@ from hf_compressopt.optim.options import (
     loadable_group,
     plain_group,
 )
-from hf_compressopt.optim.state_dict import (
+from hf_compressopt.optim.state import (
     check_header,
     check_tensors,
     header_of,
@@ -199,11 +198,6 @@ class GroupBuffers:
 
     A save writes the optimizer's own. A load reads bytes into memory of the form that they have in the checkpoint, the
     optimizer's own if it has that form; :meth:`commit` brings them into the optimizer's form.
-
-    Attributes:
-        state: The param group.
-        moments: The moments.
-        errors: The errors.
     """
 
     state: GroupState
@@ -307,7 +301,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class FlatState(State):
     """The state of a compressed optimizer; FusedAdam is an ordinary one."""
 
-    def __init__(self, optimizer: FlatOptimizer) -> None:
+    def __init__(self, optimizer: CompressedOptimizer) -> None:
         """Wrap an optimizer."""
         self._optimizer, groups = optimizer, optimizer._states
         shared = [group.params if group.own_rank is None else [] for group in groups]

@@ -28,7 +28,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import INDEX_NAME, check_prefix
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
-from hf_compressopt.optim.flat_optimizer import FlatOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 DEFAULT_PREFIX = "compressopt"
@@ -208,7 +208,7 @@ def checkpointable(
     if isinstance(optimizer, FSDPCompression):
         return FSDPState(optimizer)
     inner = _innermost(optimizer)
-    if isinstance(inner, FlatOptimizer):
+    if isinstance(inner, CompressedOptimizer):
         return FlatState(inner)
     return PartitionedState(inner) if isinstance(inner, ZeroOptimizer) else PlainState(inner)
 

@@ -54,7 +54,8 @@ class PlainState(State):
         number = count()
         for index, group in enumerate(optimizer.param_groups):
             called = group.get("param_names", [name_by_place(index, place) for place in range(len(group["params"]))])
-            for param, name, place in zip(group["params"], called, number, strict=False):
+            for param, name in zip(group["params"], called, strict=True):
+                place = next(number)
                 if param.requires_grad:
                     names[index].append(name)
                     trainable[index].append(param)

@@ -41,9 +41,9 @@ from hf_compressopt.format.index import (
     errors_naming,
 )
 from hf_compressopt.format.plan import MASTER
-from hf_compressopt.format.shards import ShardFiles, ShardWriter, progress, publish, temporary_name
+from hf_compressopt.format.shards import ShardFiles, progress, publish, temporary_name, write_shard
 from hf_compressopt.optim.options import check_at_least, check_betas
-from hf_compressopt.optim.shard_stub import STATE_KEY
+from hf_compressopt.optim.state import STATE_KEY
 
 #: Options of a param group in the state dict of torch's AdamW that are no hyperparameters.
 _HOW_TO_RUN = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
@@ -111,12 +111,7 @@ def _write_safetensors(path: Path, view: AdamView, files: ShardFiles) -> None:
     ]
     metadata = {"format": "pt", "optimizer": "AdamW", "param_groups": json.dumps(groups)}
     layout = {name: (entry.dtype, entry.shape) for name, entry in view.found.items()}
-    with ShardWriter(path, layout, metadata) as writer, progress(path.name, writer.bytes) as advance:
-        for name in writer.keys:
-            for part in view.read_parts(view.found[name], files):
-                writer.write(name, bytes_of(part))
-                advance(part.nbytes)
-        writer.finish()
+    write_shard(path, layout, metadata, lambda name: map(bytes_of, view.read_parts(view.found[name], files)))
 
 
 def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:

@@ -26,30 +26,19 @@ from hf_compressopt.checkpoint.state import State, bytes_of, not_alike
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
-from hf_compressopt.format.shards import ShardWriter, locked, make_folder, progress, publish, write_aside
+from hf_compressopt.format.shards import locked, make_folder, publish, write_aside, write_shard
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state that this rank writes, at one moment of the training.
-
-    Attributes:
-        folder: The folder.
-        prefix: Start of the files' names.
-        save_id: The number in the shards' names.
-        rank: This rank.
-        peers: For every rank the first of those that write into the same folder.
-        tensors: The tensors of this rank's shard.
-        header: The header of the index.
-        parameters: Name, shape and dtype of the parameters of each param group.
-    """
+    """The state that this rank writes, at one moment of the training."""
 
     folder: Path
     prefix: str
-    save_id: str
+    save_id: str  # the number in the shards' names
     rank: int
-    peers: list[int]
-    tensors: list[StateTensor]
+    peers: list[int]  # for every rank the first of those that write into the same folder
+    tensors: list[StateTensor]  # of this rank's shard
     header: dict[str, Any]
     parameters: list[list[dict[str, Any]]]
 
@@ -222,22 +211,21 @@ def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
     file = snapshot.shard_file(snapshot.rank)
     stored = {tensor.shard_key: tensor for tensor in snapshot.tensors}
     layout = {key: (t.dtype, t.shape if t.is_whole else (t.stop - t.start,)) for key, t in stored.items()}
-    shown = False if quiet or snapshot.rank != 0 else None
-    with (
-        ShardWriter(file, layout, {"format": "pt", "save_id": snapshot.save_id}, begun(file)) as writer,
-        progress(f"saving {file.name}", writer.bytes, shown=shown) as advance,
-    ):
-        for key in writer.keys:
-            data = bytes_of(stored[key].local.detach().cpu().contiguous())
-            writer.write(key, data)
-            advance(len(data))
-        checksums = writer.finish()
+    nbytes, checksums = write_shard(
+        file,
+        layout,
+        {"format": "pt", "save_id": snapshot.save_id},
+        lambda key: [bytes_of(stored[key].local.detach().cpu().contiguous())],
+        temporary=begun(file),
+        doing="saving",
+        shown=False if quiet or snapshot.rank != 0 else None,
+    )
     entries: dict[str, dict[str, Any]] = {}
     for key, tensor in stored.items():
         piece = Piece(snapshot.rank, key, tensor.start, tensor.stop, checksums[key])
         entry = entries.setdefault(str(tensor.key), asdict(TensorEntry(tensor.dtype, tensor.shape, ())))
         entry["pieces"] = [*entry["pieces"], asdict(piece)]
-    return {"file": file.name, "bytes": writer.bytes, "tensors": entries}
+    return {"file": file.name, "bytes": nbytes, "tensors": entries}
 
 
 def _make_index(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> CheckpointIndex:

@@ -27,17 +27,11 @@ _ZERO = re.compile(r"ZeroOptimizer\((\w+)\)")
 
 @dataclass(frozen=True)
 class Header:
-    """A checkpoint's header.
-
-    Attributes:
-        values: What the index holds.
-        optimizer: Name of the optimizer's class, without ZeRO.
-        compressed: Whether it is a compressed optimizer.
-    """
+    """A checkpoint's header."""
 
     values: dict[str, Any]
-    optimizer: str
-    compressed: bool
+    optimizer: str  # the name of its class, without ZeRO
+    compressed: bool  # whether it is a compressed optimizer
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Header:

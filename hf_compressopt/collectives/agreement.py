@@ -111,28 +111,39 @@ class Agreement(ABC):
         return results[0]
 
     def sum_and_compare(
-        self, values: Sequence[Tensor], digests: Sequence[int], dtype: torch.dtype = torch.float64
-    ) -> tuple[Tensor, list[bool]]:
-        """Sum some values over the ranks, and compare some numbers, in one small all-reduce.
+        self,
+        values: Sequence[Tensor],
+        digests: Sequence[int],
+        dtype: torch.dtype = torch.float64,
+        sketch: Tensor | None = None,
+    ) -> tuple[list[float], list[bool]]:
+        """Sum some values over the ranks, and compare some numbers, in one small all-reduce and one fetch.
 
         Numbers are all alike if and only if their mean square is the square of their mean.
 
         Args:
-            values: Of any shape, alike on all ranks.
+            values: [] each, as many on all ranks.
             digests: Numbers in [0, DIGEST_BOUND), as many on all ranks.
             dtype: Of the message, float64 or float32.
+            sketch: [k], of whose mean over the ranks the squared norm is wanted, too.
 
         Returns:
-            [numel of all values] float64, the sums; and for each digest whether all ranks have the same one.
+            The sums, and the squared norm behind them; and for each digest whether all ranks have the same one.
         """
         bits = _BITS_TOGETHER[dtype]
         shifts = range(0, _DIGEST_BITS, bits)
         pieces = [digest >> shift & (1 << bits) - 1 for digest in digests for shift in shifts]
         squares = [float(number) for piece in pieces for number in (piece, piece * piece)]
-        head = torch.cat([value.to(self.device, dtype).view(-1) for value in values])
-        message = torch.cat([head, torch.tensor(squares, dtype=dtype, device=self.device)])
+        head = torch.stack([value.to(self.device, dtype) for value in values])
+        parts = [head, torch.tensor(squares, dtype=dtype, device=self.device)]
+        message = torch.cat(parts if sketch is None else [*parts, sketch.to(self.device, dtype)])
         self.all_reduce(message).wait()
-        sums = [int(number) for number in message[head.numel() :].tolist()]
+        if sketch is not None:
+            count = len(values) + len(squares)
+            square = message[count:].double().div(self.world_size).square().sum()
+            message = torch.cat([message[:count].double(), square.view(1)])
+        found = message.tolist()
+        sums = [int(number) for number in found[len(values) : len(values) + len(squares)]]
         same = [self.world_size * square == total**2 for total, square in zip(sums[::2], sums[1::2], strict=True)]
         alike = [all(same[at : at + len(shifts)]) for at in range(0, len(same), len(shifts))]
-        return message[: head.numel()].double(), alike
+        return found[: len(values)] + found[len(values) + len(squares) :], alike

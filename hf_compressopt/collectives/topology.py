@@ -16,7 +16,8 @@ import torch
 
 from hf_compressopt.flat import chunk_range
 
-AUTO, FLAT, TWO_LEVELS = TOPOLOGIES = ("auto", "flat", "two-level")
+AUTO, FLAT, TWO_LEVELS = TOPOLOGIES = ("auto", "flat", "hierarchical")
+_ALSO = "two-level"  # another spelling of the last one
 _NODE_DTYPES = {32: torch.float32, 16: torch.bfloat16}
 
 
@@ -87,7 +88,7 @@ class TopologyOptions:
     """The topology that the user wants.
 
     Attributes:
-        topology: "auto", "flat" or "two-level".
+        topology: "auto", "flat" or "hierarchical", for which "two-level" is another spelling.
         node_size: Ranks per node; None takes them from the launcher and the host names.
         node_bits: Bits per element inside a node, 32, or 16 for bfloat16.
 
@@ -102,6 +103,8 @@ class TopologyOptions:
 
     def __post_init__(self) -> None:
         """Check the options."""
+        if self.topology == _ALSO:
+            object.__setattr__(self, "topology", TWO_LEVELS)
         if self.topology not in TOPOLOGIES:
             raise ValueError(f"topology must be one of {list(TOPOLOGIES)}, got {self.topology!r}")
         if isinstance(self.node_bits, bool) or self.node_bits not in _NODE_DTYPES:
@@ -114,8 +117,8 @@ class TopologyOptions:
             raise ValueError(f"node_size must be >= 1, got {self.node_size}")
         if self.topology == FLAT and self.node_size > 1:
             raise ValueError(
-                f"node_size={self.node_size} belongs to two levels, and topology is 'flat': give topology='two-level', "
-                "or leave node_size out"
+                f"node_size={self.node_size} belongs to two levels, and topology is 'flat': give "
+                "topology='hierarchical', or leave node_size out"
             )
 
     @property

@@ -78,7 +78,7 @@ def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int 
     size, reason = node_size_of_hosts(hosts, announced if communicator.process_group is None else ())
     if wanted.topology == TWO_LEVELS and size == 1:
         raise ValueError(
-            "topology='two-level' needs at least two nodes, all with the same number of ranks, at least two: "
+            "topology='hierarchical' needs at least two nodes, all with the same number of ranks, at least two: "
             f"{reason or f'the ranks are on {len(set(hosts))} host(s)'}. Give node_size, or topology='auto'"
         )
     if reason:

@@ -37,21 +37,13 @@ class Per(Enum):
 
 @dataclass(frozen=True)
 class TensorKey:
-    """The name of a tensor in a checkpoint, which ``str()`` writes.
+    """The name of a tensor in a checkpoint, which ``str()`` writes."""
 
-    Attributes:
-        kind: What it holds, such as "exp_avg".
-        owner: The parameter that it belongs to; "" for a tensor of a param group.
-        group: Number of the param group that it belongs to, or None.
-        rank: The rank whose own it is; None if it is one tensor for all ranks.
-        per: What the parameter has a value for.
-    """
-
-    kind: str
-    owner: str = ""
-    group: int | None = None
-    rank: int | None = None
-    per: Per = Per.ELEMENT
+    kind: str  # what it holds, such as "exp_avg"
+    owner: str = ""  # the parameter that it belongs to; "" for a tensor of a param group
+    group: int | None = None  # the number of the param group that it belongs to
+    rank: int | None = None  # the rank whose own it is; None if it is one tensor for all ranks
+    per: Per = Per.ELEMENT  # what the parameter has a value for
 
     def __str__(self) -> str:
         """The name, such as "exp_avg/rank1/weight" or "worker_error/group0/rank1"."""
@@ -145,14 +137,9 @@ class Read:
 
 @dataclass(frozen=True)
 class Plan:
-    """The reads that fill a tensor: it becomes the mean of the sources, or zeros if there are none.
+    """The reads that fill a tensor: it becomes the mean of the sources, or zeros if there are none."""
 
-    Attributes:
-        sources: For each tensor to be averaged, usually one, the reads that fill all bytes once, in order.
-        nbytes: Bytes of the tensor.
-    """
-
-    sources: tuple[tuple[Read, ...], ...]
+    sources: tuple[tuple[Read, ...], ...]  # of each tensor to be averaged: they fill all bytes once, in order
     nbytes: int
 
     def windows(self, size: int) -> Iterator[Plan]:

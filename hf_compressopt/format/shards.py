@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
@@ -44,23 +44,11 @@ class StoredTensor(NamedTuple):
 
 
 class ShardFile:
-    """A shard that is open for reading.
+    """A shard that is open for reading, with the metadata of its header, and its tensors by key."""
 
-    Attributes:
-        path: The file.
-        metadata: The metadata of its header.
-        tensors: Its tensors, by key.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        block_bytes: int = BLOCK_BYTES,
-        room: memoryview | None = None,
-    ) -> None:
-        """Open the file and check its header."""
-        self.path = path
-        self._block_bytes = block_bytes
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES, room: memoryview | None = None) -> None:
+        """Open the file and check its header; blocks are read into ``room`` [block_bytes], which files may share."""
+        self.path, self._block_bytes = path, block_bytes
         self._room = memoryview(bytearray(block_bytes)) if room is None else room
         try:
             self._file = open(path, "rb", buffering=0)
@@ -249,134 +237,100 @@ Bytes = bytes | bytearray | memoryview
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
-class ShardWriter:
-    """A safetensors file that is being written; a context manager.
+def write_shard(
+    path: Path,
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
+    metadata: Mapping[str, str],
+    parts_of: Callable[[str], Iterable[Bytes]],
+    *,
+    temporary: Path | None = None,
+    doing: str = "",
+    shown: bool | None = None,
+) -> tuple[int, dict[str, tuple[str, ...]]]:
+    """Write a safetensors file durably; it replaces the file of that name in one moment, or nothing is left of it.
 
     The whole file is allocated first, if the file system supports it, so that a full disk is met before anything is
-    written. The file has a temporary name until :meth:`finish`. It is removed if the context ends without that call.
+    written.
 
-        with ShardWriter(path, {"a": ("float32", (2, 3))}, {"format": "pt"}) as writer:
-            for key in writer.keys:
-                writer.write(key, data[key])
-            checksums = writer.finish()
+    Args:
+        path: The file's name.
+        tensors: Dtype, by torch's name, and shape of every tensor. Those with larger elements come first in the file,
+            so that all are aligned; otherwise the order is kept.
+        metadata: Metadata of the header.
+        parts_of: Returns the bytes of a tensor, in parts that are valid until the next one.
+        temporary: The name until the file is whole; a file of that name is replaced. None: a new name beside ``path``.
+        doing: Text before the file's name beside the progress bar.
+        shown: Whether to show the bar; None as for :func:`progress`.
 
-    Attributes:
-        path: The final name of the file.
-        keys: The tensors in the order in which their bytes must come. Those with larger elements come first, so that
-            all are aligned; otherwise the given order is kept.
-        bytes: Size of the file.
+    Returns:
+        The size of the file, and the checksums of each tensor, one for every BLOCK_BYTES of it.
+
+    Raises:
+        OSError: If it cannot be written.
+        ValueError: For a dtype that safetensors does not have, a header that is too long, or a wrong number of bytes.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[str, Sequence[int]]],
-        metadata: Mapping[str, str],
-        temporary: Path | None = None,
-    ) -> None:
-        """Lay out the file; nothing is written before the context is entered."""
-        unknown = sorted({dtype for dtype, _ in tensors.values()} - DTYPES.keys())
-        if unknown:
-            raise ValueError(f"{path}: safetensors has no dtype {unknown[0]!r}; legal are {sorted(DTYPES)}")
-        self.path = path
-        self.keys = tuple(sorted(tensors, key=lambda key: -DTYPES[tensors[key][0]][1]))
-        self._sizes = {key: prod(tensors[key][1]) * DTYPES[tensors[key][0]][1] for key in self.keys}
-        self._header = _header({key: tensors[key] for key in self.keys}, self._sizes, metadata)
-        self.bytes = len(self._header) + sum(self._sizes.values())
-        self._temporary = temporary or temporary_name(path)
-        self._flags = os.O_WRONLY | os.O_CREAT | NO_LINKS | (os.O_EXCL if temporary is None else os.O_TRUNC)
-        self._checksums: dict[str, list[str]] = {key: [] for key in self.keys}
-        self._due = [key for key in reversed(self.keys) if self._sizes[key]]  # the last is next
-        self._done = 0  # bytes of it
-        self._checksum = checksum_of()
-        self._descriptor = -1
-        self._finished = False
-
-    def __enter__(self) -> ShardWriter:
-        """Allocate the file and write the header."""
-        self._descriptor = os.open(self._temporary, self._flags, 0o666)
-        try:
-            self._allocate()
-            _write_all(self._descriptor, self._header)
-        except BaseException as error:
-            self._discard()
-            raise self._named(error) from None
-        return self
-
-    def write(self, key: str, data: Bytes) -> None:
-        """Write the next bytes of a tensor, all of them or a part; ``data`` may be reused when this returns."""
-        rest = memoryview(data)
-        if rest.nbytes == 0:
-            return
-        rest = rest.cast("B")
-        self._check_due(key, len(rest))
-        while rest:
-            block = rest[: BLOCK_BYTES - self._done % BLOCK_BYTES]
-            self._checksum.update(block)
-            try:
-                _write_all(self._descriptor, block)
-            except OSError as error:
-                raise self._named(error) from None
-            self._done += len(block)
-            if self._done % BLOCK_BYTES == 0 or self._done == self._sizes[key]:
-                self._checksums[key].append(self._checksum.hexdigest())
-                self._checksum = checksum_of()
-            if self._done == self._sizes[key]:
-                self._due.pop()
-                self._done = 0
-            rest = rest[len(block) :]
-
-    def finish(self) -> dict[str, tuple[str, ...]]:
-        """Make the file durable, and give it its final name."""
-        if self._due:
-            key = self._due[-1]
-            raise ValueError(f"{self.path}: {key!r} was given {self._done} of its {self._sizes[key]} bytes")
-        try:
-            os.fsync(self._descriptor)
-            self._close()
-            publish(self._temporary, self.path)
-        except OSError as error:
-            raise self._named(error) from None
-        self._finished = True
-        return {key: tuple(checksums) for key, checksums in self._checksums.items()}
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the file if it was not finished."""
-        if not self._finished:
-            self._discard()
-
-    def _allocate(self) -> None:
-        allocate = getattr(os, "posix_fallocate", None)  # macOS and Windows have none
-        if allocate is None:
-            return
-        try:
-            allocate(self._descriptor, 0, self.bytes)
-        except OSError as error:
-            if error.errno not in _CANNOT_ALLOCATE:
-                raise
-
-    def _check_due(self, key: str, nbytes: int) -> None:
-        due = self._due[-1] if self._due else None
-        if key != due or nbytes > self._sizes[key] - self._done:
-            left = "none" if due is None else f"{self._sizes[due] - self._done} of {due!r}"
-            raise ValueError(f"{self.path}: {nbytes} bytes of {key!r}, but {left} are due")
-
-    def _close(self) -> None:
-        """Close the descriptor; it is gone even if the close fails."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
-    def _discard(self) -> None:
-        with suppress(OSError):
-            self._close()
+    unknown = sorted({dtype for dtype, _ in tensors.values()} - DTYPES.keys())
+    if unknown:
+        raise ValueError(f"{path}: safetensors has no dtype {unknown[0]!r}; legal are {sorted(DTYPES)}")
+    keys = sorted(tensors, key=lambda key: -DTYPES[tensors[key][0]][1])
+    sizes = {key: prod(tensors[key][1]) * DTYPES[tensors[key][0]][1] for key in keys}
+    header = _header({key: tensors[key] for key in keys}, sizes, metadata)
+    size, checksums = len(header) + sum(sizes.values()), {}
+    aside = temporary or temporary_name(path)
+    flags = os.O_WRONLY | os.O_CREAT | NO_LINKS | (os.O_EXCL if temporary is None else os.O_TRUNC)
+    descriptor = os.open(aside, flags, 0o666)
+    try:
+        _allocate(descriptor, size)
+        _write_all(descriptor, header)
+        with progress(f"{doing} {path.name}".strip(), size, shown=shown) as advance:
+            for key in keys:
+                checksums[key] = tuple(_write_blocks(descriptor, sizes[key], parts_of(key), advance))
+        os.fsync(descriptor)
+        whole, descriptor = descriptor, -1  # it is gone even if the close fails
+        os.close(whole)
+        publish(aside, path)
+    except BaseException as error:
         with suppress(OSError):  # the error that led here is the one to tell
-            self._temporary.unlink(missing_ok=True)
-
-    def _named(self, error: BaseException) -> BaseException:
+            if descriptor >= 0:
+                os.close(descriptor)
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            return OSError(error.errno, error.strerror, str(self._temporary))
-        return error
+            raise OSError(error.errno, error.strerror, str(aside)) from None
+        raise
+    return size, checksums
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    allocate = getattr(os, "posix_fallocate", None)  # macOS and Windows have none
+    try:
+        if allocate is not None:
+            allocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in _CANNOT_ALLOCATE:
+            raise
+
+
+def _write_blocks(
+    descriptor: int, nbytes: int, parts: Iterable[Bytes], advance: Callable[[int], object]
+) -> Iterator[str]:
+    """Write the bytes of a tensor, and yield the checksum of each block."""
+    checksum, done = checksum_of(), 0
+    for part in parts:
+        rest = memoryview(part)
+        rest = rest.cast("B") if rest.nbytes else rest[:0]
+        while rest:
+            block = rest[: BLOCK_BYTES - done % BLOCK_BYTES]
+            checksum.update(block)
+            _write_all(descriptor, block)
+            done += len(block)
+            if done % BLOCK_BYTES == 0 or done == nbytes:
+                yield checksum.hexdigest()
+                checksum = checksum_of()
+            rest = rest[len(block) :]
+            advance(len(block))
+    if done != nbytes:
+        raise ValueError(f"{done} bytes were given for a tensor of {nbytes}")
 
 
 def temporary_name(path: Path) -> Path:

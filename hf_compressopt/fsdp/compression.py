@@ -30,7 +30,7 @@ from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.fsdp.units import Unit, units_of
 from hf_compressopt.grad_compression import FORMATS, STATES, unscaled
-from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.optim.math import bit_sum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

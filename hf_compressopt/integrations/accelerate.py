@@ -1,42 +1,126 @@
-"""Accelerate's plug-in: an Accelerator whose DDP models leave gradients local when a compressed optimizer asks."""
+"""Accelerate's plug-in: an Accelerator whose models leave gradients local when a compressed optimizer asks."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from hf_compressopt.amp import GradScaler, innermost
+from hf_compressopt.checkpoint.background import wait_for_saves
 from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.integrations.capabilities import (
-    OwnsGradients,
-    SavesShards,
+from hf_compressopt.fsdp.compression import FSDPCompression
+from hf_compressopt.grad_compression import GradientCompression, MessageOptions
+from hf_compressopt.integrations.algorithms import (
+    Ours,
     all_parameters,
     follows_plan,
     frees_gradients,
     owns_gradients,
     saves_shards,
     shares,
-    skips_steps,
 )
-from hf_compressopt.integrations.ddp_models import check_somebody_averages, undo_evaluation_mode, without_compile
-from hf_compressopt.integrations.fsdp_models import is_loaded_in_shards
-from hf_compressopt.integrations.log import describe_saving, prefix_of, prefixed_metrics, show_log
+from hf_compressopt.integrations.log import (
+    describe_saving,
+    describe_schedule,
+    fit,
+    is_fitted,
+    prefix_of,
+    prefixed_metrics,
+    scheduler_steps,
+    show_log,
+)
+from hf_compressopt.integrations.models import (
+    DDPModels,
+    ShardedModels,
+    check_distributed_type,
+    check_somebody_averages,
+    is_loaded_in_shards,
+    undo_evaluation_mode,
+    without_compile,
+)
 from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
-from hf_compressopt.integrations.run_length import describe_schedule, fit, is_fitted, scheduler_steps
-from hf_compressopt.integrations.saving_accelerator import Attachment, SavingAccelerator
-from hf_compressopt.integrations.unsupported import check_distributed_type
+from hf_compressopt.integrations.saving import load_compressions, load_shards, save_compressions, save_shards
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
+#: Variables of which one makes ``python -m hf_compressopt.run`` attach every accelerator.
+_CHOICES = ("COMPRESSOPT_OPTIM", "COMPRESSOPT_OPTIMIZER", "COMPRESSOPT_GRAD_COMPRESSION", "COMPRESSOPT_ZERO_STAGE")
+
+
+@dataclass
+class Attachment:
+    """State of a CompressOptAccelerator beside that of an Accelerator."""
+
+    plugin: CompressOptPlugin | None = None
+    by_trainer: bool = False  # a Trainer has set the options
+    asked: str = ""  # how the user asked for an optimizer of this package, in words
+    checked: bool = False  # since the last object was prepared
+    said: list[str] = field(default_factory=list)  # lines of the log that were written
+    untold: list[Any] = field(default_factory=list)  # optimizers and compressions whose first step is not over
+    models: DDPModels = field(default_factory=DDPModels)
+    sharded: ShardedModels = field(default_factory=ShardedModels)
+    partitioned: set[int] = field(default_factory=set)  # parameters (by id) of partitioned optimizers
+    following: set[int] = field(default_factory=set)  # parameters (by id) of compressed optimizers given to prepare
+    without_ddp: set[int] = field(default_factory=set)  # parameters (by id) of models prepared without DDP for them
+    grad_compression: str = "none"  # for the models of ordinary optimizers
+    messages: MessageOptions = field(default_factory=MessageOptions)  # of grad_compression
+    gradient_as_bucket_view: bool = True  # in DDP, where gradients travel in messages of this package
+    loading: ExitStack = field(default_factory=ExitStack)  # open while Accelerate loads a state
+    in_checkpoint: bool = False  # all ranks are saving a checkpoint
+    rotations: list[Callable[[], None]] = field(default_factory=list)  # put off until a save in the background is done
+
+    def take(self, plugin: CompressOptPlugin) -> None:
+        """Take over the options of a plugin."""
+        self.plugin, self.grad_compression, self.messages = plugin, plugin.ddp_compression, plugin.message_options()
+        self.gradient_as_bucket_view = plugin.gradient_as_bucket_view
+        if plugin.partitions:
+            self.asked = f"CompressOptPlugin(zero_stage={plugin.zero_stage})"
+        elif plugin.optimizer != "none":
+            self.asked = f"CompressOptPlugin(optimizer={plugin.optimizer!r})"
+
+    def note_given(self, optimizer: Any) -> None:
+        """Record the parameters of an optimizer that is given to ``prepare``, before any model is prepared."""
+        if owns_gradients(optimizer) or frees_gradients(optimizer):
+            self.partitioned |= {id(p) for p in optimizer.trainable_parameters}
+        elif follows_plan(optimizer):
+            self.following |= {id(p) for p in optimizer.trainable_parameters}
+
+    @contextmanager
+    def gradients_in_buckets(self, accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+        """Inside, a model whose gradients travel in messages of this package has them in the buckets of its DDP."""
+        travels = self.grad_compression != "none" or (self.plugin is not None and self.plugin.optimizer != "none")
+        given = accelerator.ddp_handler
+        if self.gradient_as_bucket_view and (travels or shares(model.parameters(), self.following)):
+            accelerator.ddp_handler = replace(given or DistributedDataParallelKwargs(), gradient_as_bucket_view=True)
+        try:
+            yield
+        finally:
+            accelerator.ddp_handler = given
+
+    def compressions(self) -> list[GradientCompression | FSDPCompression]:
+        """The states of the models whose gradients are compressed."""
+        return [*self.models.compressions(), *self.sharded.compressions()]
+
+    def metrics(self) -> dict[str, float]:
+        """Their metrics, for a log line."""
+        found: dict[str, float] = {}
+        for number, state in enumerate(self.compressions()):
+            found.update(prefixed_metrics(state, prefix_of(number)))
+        return found
 
 
 class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -48,7 +132,7 @@ class CompressOptAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[mis
         return bool(self._is_overflow or self.optimizer.step_was_skipped)
 
 
-class CompressOptAccelerator(SavingAccelerator):
+class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator for compressed optimizers; with any other optimizer it is Accelerate's own.
 
     It leaves the gradients of a DDP model local when the optimizer's plan says so, clips them by a norm that all ranks
@@ -62,10 +146,28 @@ class CompressOptAccelerator(SavingAccelerator):
         **kwargs: Accelerate's.
     """
 
+    _compressopt: Attachment
+
     def __init__(self, *args: Any, compressopt_plugin: CompressOptPlugin | None = None, **kwargs: Any) -> None:
         """See the class."""
         super().__init__(*args, **kwargs)
         attach(self, compressopt_plugin)
+
+    def optimizers_inside(self) -> list[torch.optim.Optimizer]:
+        """The prepared optimizers, without the wrappers of Accelerate."""
+        return [innermost(optimizer) for optimizer in self._optimizers]
+
+    def our_optimizers(self) -> list[Ours]:
+        """The compressed and the partitioned optimizers among them."""
+        return list(filter(saves_shards, self.optimizers_inside()))
+
+    def compressed_optimizers(self) -> list[CompressedOptimizer]:
+        """The compressed optimizers among them."""
+        return list(filter(follows_plan, self.optimizers_inside()))
+
+    def partitioned_optimizers(self) -> list[ZeroOptimizer]:
+        """The partitioned optimizers among them."""
+        return list(filter(owns_gradients, self.optimizers_inside()))
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
@@ -80,7 +182,8 @@ class CompressOptAccelerator(SavingAccelerator):
                 check_distributed_type(self, optimizer, self._compressopt.plugin)
             self._compressopt.note_given(optimizer)
         prepared = super().prepare(*args, **kwargs)
-        self._compressopt.compress_sharded(prepared, self, self._loss_scale)
+        if self.distributed_type == DistributedType.FSDP:
+            self._compress_sharded(prepared if isinstance(prepared, (tuple, list)) else (prepared,))
         self._advise_on_auto(args)
         return prepared
 
@@ -93,7 +196,7 @@ class CompressOptAccelerator(SavingAccelerator):
         if not evaluation_mode and self._is_partitioned(model):
             alone: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
             self._compressopt.without_ddp |= {id(p) for p in model.parameters()}
-            self._check_somebody_averages(map(innermost, self._optimizers))
+            self._check_somebody_averages(self.optimizers_inside())
             communicator = TorchCommunicator(device=self.device)
             for tensor in (*alone.parameters(), *alone.buffers()):  # as DDP does
                 communicator.broadcast(tensor)
@@ -101,7 +204,7 @@ class CompressOptAccelerator(SavingAccelerator):
         with self._compressopt.gradients_in_buckets(self, model):
             prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if is_loaded_in_shards(without_compile(model)):  # transformers' Trainer prepares it for evaluation
-            self._compressopt.compress_sharded(prepared, self, self._loss_scale)
+            self._compress_sharded([prepared])
         self._compressopt.models.add(prepared)
         self._bind()
         return prepared
@@ -123,18 +226,17 @@ class CompressOptAccelerator(SavingAccelerator):
         inner = innermost(optimizer)
         if owns_gradients(inner):
             self._take_over_gradients(inner)
-        elif frees_gradients(inner) and self.num_processes > 1:
+        elif frees_gradients(inner) and self.num_processes > 1 and inner.freed is not None:
             self._compressopt.models.check_not_averaging(inner)
             inner.freed.loss_scale = self._loss_scale
         if saves_shards(inner) and self.scaler is not None and not isinstance(self.scaler, GradScaler):
             self.scaler.__class__ = GradScaler
         self._check_somebody_averages([inner])
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if skips_steps(inner):
+        if hasattr(inner, "step_was_skipped"):
             prepared.__class__ = CompressOptAcceleratedOptimizer
-        if follows_plan(inner):
-            if plugin is not None and plugin.total_steps is not None:
-                fit(inner, plugin.total_steps)
+        if follows_plan(inner) and plugin is not None and plugin.total_steps is not None:
+            fit(inner, plugin.total_steps)
         self._bind()
         return prepared
 
@@ -154,8 +256,10 @@ class CompressOptAccelerator(SavingAccelerator):
 
     def free_memory(self, *objects: Any) -> Any:
         """Free as Accelerate does; models that live on have their gradients averaged until a next optimizer comes."""
-        self._compressopt.models.release()
-        self._compressopt.forget()
+        state = self._compressopt
+        state.models.release()
+        for known in (state.partitioned, state.following, state.without_ddp):
+            known.clear()
         return super().free_memory(*objects)
 
     def _is_partitioned(self, model: nn.Module) -> bool:
@@ -168,13 +272,19 @@ class CompressOptAccelerator(SavingAccelerator):
         if self.num_processes > 1:
             check_somebody_averages(optimizers, self._compressopt.without_ddp)
 
-    def _take_over_gradients(self, optimizer: OwnsGradients) -> None:
+    def _take_over_gradients(self, optimizer: ZeroOptimizer) -> None:
         """Check that no DDP averages the optimizer's gradients, and that no earlier optimizer takes them away."""
         self._compressopt.models.check_not_averaging(optimizer)
         params = {id(p) for p in optimizer.trainable_parameters}
         for other in self.partitioned_optimizers():
             if other is not optimizer and shares(other.trainable_parameters, params):
                 other.detach()
+
+    def _compress_sharded(self, prepared: Sequence[Any]) -> None:
+        """Send the gradients of FSDP2's models between replicas in low-bit messages, if the user asked for it."""
+        state, models = self._compressopt, [found for found in prepared if isinstance(found, nn.Module)]
+        if state.grad_compression != "none" and models:
+            state.sharded.compress(models, self, state.grad_compression, state.messages, self._loss_scale)
 
     def _advise_on_auto(self, args: Sequence[Any]) -> None:
         """Say that the length of the run is unknown, if the plugin made an optimizer and nothing has told it."""
@@ -189,6 +299,23 @@ class CompressOptAccelerator(SavingAccelerator):
                 "decides, and a short run may compress nothing"
             )
 
+    def _bind(self) -> None:
+        """Give every model the hook that its optimizers need."""
+        state, optimizers = self._compressopt, self.optimizers_inside()
+        state.checked = False
+        own_hook, compression = getattr(self.ddp_handler, "comm_hook", None), state.grad_compression
+        state.models.bind(optimizers, own_hook, self._loss_scale)
+        if compression != "none" and self.num_processes > 1:
+            state.models.compress(optimizers, own_hook, compression, state.messages, self._loss_scale)
+        elif compression != "none" and optimizers:
+            logger.warning("grad_compression=%s has no effect: there is one process, which sends nothing", compression)
+            state.grad_compression = "none"
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Skip the averaging as Accelerate does; gradients stay whole inside, but ZeRO stage 2 of others sends them."""
@@ -198,25 +325,8 @@ class CompressOptAccelerator(SavingAccelerator):
             for optimizer in self.our_optimizers():
                 whole = frees_gradients(optimizer) or (owns_gradients(optimizer) and optimizer.stage == 1)
                 if whole and shares(optimizer.trainable_parameters, params):
-                    stack.enter_context(cast("OwnsGradients", optimizer).no_sync())
+                    stack.enter_context(cast("ZeroOptimizer", optimizer).no_sync())
             yield
-
-    def _bind(self) -> None:
-        self._compressopt.checked = False
-        own_hook = getattr(self.ddp_handler, "comm_hook", None)
-        models, optimizers = self._compressopt.models, [innermost(optimizer) for optimizer in self._optimizers]
-        models.bind(optimizers, own_hook, self._loss_scale)
-        compression = self._compressopt.grad_compression
-        if compression != "none" and self.num_processes > 1:
-            models.compress(optimizers, own_hook, compression, self._compressopt.messages, self._loss_scale)
-        elif compression != "none" and optimizers:
-            logger.warning("grad_compression=%s has no effect: there is one process, which sends nothing", compression)
-            self._compressopt.grad_compression = "none"
-
-    def _loss_scale(self) -> float:
-        return 1.0 if self.scaler is None else float(self.scaler.get_scale())
-
-    # -- a step -------------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -243,7 +353,7 @@ class CompressOptAccelerator(SavingAccelerator):
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         return local[0].clip_grad_norm_(max_norm, parameters)
 
-    def _unscale(self, owners: Sequence[SavesShards]) -> None:
+    def _unscale(self, owners: Sequence[Ours]) -> None:
         """Unscale before clipping, also if a scaler was set by hand and mixed_precision is not "fp16"."""
         if self.scaler is not None and not (self.native_amp and self.mixed_precision == "fp16"):
             for owner in owners:
@@ -252,24 +362,25 @@ class CompressOptAccelerator(SavingAccelerator):
             self.unscale_gradients()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again."""
+        """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again.
+
+        Raises:
+            ValueError: In the first pass, if compression was asked for and nothing is compressed.
+        """
         scales = {optimizer.loss_scale.value for optimizer in self.partitioned_optimizers()}
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
-        if not self._compressopt.checked and self.num_processes > 1:
+        state = self._compressopt
+        if not state.checked and self.num_processes > 1:
             self._check_attached()
         super().backward(loss * scales.pop() if scales - {1.0} else loss, **kwargs)
-        if not self._compressopt.checked or self._compressopt.untold:
+        if not state.checked or state.untold:
             self._tell()
-        self._compressopt.checked = True
+            state.checked = True
 
     def _check_attached(self) -> None:
-        """Check at the start of a training that everything is compressed that the user asked for.
-
-        Raises:
-            ValueError: If something is not; the message says what to do.
-        """
-        state, optimizers = self._compressopt, [innermost(optimizer) for optimizer in self._optimizers]
+        """Check at the start of a training that everything is compressed that the user asked for."""
+        state, optimizers = self._compressopt, self.optimizers_inside()
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         if state.asked and optimizers and not self.our_optimizers():
             raise ValueError(
@@ -277,11 +388,10 @@ class CompressOptAccelerator(SavingAccelerator):
                 "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
                 "create_optimizer return such a one. To train without compression leave the option out"
             )
-        prepared = [without_compile(model) for model in self._models]
         compressing = self.compressed_optimizers() if state.grad_compression == "none" else optimizers
         wanted = {id(p) for o in compressing if not frees_gradients(o) for p in all_parameters(o) if p.requires_grad}
         hooked = {id(p) for model in (*state.models.hooked(), *state.sharded.models()) for p in model.parameters()}
-        for model in prepared:
+        for model in map(without_compile, self._models):
             if any(id(p) in wanted and id(p) not in hooked for p in model.parameters()):
                 what = names if state.grad_compression == "none" else f"grad_compression={state.grad_compression}"
                 raise ValueError(
@@ -316,6 +426,72 @@ class CompressOptAccelerator(SavingAccelerator):
             metrics.update(prefixed_metrics(optimizer, prefix_of(number)))
         metrics.update(self._compressopt.metrics())
         super().log({**metrics, **values}, step=step, log_kwargs=log_kwargs or {})
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the model's state dict as Accelerate does; inside a local interval of 0/1 Adam, that of the last sync.
+
+        Between two syncs every rank has parameters of its own. Those of the last sync are the same on all ranks, and
+        reading them needs no communication, so that one rank alone may call this and ``save_model``. With a
+        ZeroOptimizer's ``param_compression`` the state dict has the master weights, which the ranks share: all ranks
+        call.
+        """
+        params = {id(p) for p in model.parameters()}
+        with ExitStack() as stack:
+            owners = [o for o in self.compressed_optimizers() if shares(o.trainable_parameters, params)]
+            apart = any(owner.ranks_are_apart for owner in owners)
+            for optimizer in self.partitioned_optimizers():
+                if optimizer.partition.has_replicas and shares(optimizer.trainable_parameters, params):
+                    stack.enter_context(optimizer.masters_in_parameters())
+                    apart = True
+            for owner in owners:
+                stack.enter_context(owner.synced_parameters())
+            state = super().get_state_dict(model, unwrap)
+            if not apart:
+                return state
+            return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call.
+
+        Raises:
+            OSError: If a file cannot be written, or an earlier save in the background has failed; on all ranks.
+        """
+        wait_for_saves()  # Accelerate may remove older folders first
+        with ExitStack() as stack:
+            for optimizer in self.our_optimizers():
+                stack.enter_context(optimizer.state_in_shards())
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call.
+
+        Raises:
+            CheckpointError: If they are damaged or do not fit.
+            OSError: If a save in the background has failed; on all ranks.
+        """
+        wait_for_saves()
+        with ExitStack() as self._compressopt.loading:
+            return super().load_state(*args, **kwargs)
+
+    def end_training(self) -> None:
+        """End the training as Accelerate does, after the saves in the background.
+
+        Raises:
+            OSError: If one of them has failed; on all ranks.
+        """
+        wait_for_saves()
+        super().end_training()
+
+    def _save_shards(self, models: list[nn.Module], weights: Any, directory: str) -> None:
+        background = self._compressopt.plugin is not None and self._compressopt.plugin.async_save
+        save_shards(self.optimizers_inside(), models, directory, background=background)
+        save_compressions(self._compressopt.compressions(), directory)
+
+    def _load_shards(self, models: list[nn.Module], directory: str) -> None:
+        load_shards(self.optimizers_inside(), models, directory, self.device, self._compressopt.loading)
+        load_compressions(self._compressopt.compressions(), directory)
 
 
 def register() -> None:
@@ -388,3 +564,15 @@ def make_ours(accelerator: Accelerator, plugin: CompressOptPlugin | None) -> Com
     accelerator.register_save_state_pre_hook(accelerator._save_shards)
     accelerator.register_load_state_pre_hook(accelerator._load_shards)
     return cast("CompressOptAccelerator", accelerator)
+
+
+def adopt_accelerators() -> None:
+    """Attach every accelerator that the program makes from now on, if a variable chooses something to compress."""
+    if any(name in os.environ for name in _CHOICES) and not is_wrapped(Accelerator, "__init__"):
+        CompressOptPlugin()  # a wrong variable is an error before the program starts
+        wrap(Accelerator, "__init__", _make_and_attach)
+
+
+def _make_and_attach(original: Callable[..., None], self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    attach(self, CompressOptPlugin())

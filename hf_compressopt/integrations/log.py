@@ -1,30 +1,24 @@
-"""The package's lines on the terminal, and its numbers in the hosts' logs."""
+"""What the log says of a run: its schedule, what it saves, its numbers."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX
+from hf_compressopt.optim.base import CompressedOptimizer
 
+logger = logging.getLogger(__name__)
 _LOGGED = (
-    "stage",
-    "zero_stage",
-    "bytes_sent",
-    "bytes_sent_step",
-    "bytes_sent_in_node",
-    "compression_ratio",
-    "seconds_communication",
-    "gradient_noise_scale",
+    *("stage", "zero_stage", "bytes_sent", "bytes_sent_step", "bytes_sent_in_node"),
+    *("compression_ratio", "seconds_communication", "gradient_noise_scale"),
 )
-
-
-class HasMetrics(Protocol):
-    """An optimizer, or a compression of gradients, that counts what it does."""
-
-    def metrics(self) -> dict[str, float]: ...  # noqa: D102
+_steps: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of the run, by optimizer
+_fits: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # the schedule that was chosen for it, in words
 
 
 class _ProgressBarHandler(logging.StreamHandler):  # type: ignore[type-arg]
@@ -49,11 +43,22 @@ def show_log() -> None:
         package.propagate = False
 
 
-def describe_saving(state: Any) -> str:
-    """Compare the bytes of the last step with those of full precision; "" if it did not send fewer.
+def prefix_of(number: int) -> str:
+    """The start of the file names, and of the metrics, of an accelerator's optimizer with this number."""
+    return DEFAULT_PREFIX if number == 0 else f"{DEFAULT_PREFIX}_{number}"
 
-    Args:
-        state: An optimizer, or a compression of gradients, with a communicator.
+
+def prefixed_metrics(state: Any, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
+    """The metrics of an optimizer, or of a compression of gradients, for a log line: ``<prefix>/<name>``."""
+    metrics = state.metrics()
+    return {f"{prefix}/{name}": metrics[name] for name in _LOGGED if name in metrics}
+
+
+def describe_saving(state: Any) -> str:
+    """Compare the bytes of the last step of an optimizer, or compression of gradients, with full precision.
+
+    Returns:
+        A line for the log; "" if it did not send fewer.
     """
     metrics = state.metrics()
     sent, ratio = metrics["bytes_sent_step"], metrics.get("compression_ratio", 1.0)
@@ -72,12 +77,59 @@ def _with_unit(nbytes: float) -> str:
     return f"{nbytes / 1000**place:.3g} {units[place]}"
 
 
-def prefix_of(number: int) -> str:
-    """The start of the file names, and of the metrics, of an accelerator's optimizer with this number."""
-    return DEFAULT_PREFIX if number == 0 else f"{DEFAULT_PREFIX}_{number}"
+def fit(optimizer: CompressedOptimizer, steps: int) -> None:
+    """Fit the optimizer's schedule to a run of ``steps`` steps, if it is open; say if nothing would be compressed."""
+    if _steps.get(optimizer) != steps:
+        _steps[optimizer], _fits[optimizer] = steps, optimizer.fit_schedule(steps)
+        _warn_if_nothing_is_compressed(optimizer, steps)
 
 
-def prefixed_metrics(optimizer: HasMetrics, prefix: str = DEFAULT_PREFIX) -> dict[str, float]:
-    """The metrics for a log line, as ``<prefix>/<name>``."""
-    metrics = optimizer.metrics()
-    return {f"{prefix}/{name}": metrics[name] for name in _LOGGED if name in metrics}
+def is_fitted(optimizer: CompressedOptimizer) -> bool:
+    """True if the length of the optimizer's run is known."""
+    return optimizer in _steps
+
+
+def describe_schedule(optimizer: CompressedOptimizer) -> str:
+    """Say how the schedule was chosen, and with which step the next stage begins."""
+    steps, last = _steps.get(optimizer), optimizer.schedule.last_warmup_step
+    latest = "" if isinstance(optimizer.freeze_step, int) else " at the latest"
+    begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
+    return "; ".join(filter(None, [_fits.get(optimizer, ""), begins]))
+
+
+def _warn_if_nothing_is_compressed(optimizer: CompressedOptimizer, steps: int) -> None:
+    """Warn, on rank 0, if a run of ``steps`` steps sends no compressed message."""
+    name = type(optimizer).__name__
+    if optimizer.communicator.rank != 0:
+        return
+    if optimizer.communicator.world_size == 1:
+        logger.warning("%s runs on one rank: nothing is sent, so nothing is compressed", name)
+    elif optimizer.warmup_bits < 32:
+        return  # low-bit gradients are compressed too
+    elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
+        logger.warning(
+            "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "
+            "run, as Trainer or its learning-rate scheduler counts them. Give a smaller freeze_step, or 'auto'",
+            name,
+            steps,
+        )
+
+
+def scheduler_steps(scheduler: Any) -> int | None:
+    """The number of steps that a learning-rate scheduler is made for, or None if it does not tell.
+
+    It tells for those of ``transformers.get_scheduler`` and for torch's OneCycleLR, CosineAnnealingLR, PolynomialLR,
+    and a SequentialLR that ends with one of them.
+    """
+    for function in getattr(scheduler, "lr_lambdas", ()):  # transformers'
+        if isinstance(function, partial) and (steps := _count(function.keywords.get("num_training_steps"))):
+            return steps
+    if milestones := getattr(scheduler, "_milestones", None):
+        last = scheduler_steps(scheduler._schedulers[-1])
+        return None if last is None else milestones[-1] + last
+    name = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max", "PolynomialLR": "total_iters"}
+    return _count(getattr(scheduler, name.get(type(scheduler).__name__, ""), None))
+
+
+def _count(value: Any) -> int | None:
+    return int(value) if isinstance(value, (int, float)) and value >= 1 else None

@@ -1,49 +1,312 @@
-"""The options of plain Accelerate, and the optimizer that they put in the place of an Adam or AdamW."""
+"""The options of the hosts: ``--optim_args`` of Trainer, the plug-in of Accelerate, environment variables."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from hf_compressopt.grad_compression import MessageOptions
-from hf_compressopt.integrations.algorithms import ALGORITHMS
-from hf_compressopt.integrations.capabilities import saves_shards
-from hf_compressopt.integrations.optim_args import (
-    check_grad_compression,
-    check_param_compression,
-    did_you_mean,
-    parse_value,
-    text_options,
-)
-from hf_compressopt.integrations.zero import check_takes_stage, partitioned
-from hf_compressopt.optim.family_options import check_zero_stage
-from hf_compressopt.optim.options import MAX_UPDATE
+from hf_compressopt.grad_compression import FORMATS, GradientCompression, MessageOptions
+from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES, saves_shards
+from hf_compressopt.optim.onebit_adam import OnebitAdam
+from hf_compressopt.optim.options import check_zero_stage
+from hf_compressopt.options import describe_kinds, did_you_mean, options_of, parse
+from hf_compressopt.zero.config import check_stage
+from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.supported import check_optimizer_class
 
-_Value = TypeVar("_Value")
+#: Types that an option may have, and its default.
+Options = dict[str, tuple[tuple[type, ...], Any]]
+# Trainer has flags of its own for these.
+_TRAINER_FLAGS = {
+    "lr": "--learning_rate",
+    "betas": "--adam_beta1 and --adam_beta2",
+    "eps": "--adam_epsilon",
+    "weight_decay": "--weight_decay",
+    "max_grad_norm": "--max_grad_norm",
+}
+_ASYNC_SAVE: Options = {"async_save": ((bool,), False)}
+_ZERO_STAGE: Options = {"zero_stage": ((int,), 0)}
+_COMPRESSIONS = ("grad_compression", "param_compression")
+
+
+@dataclass
+class OptimArgs:
+    """The options of one ``--optim_args``, by their owners.
+
+    Attributes:
+        optimizer: Options of an optimizer of this package.
+        zero: Options of ZeroOptimizer, with ``stage``; empty without ZeRO.
+        async_save: True to write checkpoints in the background.
+        grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given. Under
+            ZeRO it is in ``zero``.
+        messages: Options of these messages.
+        others: The rest of the text, for Trainer's own optimizer.
+    """
+
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    async_save: bool = False
+    grad_compression: str = ""
+    messages: dict[str, Any] = field(default_factory=dict)
+    others: str = ""
+
+
+def read_optim_args(name: str, text: str | None) -> OptimArgs:
+    """Read ``--optim_args`` for the optimizer that ``--optim`` names.
+
+    Args:
+        name: The optimizer, one of this package or of Trainer's own.
+        text: ``"name=value,name=value"``; None is no option.
+
+    Raises:
+        ValueError: For an option that the optimizer does not have, a value of a wrong type, an option that is given
+            twice, or text that is no list of name=value; and for the text "help", with a list of what is legal.
+    """
+    ours = name in OPTIMIZERS or name in ZERO_NAMES
+    if (text or "").strip() == "help":
+        raise ValueError(f"optim_args: the options of {name} are {_described(_legal(name, zero=name in ZERO_NAMES))}")
+    if not ours and not any(option in (text or "") for option in ("zero_stage", "async_save", *_COMPRESSIONS)):
+        return OptimArgs(others=text or "")
+    pairs = _pairs(text)
+    stage = _take_stage(name, pairs)
+    found = OptimArgs(
+        zero={} if stage is None else {"stage": stage},
+        async_save=_take_async_save(name, pairs, stage),
+        grad_compression=_take_grad_compression(name, pairs, stage),
+    )
+    if not ours:
+        check_param_compression(pairs.get("param_compression", "none"), stage)
+    if found.grad_compression in FORMATS:
+        found.messages = _take_messages(pairs)
+    own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
+    zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
+    for key, value in pairs.items():
+        if key in own:
+            found.optimizer[key] = parse(key, value, own[key][0])
+        elif key in zero:
+            found.zero[key] = parse(key, value, zero[key][0])
+        elif ours:
+            raise ValueError(_unknown(name, key, _legal(name, zero=stage is not None)))
+        else:
+            found.others += f"{',' if found.others else ''}{key}={value}"
+    return found
+
+
+def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
+    """The stage of ZeroOptimizer, by the optimizer's name or by ``zero_stage``; None without ZeroOptimizer."""
+    text = pairs.pop("zero_stage", None)
+    if text is None:
+        return ZERO_NAMES.get(name)
+    if name in ZERO_NAMES:
+        raise ValueError(f"optim_args: zero_stage is part of the optimizer's name ({name}): leave it out")
+    stage: int = parse("zero_stage", text, (int,))
+    if name in ALGORITHMS:
+        check_takes_stage(name, stage)
+        pairs["zero_stage"] = text  # the optimizer's own option
+        return None
+    check_stage(stage)
+    return stage
+
+
+def _take_async_save(name: str, pairs: dict[str, str], stage: int | None) -> bool:
+    """The value of ``async_save``, which is an option of the host."""
+    wanted: bool = parse("async_save", pairs.pop("async_save", "false"), (bool,))
+    if wanted and stage is None and name not in ALGORITHMS:
+        raise ValueError(
+            f"optim_args: async_save=true is not supported with {name}, because Trainer saves its state: use it with "
+            f"one of {[*ALGORITHMS, *ZERO_NAMES]}, or with zero_stage"
+        )
+    return wanted
+
+
+def _take_grad_compression(name: str, pairs: dict[str, str], stage: int | None) -> str:
+    """The value of ``grad_compression``, which is an option of the host; "" if it is not given."""
+    if stage is not None:
+        return ""  # ZeroOptimizer has an option of that name
+    value = pairs.pop("grad_compression", "")
+    if value:
+        check_grad_compression(value, name if name in ALGORITHMS else "")
+    return value
+
+
+def _take_messages(pairs: dict[str, str]) -> dict[str, Any]:
+    """The options of the messages of compressed gradients."""
+    legal = text_options(GradientCompression)
+    names = [field.name for field in fields(MessageOptions) if field.name in pairs]
+    found = {name: parse(name, pairs.pop(name), legal[name][0]) for name in names}
+    MessageOptions(**found)
+    return found
+
+
+def check_grad_compression(value: str, other: str) -> None:
+    """Check a value of ``grad_compression``.
+
+    Args:
+        value: The value.
+        other: The name of what sends gradients in a way of its own, or "".
+
+    Raises:
+        ValueError: For an unknown value, and for compression beside ``other``.
+    """
+    if value not in (*FORMATS, "none"):
+        raise ValueError(f"grad_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
+    if value != "none" and other:
+        raise ValueError(
+            f"grad_compression={value} is for ordinary optimizers, such as adamw_torch: {other} sends gradients in a "
+            "way of its own. Leave grad_compression out, or choose an ordinary optimizer"
+        )
+
+
+def check_param_compression(value: str, stage: int | None) -> None:
+    """Check a value of ``param_compression``.
+
+    Raises:
+        ValueError: For an unknown value, and for compression without ZeRO.
+    """
+    if value not in (*FORMATS, "none"):
+        raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
+    if value != "none" and not stage:
+        raise ValueError(
+            f"param_compression={value} is an option of ZeRO, under which ranks send parameters: give zero_stage=1 or "
+            "2, or leave it out"
+        )
+
+
+def check_taken(name: str, args: OptimArgs, taken: dict[str, Any], source: str) -> None:
+    """Check that Trainer's own optimizer takes every option that is left, since Trainer ignores others.
+
+    Args:
+        name: The optimizer.
+        args: The options as they were read.
+        taken: Keyword arguments that Trainer gives to the optimizer.
+        source: The text of the functions that read options for Trainer's optimizers, which quotes their names.
+
+    Raises:
+        ValueError: For an option that has no effect. The message names the nearest.
+    """
+    for key in _pairs(args.others):
+        read_by_trainer = f'"{key}"' in source and not args.zero  # some options go to the param groups
+        if key not in taken and not read_by_trainer:
+            raise ValueError(_unknown(name, key, _legal(name, zero=bool(args.zero))))
+
+
+def _legal(name: str, *, zero: bool) -> Options:
+    """The options that --optim_args may have for an optimizer."""
+    found = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
+    found |= {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if zero and key != "stage"}
+    found |= _ASYNC_SAVE if zero or name in ALGORITHMS else {}
+    if name not in ALGORITHMS and not zero:
+        found |= {name: ((str,), "none") for name in _COMPRESSIONS[:1]}
+    return found if name in ALGORITHMS or name in ZERO_NAMES else found | _ZERO_STAGE
+
+
+def _unknown(name: str, key: str, legal: Options) -> str:
+    if key in _TRAINER_FLAGS:
+        return f"optim_args: {key} is set by Trainer's {_TRAINER_FLAGS[key]}"
+    what = OPTIMIZERS[name].__name__ if name in OPTIMIZERS else name
+    owners = [other for other in ALGORITHMS if key in text_options(ALGORITHMS[other])]
+    has = f", which {' and '.join(owners)} have." if owners else did_you_mean(key, legal)
+    return f"optim_args: {what} has no option {key!r}{has or '.'} --optim_args help lists all options"
+
+
+def _pairs(text: str | None) -> dict[str, str]:
+    """The options of a text, each once."""
+    pairs: dict[str, str] = {}
+    for part in filter(str.strip, (text or "").split(",")):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name or not value:
+            raise ValueError(
+                f"optim_args must be name=value pairs, separated by commas; got {part.strip()!r} in {text!r}"
+            )
+        if name in pairs:
+            raise ValueError(f"optim_args: {name} is given twice in {text!r}")
+        pairs[name] = value
+    return pairs
+
+
+def text_options(optimizer_class: type[Any]) -> Options:
+    """Options that text can set: name -> (types that it may have, default)."""
+    found = options_of(optimizer_class).items()  # type: ignore[arg-type]  # mypy: is type[Any] hashable?
+    return {
+        name: (option.kinds, option.default)
+        for name, option in found
+        if option.kinds and option.keyword and name not in _TRAINER_FLAGS
+    }
+
+
+def _described(options: Options) -> str:
+    return ", ".join(
+        f"{name} ({describe_kinds(kinds)}; default {default})" for name, (kinds, default) in sorted(options.items())
+    )
+
+
+def check_takes_stage(name: str, stage: Any) -> None:
+    """Check that a compressed optimizer knows ZeRO; its constructor checks the stage.
+
+    Raises:
+        ValueError: If it does not. The message says what to use instead.
+    """
+    if len(ALGORITHMS[name].zero_stages) > 1:
+        return
+    raise ValueError(
+        f"zero_stage={stage} is not supported with {name}, whose ranks need whole moments. Use onebit_adam with "
+        f'zero_stage={stage}, or an ordinary optimizer (--optim zero{stage}_adamw; in a plugin optimizer="none", '
+        f"zero_stage={stage})"
+    )
+
+
+def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) -> torch.optim.Optimizer:
+    """Replace a fresh optimizer by a partitioned one, with the same param group objects.
+
+    Raises:
+        ValueError: If the optimizer cannot be partitioned, or has taken steps.
+    """
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer
+    kept_apart = getattr(optimizer, "args", None)  # where bitsandbytes keeps optim_bits
+    check_optimizer_class(type(optimizer), vars(kept_apart) if hasattr(kept_apart, "__dict__") else {})
+    if any(float(row.get("step", 1)) > 0 for row in optimizer.state.values() if row):  # Adagrad's begins at 0
+        raise ValueError(
+            f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that its state "
+            "can be partitioned"
+        )
+    given = {**vars(optimizer), **optimizer.defaults}
+    names = [name for name in inspect.signature(type(optimizer).__init__).parameters if name in given]
+    inner = {name: given[name] for name in names if name not in ("self", "params")}
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
+    return ZeroOptimizer(optimizer.param_groups, type(optimizer), stage=stage, **options, **inner)
+
+
 #: Fields that all compressed optimizers take as they are, ``state`` if it is set.
 OPTIONS = (
     *("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator"),
     *("topology", "node_size", "node_bits", "zero_stage"),
 )
-
 AUTO = "auto"
 _OF_THE_BUILD = ("COMPRESSOPT_CUDA_ARCHITECTURES", "COMPRESSOPT_PORTABLE_ONLY")
 
 
-def _from_env(name: str, default: _Value, *kinds: type) -> Callable[[], _Value]:
-    """A default factory that reads the environment variable COMPRESSOPT_<name> if it is set."""
+_SHARED = options_of(OnebitAdam)
 
-    def read() -> _Value:
-        variable = f"COMPRESSOPT_{name}"
+
+def _own(name: str, default: Any, *kinds: type) -> Any:
+    """A field that defaults from the environment variable COMPRESSOPT_<NAME>, if that is set."""
+
+    def read() -> Any:
+        variable = f"COMPRESSOPT_{name.upper()}"
         text = os.environ.get(variable)
-        return default if text is None else parse_value(variable, text, kinds)
+        return default if text is None else parse(variable, text, kinds)
 
-    return read
+    return field(default_factory=read)
+
+
+def _shared(name: str) -> Any:
+    """A field that is an option of the compressed optimizers, with its default and types."""
+    return _own(name, _SHARED[name].default, *_SHARED[name].kinds)
 
 
 def _freeze_step_from_env() -> int | str:
@@ -74,38 +337,25 @@ class CompressOptPlugin:
     """Options for plain Accelerate: the optimizer that replaces an Adam or AdamW given to ``prepare``.
 
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
-    another name for that of ``optimizer``.
+    another name for that of ``optimizer``. ``warmup_bits``, ``scale_block``, ``variance_floor``, ``max_update``,
+    ``clip``, ``bucket_cap_mb``, ``topology``, ``node_size`` and ``node_bits`` are options of the compressed optimizers.
 
     Attributes:
         optimizer: "onebit_adam" (the default without zero_stage and grad_compression), "zero_one_adam" or
             "onebit_lamb"; "none" leaves every optimizer as it is.
-        freeze_step: Last step of the first stage (0/1 Adam's var_freeze_step), or "auto": the variance decides, at the
-            latest after the share of the run that Trainer allows too. The length of the run is ``total_steps``, or
-            that of a learning-rate scheduler given to ``prepare``.
-        warmup_bits: Bits per element of the averaged gradients of the first stage: 4, 8, 16 or 32.
+        freeze_step: Last step of the warmup stage, or "auto": the variance decides, at the latest after the share of
+            the run that Trainer allows too. The length of the run is ``total_steps``, or that of a learning-rate
+            scheduler given to ``prepare``.
         grad_compression: "int4" or "int8": average the gradients of ordinary optimizers by messages of 4 or 8 bits per
             element. Not supported with the optimizers above, so ``optimizer`` is "none" then. With zero_stage it is
             ZeroOptimizer's option.
         param_compression: "int4" or "int8", with zero_stage: give the updated parameters to all ranks by such messages.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
-        scale_block: Elements that share a scale in a message, a multiple of 8; None is one scale per message.
-        variance_floor: Share of its tensor's mean to which the frozen second moment of every element is raised.
-        max_update: Learning rates that an element moves at most in a step of the compressed stage; None or 0 is off.
-            OnebitLamb has no such bound.
-        clip: "sketch", "local" or "late": the norm by which gradients are clipped after the first stage. With "late",
-            of OnebitAdam, it is that of the step before, and messages leave during backward.
-        bucket_cap_mb: MiB of float32 values that are sent together.
-        state: "compact" or "float32": the form of errors, and after the first stage of moments, in memory; None is the
-            optimizer's own default.
+        state: "compact" or "float32", as in the optimizers; None is the optimizer's own default.
         communicator: "auto", or the name of a torch.distributed backend.
-        topology: "flat", "two-level" or "auto": the way of compressed messages between nodes of several ranks, also
-            with grad_compression.
-        node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
-        node_bits: Bits per element of what the ranks of a node average, in two levels: 32, or 16 for bfloat16.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it, and ``optimizer`` is
-            "none" unless it is given. With "onebit_adam" 1: the ranks share out the moments of its first stage; 2: its
-            gradients leave and are freed while backward runs, too, and models get no DDP. Not supported with the
-            other two optimizers. 0 is off.
+            "none" unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP.
+            Not supported with the other two. 0 is off.
         gradient_as_bucket_view: Whether gradients that travel in the messages of this package lie in DDP's own buckets:
             DDP's option of that name, which saves a copy of all gradients. False leaves DDP's option as it is.
         async_save: True to write the optimizers' states in the background in ``save_state``. The next save, a load,
@@ -118,23 +368,23 @@ class CompressOptPlugin:
 
     optimizer: str = field(default_factory=lambda: CompressOptPlugin.optimizer_from_env())
     freeze_step: int | str = field(default_factory=_freeze_step_from_env)
-    scale_block: int | None = field(default_factory=_from_env("SCALE_BLOCK", 4096, int, type(None)))
-    variance_floor: float = field(default_factory=_from_env("VARIANCE_FLOOR", 0.01, float))
-    max_update: float | None = field(default_factory=_from_env("MAX_UPDATE", MAX_UPDATE, float, type(None)))
-    clip: str = field(default_factory=_from_env("CLIP", "sketch", str))
-    bucket_cap_mb: float = field(default_factory=_from_env("BUCKET_CAP_MB", 25.0, float))
-    communicator: str = field(default_factory=_from_env("COMMUNICATOR", "auto", str))
-    zero_stage: int = field(default_factory=_from_env("ZERO_STAGE", 0, int))
-    async_save: bool = field(default_factory=_from_env("ASYNC_SAVE", False, bool))
-    grad_compression: str = field(default_factory=_from_env("GRAD_COMPRESSION", "none", str))
-    total_steps: int | None = field(default_factory=_from_env("TOTAL_STEPS", None, int, type(None)))
-    warmup_bits: int = field(default_factory=_from_env("WARMUP_BITS", 4, int))
-    state: str | None = field(default_factory=_from_env("STATE", None, str, type(None)))
-    param_compression: str = field(default_factory=_from_env("PARAM_COMPRESSION", "none", str))
-    topology: str = field(default_factory=_from_env("TOPOLOGY", AUTO, str))
-    node_size: int | None = field(default_factory=_from_env("NODE_SIZE", None, int, type(None)))
-    node_bits: int = field(default_factory=_from_env("NODE_BITS", 32, int))
-    gradient_as_bucket_view: bool = field(default_factory=_from_env("GRADIENT_AS_BUCKET_VIEW", True, bool))
+    scale_block: int | None = _shared("scale_block")
+    variance_floor: float = _shared("variance_floor")
+    max_update: float | None = _shared("max_update")
+    clip: str = _shared("clip")
+    bucket_cap_mb: float = _shared("bucket_cap_mb")
+    communicator: str = _own("communicator", AUTO, str)
+    zero_stage: int = _shared("zero_stage")
+    async_save: bool = _own("async_save", False, bool)
+    grad_compression: str = _own("grad_compression", "none", str)
+    total_steps: int | None = _own("total_steps", None, int, type(None))
+    warmup_bits: int = _shared("warmup_bits")
+    state: str | None = _own("state", None, str, type(None))
+    param_compression: str = _own("param_compression", "none", str)
+    topology: str = _shared("topology")
+    node_size: int | None = _shared("node_size")
+    node_bits: int = _shared("node_bits")
+    gradient_as_bucket_view: bool = _own("gradient_as_bucket_view", True, bool)
 
     def __post_init__(self) -> None:
         """Check the names, the messages and the schedule; the optimizer checks the other options."""
@@ -194,7 +444,7 @@ class CompressOptPlugin:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
         cls = ALGORITHMS[self.optimizer]
         given: dict[str, Any] = {"freeze_step": self.freeze_step} if hasattr(cls, "schedule_class") else {}
-        if self.max_update != MAX_UPDATE or "max_update" in text_options(cls):
+        if self.max_update != _SHARED["max_update"].default or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
         given |= self.common_options()
         made = cls(optimizer.param_groups, **given)
@@ -216,6 +466,13 @@ class CompressOptPlugin:
         """The fields that ZeroOptimizer takes as they are."""
         names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology", "node_size")
         return {name: getattr(self, name) for name in names}
+
+    def options_from_env(self, name: str) -> dict[str, Any]:
+        """The options of a compressed optimizer that are set in the environment, by the names of its constructor."""
+        options = {"freeze_step": self.freeze_step, "max_update": self.max_update, **self.common_options()}
+        given = {name: value for name, value in options.items() if f"COMPRESSOPT_{name.upper()}" in os.environ}
+        freeze_step = given.pop("freeze_step", AUTO)
+        return given | ({} if freeze_step == AUTO else {"freeze_step": freeze_step})
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the reason why an optimizer is not replaced by the compressed one that the plugin names, or ""."""

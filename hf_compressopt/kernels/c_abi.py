@@ -21,6 +21,7 @@ from hf_compressopt.kernels.variance import Variance
 
 #: Codes of the dtypes that native code knows.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SIZES = (4, 2, 2)
 _STILL = 1
 
 
@@ -83,7 +84,7 @@ def address(name: str, tensor: Tensor, device: torch.device, dtype: torch.dtype,
         TypeError: For a tensor without memory, such as a fake one.
         ValueError: For another dtype, device or size, or a buffer that is not contiguous or that is lazily negated.
     """
-    if tensor.dtype != dtype or tensor.device != device or not is_direct(tensor):
+    if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous() or tensor.is_neg():
         raise ValueError(
             f"{name} must be a contiguous {dtype} tensor on {device}, got {tensor.dtype} on {tensor.device}, "
             f"{_state(tensor)}"
@@ -159,11 +160,12 @@ class Operands:
             tensor, start, numel, index = segment.tensor, segment.start, segment.numel, segment.index
             place = code = 0
             if tensor is not None:
-                if not written and tensor.is_neg():
-                    tensor = in_memory(name, tensor)
+                negated = tensor.is_neg()
+                if negated and not written:
+                    tensor, negated = in_memory(name, tensor), False
                     self.kept.append(tensor)
                 code = DTYPES.get(tensor.dtype, -1)
-                if code < 0 or tensor.device != device or not is_direct(tensor):
+                if code < 0 or negated or tensor.device != device or not tensor.is_contiguous():
                     raise ValueError(
                         f"{name} must be contiguous float32, bfloat16 or float16 tensors on {device}, got "
                         f"{tensor.dtype} on {tensor.device} with shape {tuple(tensor.shape)} and strides "
@@ -171,7 +173,7 @@ class Operands:
                     )
                 if start < 0 or numel < 0 or start + numel > tensor.numel():
                     raise ValueError(f"{name}: elements {start} to {start + numel} of a tensor of {tensor.numel()}")
-                place = (address_of(tensor) or _none(name, tensor)) + start * tensor.element_size()
+                place = (address_of(tensor) or _none(name, tensor)) + start * _SIZES[code]
             words += (place, numel, index << 32 | code, _STILL if segment.still else 0)
             covered += numel
             if index > last:
@@ -219,8 +221,7 @@ class Operands:
             grads, count, tensors = self.segments("gradients", z.grads, written=False)
             if z.factors is not None:
                 factors = self.per_tensor("factors", z.factors, tensors)
-        rest = None if z.rest is None else self.floats("rest", z.rest, written=False)
-        return byref(CombinationRecord(x, last, grads, count, factors, z.alpha, z.beta, rest))
+        return byref(CombinationRecord(x, last, grads, count, factors, z.alpha, z.beta))
 
     def average(self, y: Average | IntegerAverage) -> Any:
         """Return a ``co_average``, or of integers a ``co_integers``, by reference."""

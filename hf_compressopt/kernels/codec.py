@@ -144,8 +144,7 @@ def any_nan(y: IntegerAverage) -> Tensor:
     Returns:
         [] bool, on the device of the messages.
     """
-    messages = y.messages
-    if messages.device.type == "cuda" and type(messages) is Tensor and selfcheck.trusted("integers", messages.device):
+    if on(y.messages) is native and library.has("co_any_nan", y.messages.device):
         return native.any_nan(y)
     return _largest_scale(y).isnan()
 

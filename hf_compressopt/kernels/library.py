@@ -144,7 +144,7 @@ def use_instruction_set(name: str) -> None:
 
 
 def has(function: str, device: torch.device) -> bool:
-    """Return whether the library of a device has a function; only the CPU's has all of them."""
+    """Return whether the library of a device has a function."""
     return hasattr(_library(device.type), function)
 
 

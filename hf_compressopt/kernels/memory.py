@@ -7,11 +7,30 @@ of torch.func or of a tensor subclass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def kept_per_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
+    """Keep the table that a function makes for a device; no fake one, and none of a graph that is traced."""
+    tables: dict[torch.device, Tensor] = {}
+
+    @wraps(make)
+    def table(device: torch.device) -> Tensor:
+        found = tables.get(device)
+        if found is None:
+            found = make(device)
+            if type(found) is Tensor and not torch.compiler.is_compiling():
+                tables[device] = found
+        return found
+
+    return table
 
 
 def dense_values(name: str, tensor: Tensor) -> Tensor:

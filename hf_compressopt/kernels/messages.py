@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_compressopt.flat import SIGNS_PER_BYTE, chunk_range
+from hf_compressopt.kernels.memory import kept_per_device
 
 #: Every message starts at, and is padded to, a multiple of this many bytes.
 MESSAGE_ALIGNMENT = 16
@@ -263,7 +264,7 @@ def unpack_signs(bits: Tensor, numel: int) -> Tensor:
     return _sign_table(bits.device).index_select(0, bits.to(torch.int32)).view(-1)[:numel]
 
 
-@lru_cache
+@kept_per_device
 def _sign_table(device: torch.device) -> Tensor:
     byte = torch.arange(256, device=device).unsqueeze(1)
     bit = torch.arange(8, device=device)

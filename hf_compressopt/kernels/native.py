@@ -120,20 +120,19 @@ def add_(y: IntegerAverage, outputs: Sequence[Segment], decay: float, scale: flo
     mark_written([], outputs)
 
 
-def any_nan(y: IntegerAverage) -> Tensor:
-    """Return whether a block of an average is not finite, [] bool, in one launch. Only on CUDA."""
-    use = Operands(y.messages.device, y.numel)
-    found = torch.empty((), dtype=torch.bool, device=use.device)
-    call("co_any_nan", use.device, use.average(y), found.data_ptr())
-    return found
-
-
 def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
     """See the reference."""
     use = Operands(out.device, y.numel)
     name = "co_decode_integers" if isinstance(y, IntegerAverage) else "co_decompress"
     call(name, use.device, use.average(y), use.floats("out", out))
     mark_written([out])
+
+
+def any_nan(y: IntegerAverage) -> Tensor:
+    """Return whether a block of an average is not finite, [] bool, from its scales alone. Where there is co_any_nan."""
+    use, found = Operands(y.messages.device, y.numel), torch.empty((), dtype=torch.bool, device=y.messages.device)
+    call("co_any_nan", use.device, use.average(y), found.data_ptr())
+    return found
 
 
 def combine_(z: Combination, out: Tensor) -> None:

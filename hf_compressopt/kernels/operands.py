@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels.errors import Errors
 from hf_compressopt.kernels.messages import IntegerCode, SignCode
 from hf_compressopt.kernels.variance import Variance
@@ -56,17 +55,6 @@ class Segment:
         return self.tensor.detach().view(-1)[self.start : self.start + self.numel]
 
 
-def cut_segments(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
-    """Return the segments of the elements [start, stop) of a bucket."""
-    found, begin = [], 0
-    for segment in segments:
-        first, last = max(start - begin, 0), min(stop - begin, segment.numel)
-        if first < last:
-            found.append(replace(segment, start=segment.start + first, numel=last - first))
-        begin += segment.numel
-    return found
-
-
 @dataclass(slots=True)
 class Average:
     """The average of a bucket over the ranks: as messages, or as the values themselves.
@@ -97,18 +85,6 @@ class Average:
     def of(cls, values: Tensor) -> Average:
         """Return the average whose values are known, [n] float32."""
         return cls(values.numel(), values)
-
-    def chunk(self, number: int) -> Average:
-        """Return the average of a chunk.
-
-        Raises:
-            ValueError: If the average is not in messages.
-        """
-        if self.messages is None:
-            raise ValueError("a chunk of an average needs messages, got values")
-        start, stop = chunk_range(self.numel, self.world_size, number)
-        message = self.messages[number * self.stride :][: self.stride]
-        return replace(self, numel=stop - start, messages=message, world_size=1)
 
 
 @dataclass(slots=True)
@@ -141,7 +117,7 @@ AnyAverage = TypeVar("AnyAverage", Average, IntegerAverage)
 
 @dataclass(slots=True)
 class Combination:
-    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor + rest, each operation in float32.
+    """The values of a bucket that a rank sends: z = (alpha x + beta g) * factor, each operation in float32.
 
     Attributes:
         numel: Elements of the bucket.
@@ -152,7 +128,6 @@ class Combination:
         beta: Coefficient of the gradients.
         factors: [tensors] float32, one factor per tensor, or None.
         last: If x is None: an average in messages, whose values are x; x counts as 0 where a segment stands still.
-        rest: [numel] float32, or None. On the CPU only.
     """
 
     numel: int
@@ -163,19 +138,6 @@ class Combination:
     beta: float = 1.0
     factors: Tensor | None = None
     last: Average | None = None
-    rest: Tensor | None = None
-
-    def chunk(self, number: int, world_size: int) -> Combination:
-        """Return the values of a chunk, of ``world_size``: as many as ``last`` has, if there is one."""
-        start, stop = chunk_range(self.numel, world_size, number)
-        return replace(
-            self,
-            numel=stop - start,
-            x=None if self.x is None else self.x[start:stop],
-            grads=None if self.grads is None else cut_segments(self.grads, start, stop),
-            last=None if self.last is None else self.last.chunk(number),
-            rest=None if self.rest is None else self.rest[start:stop],
-        )
 
     @classmethod
     def of(cls, x: Tensor) -> Combination:

@@ -152,15 +152,12 @@ def combine_(z: Combination, out: Tensor) -> None:
             part.add_(segment.part.float() * z.beta)
         if z.factors is not None:
             part.mul_(z.factors[segment.index])
-    if z.rest is not None:
-        out.add_(z.rest)
 
 
 def values_of(operand: Combination | Average | IntegerAverage) -> Tensor:
     """Return the values, [n] float32. Do not change them: they may be the operand's own."""
     if isinstance(operand, Combination):
-        others = operand.grads, operand.factors, operand.rest
-        if operand.x is not None and operand.alpha == 1 and all(other is None for other in others):
+        if operand.x is not None and operand.alpha == 1 and operand.grads is None and operand.factors is None:
             return operand.x
         out = torch.empty(operand.numel, dtype=torch.float32, device=operand.device)
         combine_(operand, out)

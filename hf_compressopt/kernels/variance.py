@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from hf_compressopt.kernels.memory import kept_per_device
 
 #: Points of the grid in an octave.
 POINTS = 8
@@ -45,7 +46,7 @@ class LogVariance:
 Variance = Tensor | LogVariance
 
 
-@lru_cache
+@kept_per_device
 def _point_table(device: torch.device) -> Tensor:
     """Return the values of the points, [2032] float32, from 2^-126 on."""
     points = torch.arange(_LOWEST, _HIGHEST + 1, device="cpu")
@@ -55,7 +56,7 @@ def _point_table(device: torch.device) -> Tensor:
     return patterns.view(torch.float32).to(device)
 
 
-@lru_cache
+@kept_per_device
 def _bounds(device: torch.device) -> Tensor:
     """Return the mantissas, as integers, at which the nearest point changes, [8] int32."""
     bounds = (2.0 ** ((torch.arange(POINTS, dtype=torch.float64, device="cpu") + 0.5) / POINTS)).float()

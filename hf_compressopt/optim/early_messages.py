@@ -25,7 +25,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.slots import Slot
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination
-from hf_compressopt.optim.group_state import GroupState, ParamGroups
+from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.sign_slots import Backward, Early, Grads, Key, LastNorm, Prepare, SignSlot
 from hf_compressopt.schedules import StepPlan
 

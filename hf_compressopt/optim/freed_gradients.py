@@ -31,12 +31,11 @@ from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, IntegerFormat, all_finite, sum_of_squares
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.early_messages import EarlyMessages
-from hf_compressopt.optim.gradients import StepGradients, find_fault
-from hf_compressopt.optim.group_state import GroupState, ParamGroups
+from hf_compressopt.optim.gradients import MeanNorm, StepGradients, find_fault
+from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.left_gradients import LeftBucket, LeftGradients, LeftMean
 from hf_compressopt.optim.sharded_stage import send_gradients
 from hf_compressopt.optim.sign_slots import Early, Key, Prepare, Settled
-from hf_compressopt.optim.sketched_norm import MeanNorm
 from hf_compressopt.schedules import StepPlan
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.kernels import sum_of_squares
-from hf_compressopt.optim.common import evaluate
-from hf_compressopt.optim.functional import (
+from hf_compressopt.optim.base import evaluate
+from hf_compressopt.optim.math import (
     AdamOptions,
     adam_options,
     advance_moments_,

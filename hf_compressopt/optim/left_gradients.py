@@ -10,7 +10,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline
 from hf_compressopt.collectives.settled_exchange import PendingErrors
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group import GroupState
 from hf_compressopt.optim.sign_slots import Key
 
 

@@ -25,12 +25,11 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.freed_gradients import FreedGradients
-from hf_compressopt.optim.functional import descent
-from hf_compressopt.optim.group_state import GroupState, ParamGroups
+from hf_compressopt.optim.gradients import CLIPS
+from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
-from hf_compressopt.optim.sketched_norm import CLIPS
 from hf_compressopt.schedules import StepPlan
 
 
@@ -38,16 +37,18 @@ class OnebitAdam(CompressedOptimizer):
     """Adam whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
 
     Args:
-        params: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        params: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
         lr: Learning rate.
         fused_warmup: Take the steps of the warmup stage in one pass of a native kernel: faster, and torch's AdamW
             except for rounding; with False its bits. None does so unless ``warmup_bits`` is 32. (The compressed stage
             is native anyway.)
+        overlap_comm: Send the messages of the compressed stage during backward, clipped by the norm of the step before
+            (``clip="late"``).
         max_update: Learning rates that an element of a parameter moves at most in a step of the compressed stage,
             beside the weight decay, >= 0; None or 0 is off. It bounds what a variance that is out of date can do.
         state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale;
             the momentum is then the last message itself. "float32" keeps everything in float32.
-        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`. Papers put ``freeze_step`` at
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`. Papers put ``freeze_step`` at
             15-25 % of all steps.
 
     Raises:
@@ -65,6 +66,7 @@ class OnebitAdam(CompressedOptimizer):
         lr: float | Tensor = 1e-3,
         *,
         fused_warmup: bool | None = None,
+        overlap_comm: bool = False,
         max_update: float | None = MAX_UPDATE,
         state: str = "compact",
         **options: Any,
@@ -75,8 +77,14 @@ class OnebitAdam(CompressedOptimizer):
         check_max_update(max_update)
         self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
+        if not isinstance(overlap_comm, bool):
+            raise TypeError(f"overlap_comm must be True or False, got {overlap_comm!r}")
+        if overlap_comm and options.get("clip", "sketch") == "local":
+            raise ValueError(
+                "overlap_comm=True needs clip='sketch', got 'local': messages leave before the norm is known"
+            )
         frees = options.get("zero_stage") == 2
-        if frees and options.get("clip", "sketch") == "sketch":
+        if (frees or overlap_comm) and options.get("clip", "sketch") == "sketch":
             options["clip"] = "late"
         super().__init__(params, lr, state=state, **options)
         if fused_warmup is not None:
@@ -89,7 +97,7 @@ class OnebitAdam(CompressedOptimizer):
             self._consensus.freed = self.freed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`~hf_compressopt.optim.scheduled.Scheduled.add_param_group`."""
+        """See :meth:`~hf_compressopt.optim.base.Scheduled.add_param_group`."""
         super().add_param_group(param_group)
         if self.freed is not None:
             self.freed.attach()
@@ -128,7 +136,7 @@ class OnebitAdam(CompressedOptimizer):
         exp_avg = None if keeps else state.moments.in_float32(bucket)
         with state.parameter_segments(bucket) as params:
             kernels.on(state.device).apply_adam_(
-                AdamUpdate(average, exp_avg, variance, params, descent(state.options, self.max_update))
+                AdamUpdate(average, exp_avg, variance, params, self._descents[state.number])
             )  # (5), (6)
         if keeps:
             state.moments.keep(bucket, average)

@@ -25,10 +25,10 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Bucket, Span
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions
-from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.functional import adam_options
-from hf_compressopt.optim.group_state import ExtraState, GroupState, has_own_groups
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.lamb import check_coefficients, lamb_step_
+from hf_compressopt.optim.math import adam_options
 from hf_compressopt.optim.options import check_at_least
 from hf_compressopt.schedules import OnebitSchedule, StepPlan
 
@@ -55,7 +55,7 @@ class OnebitLamb(CompressedOptimizer):
         factor_max: Upper bound of the factor on that average in the compressed stage.
         factor_min: Lower bound of it, >= 0.
         factor_threshold: Largest relative change of the factor in one step, >= 0.
-        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -100,6 +100,7 @@ class OnebitLamb(CompressedOptimizer):
             raise ValueError(f"coeff_beta must be in [0, 1), got {coeff_beta}")
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self._sums: dict[GroupState, Tensor] = {}  # of the step under way; see kernels.lamb_moments_
         super().__init__(params, lr, **options)
         # native kernels and the reference round LAMB's norms differently
@@ -167,11 +168,18 @@ class OnebitLamb(CompressedOptimizer):
         if whole:  # tensors whose last part has arrived
             self._apply_tensors(state, range(whole[0], whole[-1] + 1))
 
+    def _rows_of(self, tensors: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return the numbers of tensors, [n] int64 on the device, which gets each once."""
+        rows = self._rows.get((tensors, device))
+        if rows is None:
+            rows = self._rows[tensors, device] = torch.tensor(tensors, dtype=torch.int64, device=device)
+        return rows
+
     def _apply_tensors(self, state: GroupState, tensors: range) -> None:
         """Move consecutive tensors, with coefficients that are computed for all of them at once."""
         options = _lamb_options(state.options)
         moving = [i for i in tensors if state.layout.numels[i] and state.params[i].requires_grad]
-        rows = torch.tensor(moving, dtype=torch.int64, device=state.device)
+        rows = self._rows_of(tuple(moving), state.device)
         direction, update, factor = self._sums[state][rows].unbind(dim=1)  # (5)
         if options.weight_decay > 0:
             share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)

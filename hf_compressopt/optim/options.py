@@ -12,8 +12,10 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import SIGNS_PER_BYTE
+from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.kernels.memory import why_not_dense
-from hf_compressopt.optim.grad_norm import is_shard
+from hf_compressopt.optim.group import STATES
+from hf_compressopt.optim.math import is_shard
 
 #: Learning rates that an element moves at most in a step of a compressed stage, unless an option says otherwise.
 MAX_UPDATE: float | None = None
@@ -23,12 +25,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_at_least(name: str, value: Any, low: float) -> None:
-    """Check value >= low.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is less, or NaN.
-    """
+    """Check value >= low."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(f"{name} must be a number >= {low}, got {value!r}")
     if not bool(value >= low):
@@ -38,23 +35,13 @@ def check_at_least(name: str, value: Any, low: float) -> None:
 
 
 def check_max_update(value: Any) -> None:
-    """Check a bound on the learning rates that an element moves in a step: None or 0 is off.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is negative or not finite.
-    """
+    """Check a bound on the learning rates that an element moves in a step: None or 0 is off."""
     if value is not None:
         check_at_least("max_update", value, 0)
 
 
 def check_count(name: str, value: Any, low: int = 1) -> None:
-    """Check that value is an int >= low.
-
-    Raises:
-        TypeError: If it is not an int.
-        ValueError: If it is less than low.
-    """
+    """Check that value is an int >= low."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int >= {low}, got {value!r}")
     if value < low:
@@ -62,11 +49,7 @@ def check_count(name: str, value: Any, low: int = 1) -> None:
 
 
 def check_scale_block(value: Any) -> None:
-    """Check that value is None or a positive multiple of 8.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Check that value is None or a positive multiple of 8."""
     if value is not None and (not isinstance(value, int) or value < 1 or value % SIGNS_PER_BYTE):
         raise ValueError(f"scale_block must be a positive multiple of {SIGNS_PER_BYTE}, or None, got {value!r}")
 
@@ -74,11 +57,7 @@ def check_scale_block(value: Any) -> None:
 def resolve_communicator(
     communicator: str | Communicator | None, comm_backend_name: str | None, cuda_aware: bool
 ) -> str | Communicator | None:
-    """Return the communicator option, given by one of two spellings.
-
-    Raises:
-        ValueError: If both spellings are given, or if cuda_aware is True for another transport than MPI.
-    """
+    """Return the communicator option, given by one of two spellings."""
     if communicator is not None and comm_backend_name is not None:
         raise ValueError(
             f"communicator={communicator!r} and comm_backend_name={comm_backend_name!r} are two spellings of one "
@@ -91,11 +70,7 @@ def resolve_communicator(
 
 
 def check_betas(betas: Any) -> None:
-    """Check the coefficients of Adam's running averages.
-
-    Raises:
-        ValueError: If they are not two numbers in [0, 1).
-    """
+    """Check the coefficients of Adam's running averages."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for index, beta in enumerate(betas):
@@ -104,15 +79,7 @@ def check_betas(betas: Any) -> None:
 
 
 def check_names(names: Sequence[str], count: int) -> None:
-    """Check that there is a different name for each of the trainable parameters.
-
-    Args:
-        names: The names.
-        count: Trainable parameters.
-
-    Raises:
-        ValueError: If there are more or fewer, or if one occurs twice.
-    """
+    """Check that there is a different name for each of the trainable parameters."""
     if len(names) != count or len(set(names)) != len(names):
         raise ValueError(
             f"there must be a different name for each of the {count} trainable parameters, got {len(names)} names, "
@@ -121,12 +88,7 @@ def check_names(names: Sequence[str], count: int) -> None:
 
 
 def check_group(group: dict[str, Any], number: int) -> None:
-    """Check the options and parameters of a param group.
-
-    Raises:
-        ValueError: For an option outside its range, a mask that fits no parameter, or parameters on several devices.
-        TypeError: For parameters of a dtype that is not supported.
-    """
+    """Check the options and parameters of a param group."""
     for name in ("lr", "eps", "weight_decay"):
         check_at_least(name, group[name], 0)
     check_betas(group["betas"])
@@ -166,17 +128,7 @@ def _check_one_device(groups: list[dict[str, Any]]) -> None:
 
 
 def check_parameter(param: Tensor, dtypes: tuple[torch.dtype, ...], number: int) -> None:
-    """Check that an optimizer can update a parameter in place.
-
-    Args:
-        param: The parameter.
-        dtypes: The supported dtypes.
-        number: Number of its param group, for the message.
-
-    Raises:
-        TypeError: For another dtype, or a parameter that is sparse, nested or quantized.
-        ValueError: If several of its elements share memory, as after expand().
-    """
+    """Check that an optimizer can update a parameter in place."""
     if param.dtype not in dtypes:
         raise TypeError(f"parameters must be one of {dtypes}, got {param.dtype} in param group {number}")
     if (problem := why_not_dense(param)) is not None:
@@ -190,12 +142,7 @@ def check_parameter(param: Tensor, dtypes: tuple[torch.dtype, ...], number: int)
 
 
 def check_mask(mask: Any, params: list[Tensor], number: int) -> None:
-    """Check that a momentum mask broadcasts to every parameter of a group.
-
-    Raises:
-        TypeError: If it is no tensor.
-        ValueError: If it does not.
-    """
+    """Check that a momentum mask broadcasts to every parameter of a group."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"exp_avg_mask must be a tensor, got {type(mask).__name__} in param group {number}")
     for param in params:
@@ -209,11 +156,7 @@ def check_mask(mask: Any, params: list[Tensor], number: int) -> None:
 
 
 def in_lists(params: Any) -> tuple[Any, torch.device]:
-    """Return the parameters of a constructor with lists for iterators, and the device of the first one.
-
-    Args:
-        params: Parameters, named parameters or param groups. A param group is changed in place, as torch does.
-    """
+    """Return the parameters of a constructor with lists for iterators, and the device of the first one."""
     if isinstance(params, (Tensor, str)):
         return params, torch.device("cpu")  # torch refuses it
     params = list(params)
@@ -229,16 +172,7 @@ def in_lists(params: Any) -> tuple[Any, torch.device]:
 
 
 def check_last_group(groups: list[dict[str, Any]], *, one_device: bool = False) -> None:
-    """Check the param group that was added last; remove it if it is not valid.
-
-    Args:
-        groups: The param groups.
-        one_device: Whether all groups must be on one device.
-
-    Raises:
-        ValueError: As :func:`check_group`.
-        TypeError: Likewise.
-    """
+    """Check the param group that was added last; remove it if it is not valid."""
     try:
         check_group(groups[-1], len(groups) - 1)
         if one_device:
@@ -249,11 +183,7 @@ def check_last_group(groups: list[dict[str, Any]], *, one_device: bool = False) 
 
 
 def check_plain(group: dict[str, Any], saved: Any, number: int) -> None:
-    """Check that the hyperparameters of a saved group are of the kind of this group's, and in their ranges.
-
-    Raises:
-        ValueError: If one is not, or if they are no object.
-    """
+    """Check that the hyperparameters of a saved group are of the kind of this group's, and in their ranges."""
     for key, value in group_from_plain(saved).items():
         mine = group.get(key)
         if mine is not None and _kind(value) != _kind(mine):
@@ -271,16 +201,7 @@ def _kind(value: Any) -> Any:
 
 
 def check_ranks(saved: int, world_size: int, own: list[int]) -> None:
-    """Check that a checkpoint of ``saved`` ranks can be loaded on ``world_size``.
-
-    Args:
-        saved: Ranks that saved it.
-        world_size: Ranks that load it.
-        own: Numbers of the param groups with a process group of their own.
-
-    Raises:
-        ValueError: If these are not as many and there is such a group: its ranks hold parameters that others do not.
-    """
+    """Check that a checkpoint of ``saved`` ranks can be loaded on ``world_size``."""
     if own and saved != world_size:
         raise ValueError(
             f"it was saved by {saved} rank(s) and this run has {world_size}, and the param groups {own} have a "
@@ -289,11 +210,7 @@ def check_ranks(saved: int, world_size: int, own: list[int]) -> None:
 
 
 def loadable_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a saved param group, without those of torch's Adam that have no effect here.
-
-    Raises:
-        ValueError: For a group of Adam's with L2 regularization, whose decay is not decoupled.
-    """
+    """Return the options of a saved param group, without those of torch's Adam that have no effect here."""
     if group.get("decoupled_weight_decay") is False and group["weight_decay"] != 0:
         raise ValueError(
             f"the state dict is of Adam with L2 regularization, weight_decay={group['weight_decay']}, which is not "
@@ -320,11 +237,7 @@ def plain_value(value: Any) -> Any:
 
 
 def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a param group's hyperparameters, read from JSON.
-
-    Raises:
-        ValueError: If the group is no object.
-    """
+    """Return a param group's hyperparameters, read from JSON."""
     if not isinstance(group, dict):
         raise ValueError(f"a param group must be an object, got {group!r}")
     return {
@@ -332,3 +245,55 @@ def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in _NO_HYPERPARAMETERS
     }
+
+
+def check_family_options(
+    *,
+    max_grad_norm: float,
+    variance_floor: float,
+    freeze_threshold: float,
+    scale_block: Any,
+    state: str,
+    clip: str,
+    clips: Sequence[str],
+    amsgrad: bool,
+) -> None:
+    """Check options; ``clips`` are the values of ``clip`` that are legal for the optimizer."""
+    for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
+        check_at_least(name, value, 0)
+    check_scale_block(scale_block)
+    if state not in STATES:
+        raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
+    if amsgrad:
+        raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
+    if clip not in clips:
+        only = ", which only OnebitAdam has" if clip == "late" else ""
+        raise ValueError(f"clip must be one of {list(clips)}, got {clip!r}{only}")
+    if not 0 < freeze_threshold <= 1:
+        raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
+
+
+def check_zero_stage(
+    stage: Any, name: str, stages: Sequence[int], warmup_bits: int, state: str, clip: str = "sketch"
+) -> None:
+    """Check ``zero_stage``, and what it needs."""
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        raise TypeError(f"zero_stage must be an int, one of {list(stages)}, got {stage!r}")
+    if stage and tuple(stages) == (0,):
+        raise ValueError(
+            f"zero_stage={stage} is not supported with {name}, whose ranks need whole moments: use OnebitAdam with "
+            f"zero_stage={2 if stage == 2 else 1}, or ZeroOptimizer with an ordinary optimizer"
+        )
+    if stage not in stages:
+        raise ValueError(f"zero_stage must be one of {list(stages)}, got {stage}")
+    if stage and state != "compact":
+        raise ValueError(f"zero_stage={stage} needs state='compact', got {state!r}: moments are gathered in that form")
+    if stage == 2 and clip == "local":
+        raise ValueError(
+            f"zero_stage=2 needs clip='late', its default, got {clip!r}: messages leave before the norm is known"
+        )
+    if stage and warmup_bits not in INTEGER_BITS:
+        raise ValueError(
+            f"zero_stage={stage} needs warmup_bits to be one of {list(INTEGER_BITS)}, got {warmup_bits}: gradients and "
+            "updates travel in that many bits"
+        )

@@ -43,9 +43,9 @@ from hf_compressopt.collectives.settled_exchange import send_
 from hf_compressopt.flat import Bucket, chunk_numel
 from hf_compressopt.kernels import Combination, Errors, IntegerFormat
 from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
-from hf_compressopt.optim.functional import adam_options, adam_step_, correct_bias_, sum_of
 from hf_compressopt.optim.gradients import Grads
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group import GroupState
+from hf_compressopt.optim.math import adam_options, adam_step_, correct_bias_, sum_of
 from hf_compressopt.optim.moment_shards import MomentShards, part_of
 
 _Counts = tuple[Sequence[float], Sequence[float]]

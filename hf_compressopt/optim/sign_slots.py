@@ -16,7 +16,7 @@ from hf_compressopt.collectives.settled_exchange import PendingErrors
 from hf_compressopt.collectives.slots import Arrived, Slot
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination, Errors, Segment, all_finite, sum_of_squares
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.group import GroupState
 from hf_compressopt.schedules import StepPlan
 
 #: How much larger than usual a rank's gradient may grow before the rank clips its messages by more than was predicted.

@@ -28,17 +28,207 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
+from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, LocalUpdate, ParameterSync
-from hf_compressopt.optim.alignment import digest_of
-from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.functional import descent
+from hf_compressopt.optim.agreement import digest_of, write_log
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.gradients import Grads
-from hf_compressopt.optim.group_state import ExtraState, GroupState
-from hf_compressopt.optim.interval import LocalInterval
-from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.group import ExtraState, GroupState
+from hf_compressopt.optim.math import bit_sum, descent
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
+
+
+class LocalInterval:
+    """Averages over the ranks' parameters, and a watch for parameters that someone else has written.
+
+    At a sync the parameters follow from the anchor, the parameters at the sync before. Values that others write in
+    between (a loaded model, clamped weights) would be lost. So sums of the parameters' bits are taken after each step
+    and compared before the next one, and a sync after such a write averages the parameters themselves.
+
+    Attributes:
+        states: The states of all param groups; those that are compressed have an anchor.
+    """
+
+    def __init__(self, states: Sequence[GroupState], traffic: Traffic) -> None:
+        """Watch these states, a list that may grow."""
+        self.states, self._traffic = states, traffic
+        self._mark: Tensor | None = None  # [parameters] int64; None: whatever the parameters are, they are expected
+        self._written: Tensor | None = None  # [] bool
+        self._alike = False  # the mean is in the place of the ranks' own parameters until the next step
+        self._settled: dict[Tensor, bool] = {}  # parameters that were averaged after they had been frozen
+
+    @property
+    def _compressed(self) -> list[GroupState]:
+        return [state for state in self.states if state.compressed]
+
+    # -- values that others write -------------------------------------------------------------------------------------
+
+    def expect(self) -> None:
+        """Record the present parameters as expected."""
+        self._mark = self._fingerprint()
+
+    def expect_anything(self) -> None:
+        """Accept any parameters at the next step, as after a load, and forget earlier writes."""
+        self._mark = self._written = None
+        self._alike = False
+        for state in self.states:
+            state.own_params = None
+
+    def look(self) -> None:
+        """Compare the parameters with the expected ones. No host synchronisation."""
+        if self._mark is None:
+            return
+        now = self._fingerprint()
+        if now.shape == self._mark.shape:
+            written = (now != self._mark.to(now.device)).any()
+            self._written = written if self._written is None else self._written.to(now.device) | written
+
+    def written(self, device: torch.device) -> Tensor:
+        """Return whether anyone has written parameters since the last sync, [] float64."""
+        if self._written is None:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return self._written.to(device, torch.float64)
+
+    def _fingerprint(self) -> Tensor:
+        sums = [bit_sum(param) for state in self._compressed for param in state.params]
+        return torch.stack(sums or [torch.zeros((), dtype=torch.int64, device="cpu")])
+
+    # -- one set of parameters ----------------------------------------------------------------------------------------
+
+    def is_apart(self) -> bool:
+        """Return whether each rank has its own parameters in place. No collective call; alike on all ranks."""
+        numbers = numbers_since_sync(self.states)
+        inside = any(numbers[state.number][0] != 0 and state.own_params is None for state in self._compressed)
+        return inside and not self._alike and any(state.communicator.world_size > 1 for state in self._compressed)
+
+    def begin_step(self) -> None:
+        """Put this rank's own parameters in place, and look for writes."""
+        self.put_back()
+        self.look()
+        self._alike = False
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Replace each rank's parameters by the mean over ranks; the next step starts from it."""
+        if not self.is_apart():
+            return
+        self.look()
+        for state in self._compressed:
+            self.average(state)
+        self._alike = True
+        self.expect()
+
+    @contextmanager
+    def stand_in(self, fill: Callable[[GroupState], None]) -> Iterator[bool]:
+        """Inside, other parameters, written by ``fill``, are in the place of this rank's own.
+
+        Yields:
+            Whether the ranks are apart; else the parameters stay as they are.
+        """
+        if not self.is_apart():
+            yield False
+            return
+        self.look()
+        with torch.no_grad():
+            for state in self._compressed:
+                state.own_params = [param.detach().clone() for param in state.params]
+                fill(state)
+        self.expect()
+        try:
+            yield True
+        finally:
+            self.put_back()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put this rank's own parameters back, unless someone has written others meanwhile, which stay."""
+        if all(state.own_params is None for state in self.states):
+            return
+        before, self._written = self._written, None
+        self.look()
+        replaced = self._written is not None and bool(self._written)
+        for state in self.states:
+            for param, own in zip(state.params, state.own_params or (), strict=False):
+                if not replaced:
+                    param.copy_(own)
+            state.own_params = None
+        self._written = self._written if replaced else before
+        self.expect()
+
+    @staticmethod
+    @torch.no_grad()
+    def fill_with_anchor(state: GroupState) -> None:
+        """Put the parameters at the last sync in place, which are alike on all ranks. No collective call."""
+        for index, param in enumerate(state.params):
+            param.copy_(state.view(state.extra["anchor"], index))
+
+    def average(self, state: GroupState) -> None:
+        """Put the mean over ranks in the place of the parameters of a group that may move. All ranks call."""
+        for bucket in state.layout.buckets:
+            with state.parameter_segments(bucket) as params, self._traffic.paused():
+                moving = [segment for segment in params if segment.tensor is not None]
+                parts = [segment.part.float() for segment in moving]
+                mean = torch.cat(parts or [torch.empty(0, dtype=torch.float32, device=state.device)])
+                _average_(mean, state)
+                for segment, part in zip(moving, torch.split(mean, [s.numel for s in moving]), strict=True):
+                    segment.part.copy_(part)
+
+    # -- syncs that do not follow from the anchor ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start_anew(self, state: GroupState) -> None:
+        """Begin an interval with the present parameters."""
+        for index, param in enumerate(state.params):
+            state.view(state.extra["anchor"], index).copy_(param)
+        state.extra["local_update"].zero_()
+        state.extra["lr_sum"].zero_()
+        state.extra["decay"].fill_(1.0)
+
+    def sync_by_average(self) -> None:
+        """Average parameters and momentum in full precision, and begin an interval. All ranks call."""
+        for state in self._compressed:
+            self.average(state)
+            for bucket in state.layout.buckets:
+                _average_(state.exp_avg[bucket.start : bucket.stop], state)
+            self.start_anew(state)
+        self._written = None
+
+    @torch.no_grad()
+    def average_frozen(self) -> None:
+        """Average, once each, the parameters that were frozen inside an interval: no message brings them together.
+
+        All ranks call. The mean is taken of the distances from the anchor, so that a parameter that has not moved
+        keeps its bits.
+        """
+        for state in self._compressed:
+            for index, param in enumerate(state.params):
+                if not param.requires_grad and not self._settled.get(param):
+                    anchor = state.view(state.extra["anchor"], index)
+                    distance = param.detach().to(torch.float32) - anchor
+                    _average_(distance, state)
+                    param.copy_(anchor + distance)
+                    anchor.copy_(param)
+                self._settled[param] = not param.requires_grad
+
+    def frozen(self) -> list[list[bool]]:
+        """A flag for each parameter of each group: True if it is frozen now. Alike on all ranks."""
+        return [[not param.requires_grad for param in state.params] for state in self._compressed]
+
+
+def numbers_since_sync(states: Sequence[GroupState]) -> dict[int, tuple[float, float]]:
+    """Return the sum of learning rates and the decay since the last sync, by param group, in one fetch."""
+    chosen = [state for state in states if state.compressed]
+    numbers = [state.extra[name] for state in chosen for name in ("lr_sum", "decay")]
+    found = torch.cat(numbers).tolist() if numbers else []
+    return {state.number: (found[2 * i], found[2 * i + 1]) for i, state in enumerate(chosen)}
+
+
+def _average_(tensor: Tensor, state: GroupState) -> None:
+    tensor.mul_(1 / state.communicator.world_size)
+    state.communicator.all_reduce(tensor).wait()
+
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +254,7 @@ class ZeroOneAdam(CompressedOptimizer):
         max_update: Learning rates that an element of a parameter moves at most in a step in which the variance does not
             learn, beside the weight decay, >= 0: in steps of the variance stage whose gradients travel as signs, and in
             local steps; a sync may move it by as many as the local steps together. None or 0 is off.
-        **options: See :class:`~hf_compressopt.optim.compressed.CompressedOptimizer`.
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
 
     Raises:
         ValueError: For an option outside its range; the message names value and range.
@@ -113,6 +303,8 @@ class ZeroOneAdam(CompressedOptimizer):
         }
         super().__init__(params, lr, **options)
         self._interval = LocalInterval(self._states, self.traffic)
+        self._divisors: dict[int, Tensor] = {}  # of the step under way, by param group
+        self._since_sync: dict[int, tuple[float, float]] = {}  # likewise, at a sync
 
     # -- variance stage -----------------------------------------------------------------------------------------------
 
@@ -129,9 +321,10 @@ class ZeroOneAdam(CompressedOptimizer):
             state.view(state.exp_avg, index).lerp_(grad, 1 - beta1)  # (2)
             state.view(state.exp_avg_sq, index).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         with_grad = {index for index, grad in enumerate(grads) if grad is not None}
+        corrections, how = _corrections(state, counted=True), descent(state.options)
         for bucket in state.layout.buckets:
             momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
-            _descend(state, bucket, momentum, descent(state.options), beta=1.0, counted=True, moving=with_grad)
+            _descend(state, bucket, momentum, how, beta=1.0, corrections=corrections, moving=with_grad)
 
     def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
         return state.steps.tolist(), state.extra["variance_steps"].tolist()
@@ -155,6 +348,16 @@ class ZeroOneAdam(CompressedOptimizer):
         gradients = state.gradient_segments(bucket, grads)
         return Combination(bucket.numel, state.device, grads=gradients)
 
+    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
+        super()._begin_buckets(plan, states)
+        for state in states:
+            if plan.stage is not Stage.LOCAL_STEP:
+                self._divisors[state.number] = _corrections(state, counted=False)
+                continue
+            lr_sum, decay = self._since_sync[state.number]
+            bound = (self.max_update or math.inf) * lr_sum
+            self._descents[state.number] = replace(descent(state.options), decay=decay, bound=bound)
+
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         with self.warmup_gradients.signs(plan, states, self.variance_floor):
             super()._compressed_step(plan, states, gradients)
@@ -162,12 +365,11 @@ class ZeroOneAdam(CompressedOptimizer):
     def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
         if plan.stage is not Stage.LOCAL_STEP:
             beta1, _ = state.options["betas"]
-            bounded = descent(state.options, self.max_update)
-            _descend(state, bucket, average, bounded, beta=1 - beta1, counted=False)  # (1), (2), (3)
+            bounded, corrections = self._descents[state.number], self._divisors[state.number]
+            _descend(state, bucket, average, bounded, beta=1 - beta1, corrections=corrections)  # (1), (2), (3)
             return
-        flat, lr_sum = slice(bucket.start, bucket.stop), float(state.extra["lr_sum"])
-        bound = (self.max_update or math.inf) * lr_sum
-        decayed = replace(descent(state.options), decay=float(state.extra["decay"]), bound=bound)
+        flat, decayed = slice(bucket.start, bucket.stop), self._descents[state.number]
+        lr_sum = self._since_sync[state.number][0]
         m, anchor, u = state.exp_avg[flat], state.extra["anchor"][flat], state.extra["local_update"][flat]
         with state.parameter_segments(bucket) as params:
             update = ParameterSync(average, m, anchor, state.variance(bucket), u, params, lr_sum, decayed)
@@ -194,7 +396,7 @@ class ZeroOneAdam(CompressedOptimizer):
         if written:
             return self._interval.sync_by_average()
         # a learning rate that was 0 throughout has moved nothing: there is nothing to send
-        moved = [state for state in states if float(state.extra["lr_sum"]) != 0]
+        moved = [state for state in states if self._since_sync[state.number][0] != 0]
         self._compressed_step(plan, moved, None)
         for state in moved:
             state.extra["lr_sum"].zero_()
@@ -203,7 +405,8 @@ class ZeroOneAdam(CompressedOptimizer):
     def _parameters_were_written(self, gradients: Grads | None) -> bool:
         """Return whether someone has written parameters on any rank; compare what must be alike. All ranks call."""
         states = [state for state in self._states if state.compressed and state.own_rank is None]
-        so_far = [(float(state.extra["lr_sum"]), float(state.extra["decay"])) for state in states]
+        self._since_sync = numbers_since_sync(self._states)
+        so_far = [self._since_sync[state.number] for state in states]
         frozen = [[not param.requires_grad for param in state.params] for state in states]
         digests = [digest_of((self._consensus.comparison.hyperparameters(), so_far, frozen))]
         # one in every message that is counted: a resumed run, which compares once more, sends the same bytes
@@ -290,12 +493,11 @@ def _descend(
     how: Descent,
     *,
     beta: float,
-    counted: bool,
+    corrections: Tensor,
     moving: Container[int] | None = None,
 ) -> None:
-    """Take the update of the variance stage, (3). ``counted``: whether this step is in ``state.steps`` already."""
+    """Take the update of the variance stage, (3)."""
     exp_avg, variance = state.exp_avg[bucket.start : bucket.stop], state.exp_avg_sq[bucket.start : bucket.stop]
-    corrections = _corrections(state, counted)
     with state.parameter_segments(bucket, moving) as params:
         kernels.on(state.device).apply_adam_(
             AdamUpdate(average, exp_avg, variance, params, how, beta=beta, corrections=corrections)
@@ -303,7 +505,10 @@ def _descend(
 
 
 def _corrections(state: GroupState, counted: bool) -> Tensor:
-    """Return the divisors of m and v of each parameter; infinity for m if there is no variance yet."""
+    """Return the divisors of m and v of each parameter; infinity for m if there is no variance yet.
+
+    ``counted``: whether the step under way is in ``state.steps`` already.
+    """
     beta1, beta2 = state.options["betas"]
     updates = state.extra["variance_steps"].double()
     first, second = torch.ones_like(updates), torch.ones_like(updates)

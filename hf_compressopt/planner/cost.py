@@ -26,8 +26,8 @@ from inspect import signature
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
 from hf_compressopt.kernels import INTEGER_BITS, IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
-from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.warmup_gradients import check_warmup_bits
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.warmup import check_warmup_bits
 from hf_compressopt.planner.wire import Cluster, Message, all_gather, one_phase, reduce_scatter, ring, two_phases
 
 #: Share of the backward pass in forward and backward.

@@ -127,7 +127,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
     parser.add_argument("--bucket-cap-mb", type=argument(mebibytes), default=25.0, help=text)
     text = "topology of compressed messages: flat, two-level (one message per node), or auto: two-level if there are "
     text += "several nodes of several GPUs (%(default)s)"
-    parser.add_argument("--topology", choices=["auto", "flat", "two-level"], default="auto", help=text)
+    parser.add_argument("--topology", choices=["auto", "flat", "hierarchical", "two-level"], default="auto", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     rate, time = argument(bandwidth), argument(seconds)
     link = "rate of a node's link in each direction, which its GPUs share; with one node, of each GPU's link: 25Gbit"

@@ -14,10 +14,9 @@ import torch
 
 from hf_compressopt.flat import FLOAT_BYTES, bucket_numel_of, chunk_numel
 from hf_compressopt.integrations.algorithms import ALGORITHMS, ZERO_NAMES
-from hf_compressopt.kernels import INTEGER_BITS, integer_message_nbytes, message_nbytes
-from hf_compressopt.kernels.errors import ERROR_BITS
-from hf_compressopt.optim.compact import STATE
-from hf_compressopt.optim.compressed import CompressedOptimizer
+from hf_compressopt.kernels import ERROR_BITS, INTEGER_BITS, integer_message_nbytes, message_nbytes
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import STATE
 from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADIENT, Model, Step, average
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
@@ -133,7 +132,12 @@ def memory_rows(
     bucket_cap_mb: float,
     node_size: int = 1,
 ) -> dict[str, dict[str, int]]:
-    """Bytes on each rank, by optimizer and by content."""
+    """Bytes on each rank, by optimizer and by content.
+
+    A compressed optimizer has a row for each form of its state. Its messages in flight are left out: they have 1/32 of
+    the buckets' bytes. With ``zero_stage=2`` gradients are the means of this rank's chunks, and a bucket of gradients
+    waits to be sent. ``node_size``: see :class:`Buckets`.
+    """
     estimate = partial(
         estimate_zero_memory,
         params,
@@ -182,8 +186,13 @@ def _memory_rows_of(name: str) -> list[str]:
 def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
     """Count the steps that 0/1 Adam takes in each stage, by Trainer's default schedule.
 
-    The second key is 1 for a step with averaged gradients and 0 for a 1-bit gradient in the variance stage; in the
-    local-step stage it is the length of the interval.
+    Args:
+        steps: Length of the run.
+        low_bit: Whether averaged gradients travel in fewer than 32 bits, which Trainer's schedule depends on.
+
+    Returns:
+        Counts by stage and kind. The kind is 1 for a step with averaged gradients and 0 for a 1-bit gradient in the
+        variance stage; in the local-step stage it is the length of the interval.
     """
     schedule = ZeroOneSchedule().fitted(steps, (), low_bit=low_bit).expected()
     shares: Counter[tuple[Stage, int]] = Counter()
@@ -195,7 +204,12 @@ def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
 
 
 def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
-    """Predicted steps, by optimizer and by stage."""
+    """Predicted steps, by optimizer and by stage.
+
+    Args:
+        model: Model of the training and the cluster.
+        steps: Length of the run. The first stages of the compressed optimizers have the shares that Trainer gives them.
+    """
     ddp, zero, itemsize = model.ddp(), model.zero(), model.training.itemsize
     halves = {f"DDP, {8 * _HALF_BYTES}-bit gradients": {"": model.ddp(_HALF_BYTES)}}
     return {
@@ -251,10 +265,18 @@ def _last_stage(stages: dict[str, Step]) -> Step:
 def ranked(
     model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_bits: int | None
 ) -> list[dict[str, Any]]:
-    """Rank all optimizers by the time of a run, the fastest first.
+    """Rank all optimizers by the time of a run.
 
-    ``place`` is that in :func:`time_rows`; ``step_seconds`` and ``step_bytes``, sent by a rank, are those of the stage
-    in which a run spends most of its steps; ``memory_bytes`` are those of a rank at their largest.
+    Args:
+        model: The planner's model.
+        steps: Length of the run.
+        memory: Of :func:`memory_rows`.
+        warmup_bits: The option for the flags; None leaves it out.
+
+    Returns:
+        The fastest run first: ``name`` and ``place`` in :func:`time_rows`; ``flags`` of Trainer, or the change to a
+        script; ``step_seconds`` and ``step_bytes`` (sent by a rank) of the longest stage; ``run_seconds`` and
+        ``run_bytes``; ``memory_bytes`` of a rank at their largest.
     """
     choices = []
     for place, (name, stages) in enumerate(time_rows(model, steps).items()):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.kernels import sum_of_squares
-from hf_compressopt.optim.functional import clip_factor
+from hf_compressopt.optim.math import clip_factor
 from hf_compressopt.zero.config import LossScale
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import Part, UpdateBucket

@@ -75,8 +75,7 @@ class ZeroConfig:
         contiguous_gradients: Move each gradient into its slice, and free it, as soon as it exists. With False this
             happens when the slice is sent.
         ignore_unused_parameters: Accept parameters that had no gradient on any rank; False raises an error.
-        clip_grad: Clip gradients to this norm in step(); 0 is off. ``max_grad_norm`` of a wrapped FusedAdam means the
-            same.
+        clip_grad: Clip gradients to this norm in step(); 0 is off. ``max_grad_norm`` means the same.
         loss_scale: Factor of the loss in :meth:`ZeroOptimizer.backward` and ``scale_loss``; "dynamic" adapts it.
         initial_loss_scale: First factor of a dynamic loss scale.
         loss_scale_window: Steps without an overflow after which a dynamic loss scale doubles.
@@ -89,7 +88,7 @@ class ZeroConfig:
             "none" is full precision, as are parameters of one dimension always.
         param_compression: "int4" or "int8": give the updated parameters to all ranks in messages of 4 or 8 bits per
             element: what the float32 masters, which each rank keeps of its part, are ahead of them.
-        topology: "flat", "two-level" or "auto": the way of gradients and parameters between nodes of several ranks.
+        topology: "flat", "hierarchical" or "auto": the way of gradients and parameters between nodes of several ranks.
             Param groups with a process group of their own are always flat.
         node_size: Consecutive ranks per node, for two levels; None takes them from the launcher and the host names.
 

@@ -23,8 +23,8 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.common import evaluate
-from hf_compressopt.optim.shard_stub import load_with_hooks, switched
+from hf_compressopt.optim.base import evaluate
+from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.config import ZeroConfig, require_accelerator

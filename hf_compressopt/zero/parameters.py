@@ -15,7 +15,7 @@ from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_commun
 from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.functional import bit_sum
+from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import LossScale, ZeroConfig
 from hf_compressopt.zero.feedback import SliceErrors

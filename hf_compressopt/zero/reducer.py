@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from hf_compressopt.collectives.backward_pass import inside_another_backward
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.owners import GradientOwner
-from hf_compressopt.optim.shard_stub import switched
+from hf_compressopt.optim.state import switched
 from hf_compressopt.zero.config import LossScale
 from hf_compressopt.zero.messages import send_gradients
 from hf_compressopt.zero.parts import in_host_memory

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.optim.options import check_count
-from hf_compressopt.optim.shard_stub import STATE_KEY, make_stub
+from hf_compressopt.optim.state import STATE_KEY, make_stub
 from hf_compressopt.zero.feedback import SliceErrors
 from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.grad_norm import is_shard
+from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import is_shard
 from hf_compressopt.optim.options import check_at_least, check_parameter
 from hf_compressopt.zero.config import DTYPES, ZeroConfig
 
@@ -97,7 +97,7 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] = Map
 def take_clipping(
     optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], clip_grad: float
 ) -> tuple[dict[str, Any], float]:
-    """Read the wrapped optimizer's ``max_grad_norm``, which would clip by this rank's part, as ``clip_grad``.
+    """Read ``max_grad_norm`` as ``clip_grad``; a wrapped optimizer that has it would clip by this rank's part.
 
     Returns:
         The wrapped optimizer's options with ``max_grad_norm`` off, and the norm to clip to; 0 is off.
@@ -105,8 +105,9 @@ def take_clipping(
     Raises:
         ValueError: If ``clip_grad`` is given too, or the optimizer clips unless it is told not to.
     """
+    taken = signature(optimizer_class).parameters
     if "max_grad_norm" not in options:
-        by_default = signature(optimizer_class).parameters.get("max_grad_norm")
+        by_default = taken.get("max_grad_norm")
         if by_default is not None and by_default.default not in (0, None):
             raise ValueError(
                 f"{optimizer_class.__name__} clips to max_grad_norm={by_default.default} by this rank's part of the "
@@ -114,6 +115,8 @@ def take_clipping(
             )
         return options, clip_grad
     inner, wanted = {**options, "max_grad_norm": 0.0}, options["max_grad_norm"] or 0.0
+    if "max_grad_norm" not in taken:
+        del inner["max_grad_norm"]
     check_at_least("max_grad_norm", wanted, 0)
     if wanted > 0 and clip_grad > 0:
         raise ValueError(f"max_grad_norm={wanted} and clip_grad={clip_grad} are two spellings of one option: give one")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.functional import trust_ratio
 from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import trust_ratio
 from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.messages import send_differences
 from hf_compressopt.zero.parameters import PartitionedParameters

@@ -2,9 +2,7 @@
 
 import json
 import os
-import resource
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,39 +267,12 @@ def entry_of(header: dict[str, Any], number: int = 0) -> dict[str, Any]:
     )[number]
 
 
-def overlap(header: dict[str, Any]) -> None:
-    entry_of(header, 1)["data_offsets"] = entry_of(header)["data_offsets"]
-    entry_of(header, 1)["shape"] = entry_of(header)["shape"]
-
-
-def out_of_range(header: dict[str, Any]) -> None:
-    entry = entry_of(header, -1)
-    entry["data_offsets"] = [offset + 4 for offset in entry["data_offsets"]]
-
-
-def negative(header: dict[str, Any]) -> None:
-    entry = entry_of(header)
-    entry["data_offsets"] = [offset - 8 for offset in entry["data_offsets"]]
-
-
 def other_dtype(header: dict[str, Any]) -> None:
     entry_of(header)["dtype"] = "I32"
 
 
 def other_shape(header: dict[str, Any]) -> None:
     entry_of(header)["shape"].append(1)
-
-
-def unknown_dtype(header: dict[str, Any]) -> None:
-    entry_of(header)["dtype"] = "F99"
-
-
-def no_offsets(header: dict[str, Any]) -> None:
-    del entry_of(header)["data_offsets"]
-
-
-def huge_shape(header: dict[str, Any]) -> None:
-    entry_of(header)["shape"] = [2**62, 2**62]
 
 
 def no_metadata(header: dict[str, Any]) -> None:
@@ -340,6 +311,10 @@ def in_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], str]:
     return damage
 
 
+def index_with(**values: Any) -> Callable[[Path], str]:
+    return in_index(lambda index: index.update(values))
+
+
 def longer_piece(index: dict[str, Any]) -> None:
     """A range that goes beyond the end of its shard, in a tensor to match."""
     entry = index["tensors"]["exp_avg_sq_code/layer.1"]
@@ -359,6 +334,15 @@ def tensor_of_nobody(index: dict[str, Any]) -> None:
     index["tensors"]["optimizer/abc"] = index["tensors"].pop("step/group0")
 
 
+def overlap_the_pieces(index: dict[str, Any]) -> None:
+    entry = next(entry for entry in index["tensors"].values() if len(entry["pieces"]) > 1)
+    entry["pieces"][1]["start"] -= 1
+
+
+def wrong_dtype(index: dict[str, Any]) -> None:
+    index["tensors"]["exp_avg/layer.0"]["dtype"] = "float64"
+
+
 def one_error_less(index: dict[str, Any]) -> None:
     del index["tensors"]["worker_error/group0/rank1"]
 
@@ -368,63 +352,29 @@ def deep(folder: Path) -> str:
     return "compressopt.index.json"
 
 
-def overlap_the_pieces(folder: Path) -> str:
-    index = read_index(folder)
-    entry = next(entry for entry in index["tensors"].values() if len(entry["pieces"]) > 1)
-    entry["pieces"][1]["start"] -= 1
-    write_index(folder, index)
-    return "compressopt.index.json"
-
-
 def cut_the_index(folder: Path) -> str:
     text = (folder / "compressopt.index.json").read_text()
     (folder / "compressopt.index.json").write_text(text[: len(text) // 2])
     return "compressopt.index.json"
 
 
-def index_with(**values: Any) -> Any:
-    def damage(folder: Path) -> str:
-        write_index(folder, {**read_index(folder), **values})
-        return "compressopt.index.json"
+def header_with(key: str, value: Any) -> Callable[[Path], str]:
+    def change(index: dict[str, Any]) -> None:
+        header = index["header"]
+        next(place for place in (header, header["schedule"], header["param_groups"][0]) if key in place)[key] = value
 
-    return damage
-
-
-def wrong_dtype(folder: Path) -> str:
-    index = read_index(folder)
-    index["tensors"]["exp_avg/layer.0"]["dtype"] = "float64"
-    write_index(folder, index)
-    return "compressopt.index.json"
-
-
-def header_without_schedule(folder: Path) -> str:
-    index = read_index(folder)
-    del index["header"]["schedule"]
-    write_index(folder, index)
-    return "compressopt.index.json"
-
-
-def header_with(key: str, value: Any) -> Any:
-    def damage(folder: Path) -> str:
-        index = read_index(folder)
-        place = index["header"] if key in index["header"] else index["header"]["schedule"]
-        place = place if key in place else index["header"]["param_groups"][0]
-        place[key] = value
-        write_index(folder, index)
-        return "compressopt.index.json"
-
+    damage = in_index(change)
     damage.__name__ = f"{key}_{value}"
     return damage
 
 
 HOSTILE = [
-    header_without_schedule,
     header_with("freeze_step", -5),
     header_with("step", "7"),
     header_with("betas", [2, 3]),
     header_with("lr", "abc"),
     header_with("lr", float("nan")),
-    header_with("amsgrad", True),
+    header_with("weight_decay", -1.0),
     header_with("stage", "abc"),
     header_with("world_size", 3),
     header_with("world_size", "2"),
@@ -438,10 +388,8 @@ HOSTILE = [
     name_the_shards_in_another_order,
     damage_the_header,
     header_over_the_cap,
-    overlap_the_pieces,
     cut_the_index,
     deep,
-    wrong_dtype,
 ]
 NAMED = {
     "a later format": index_with(version=99),
@@ -458,19 +406,17 @@ NAMED = {
     "truncated, and the index knows": change_shard(1, lambda data: data[:-4]),
     "longer": change_shard(0, lambda data: data + b"more"),
     "a header that is no JSON": change_shard(0, lambda data: data[:8] + b"}" + data[9:]),
-    "overlapping offsets": change_shard(0, in_header(overlap)),
-    "offsets out of range": change_shard(1, in_header(out_of_range)),
-    "negative offsets": change_shard(0, in_header(negative)),
-    "no offsets": change_shard(0, in_header(no_offsets)),
     "another dtype": change_shard(0, in_header(other_dtype)),
-    "an unknown dtype": change_shard(0, in_header(unknown_dtype)),
     "another shape": change_shard(0, in_header(other_shape)),
-    "a huge shape": change_shard(0, in_header(huge_shape)),
     "no metadata": change_shard(1, in_header(no_metadata)),
     "a piece beyond its shard": in_index(longer_piece),
     "a transposed tensor": in_index(transposed),
     "a mask that does not fit": in_index(mask_of_another_shape),
     "a tensor that no optimizer has": in_index(tensor_of_nobody),
+    "no schedule": in_index(lambda index: index["header"].pop("schedule")),
+    "amsgrad": in_index(lambda index: index["header"]["param_groups"][0].update(amsgrad=True)),
+    "overlapping pieces": in_index(overlap_the_pieces),
+    "a wider moment": in_index(wrong_dtype),
     "an error that is missing": in_index(one_error_less),
 }
 HOSTILE += [pytest.param(damage, id=name) for name, damage in NAMED.items()]
@@ -535,37 +481,6 @@ def test_it_is_refused_on_another_number_of_ranks_too(damage: Any, saved: Path) 
 def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str, saved: Path) -> None:
     errors = run_ranks_expecting_error(2, load_and_compare, str(saved), options)
     assert all("compressopt.index.json" in text and expected in text for text in errors.values()), errors
-
-
-def save_without_room(rank: int, world_size: int, directory: str) -> None:
-    from hf_compressopt import save_state
-
-    params, optimizer = make(world_size)
-    train(rank, world_size, params, optimizer, range(6))
-    if rank == 1:  # its disk is full: no file may grow beyond this many bytes
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (400, resource.RLIM_INFINITY))
-    try:
-        save_state(optimizer, directory)
-    finally:
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_the_earlier_checkpoint(saved: Path) -> None:
-    before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    errors = run_ranks_expecting_error(2, save_without_room, str(saved))
-    assert "another rank failed" in errors[0] and "File too large" in errors[1], errors
-    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
-    run_ranks(2, resume_only, str(saved))
-
-
-def resume_only(rank: int, world_size: int, directory: str) -> None:
-    from hf_compressopt import load_state
-
-    _, optimizer = make(world_size)
-    load_state(optimizer, directory)
-    assert optimizer.metrics()["step"] == 4
 
 
 def test_names_that_occur_twice_are_refused_before_anything_is_written(tmp_path: Path) -> None:

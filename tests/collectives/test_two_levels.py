@@ -64,10 +64,10 @@ def test_nodes_are_found_from_hosts_and_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"topology": "ring"}, ValueError, ["topology", "two-level", "'ring'"]),
+        ({"topology": "ring"}, ValueError, ["topology", "hierarchical", "'ring'"]),
         ({"node_size": 0}, ValueError, ["node_size", ">= 1", "0"]),
         ({"node_size": 2.0}, TypeError, ["node_size", "int", "2.0"]),
-        ({"node_size": 2, "topology": "flat"}, ValueError, ["node_size=2", "'flat'", "two-level"]),
+        ({"node_size": 2, "topology": "flat"}, ValueError, ["node_size=2", "'flat'", "hierarchical"]),
         ({"node_bits": 8}, ValueError, ["node_bits", "32 or 16", "8"]),
     ],
 )

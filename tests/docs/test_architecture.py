@@ -11,7 +11,7 @@ from tests.support.launching import REPO_ROOT
 
 PAGE = REPO_ROOT / "docs" / "architecture.md"
 PACKAGE = REPO_ROOT / "hf_compressopt"
-# `optim/compressed.py:CompressedOptimizer.step`, `optim/compressed.py`, `zero/`; relative to the package
+# `optim/base.py:CompressedOptimizer.step`, `optim/base.py`, `zero/`; relative to the package
 NAME = re.compile(r"`((?:\w+/)*(?:\w+\.py)?)(?::([\w.]+))?`")
 
 

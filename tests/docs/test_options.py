@@ -54,9 +54,9 @@ def test_options_of_bases_and_their_own_words_are_found(make_options: dict[str, 
         def __init__(self, params: Any, size: int = 16, **options: Any) -> None: ...
 
     found = make_options["options"](Derived)
-    assert {name: tuple(option)[1:] for name, option in found.items()} == {
-        "size": ("16", "Bytes."),
-        "rate": ("None", "Speed, or ``None`` of :class:`~somewhere.Else`."),
+    assert {name: (option.kinds, option.default, option.help) for name, option in found.items()} == {
+        "size": ((int,), 16, "Bytes."),
+        "rate": ((float, type(None)), None, "Speed, or ``None`` of :class:`~somewhere.Else`."),
     }
     table = make_options["_table"](found)
     assert "| `rate` | `float \\| None` | `None` | Speed, or `None` of `Else`. |" in table

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from hf_compressopt import load_state, save_state
-from hf_compressopt.format import shards as progress
+from hf_compressopt.format import shards
 from tests.support.forking import forked
 
 
 def save_and_load(stderr: str, folder: str, big: int) -> None:
     """Save and load in a process of its own. big: from so many bytes on, a checkpoint counts as big."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_NOCTTY), 2)
-    progress.BIG = big
+    shards.BIG = big
     weight = torch.nn.Parameter(torch.ones(100_000))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.ones_like(weight)

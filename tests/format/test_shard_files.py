@@ -17,7 +17,7 @@ from hf_compressopt import load_state
 from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import DTYPES, CheckpointError, CheckpointIndex, Piece, Shard, TensorEntry
-from hf_compressopt.format.shards import ShardFile, ShardWriter
+from hf_compressopt.format.shards import ShardFile, write_shard
 
 
 @pytest.mark.parametrize("block_bytes", [7, 64, 4096])
@@ -130,15 +130,13 @@ def test_more_shards_than_a_process_may_open_files_are_read(tmp_path: Path) -> N
         shard = tmp_path / f"shard{rank}"
         parts = {f"{kind}/p@{rank}": ("float32", (1,)) for kind in pieces}
         step = {"scalar:step/p": ("float32", ())} if rank == 0 else {}
-        with ShardWriter(shard, {**parts, **step}, {"format": "pt", "save_id": "1"}) as writer:
-            for key in writer.keys:
-                writer.write(key, torch.tensor([float(rank)]).numpy().data)
-            sums = writer.finish()
+        value = torch.tensor([float(rank)]).numpy().data
+        nbytes, sums = write_shard(shard, {**parts, **step}, {"save_id": "1"}, lambda _, value=value: [value])
         for kind in pieces:
             pieces[kind].append(Piece(rank, f"{kind}/p@{rank}", rank, rank + 1, sums[f"{kind}/p@{rank}"]))
         if step:
             first = sums["scalar:step/p"]
-        shards.append(Shard(shard.name, writer.bytes))
+        shards.append(Shard(shard.name, nbytes))
     tensors = {f"{kind}/p": TensorEntry("float32", (ranks,), tuple(found)) for kind, found in pieces.items()}
     tensors["scalar:step/p"] = TensorEntry("float32", (), (Piece(0, "scalar:step/p", 0, 1, first),))
     optimizer = torch.optim.AdamW([("p", param)])

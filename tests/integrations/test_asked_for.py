@@ -211,7 +211,7 @@ def test_other_models_loaded_in_shards_are_refused_by_name(
 def test_tensor_pipeline_and_expert_parallelism_are_refused_by_name(cut: str) -> None:
     from transformers.distributed import DistributedConfig  # Accelerate refuses to run it on CPUs
 
-    from hf_compressopt.integrations.fsdp_models import why_not_loaded_in_shards
+    from hf_compressopt.integrations.models import why_not_loaded_in_shards
 
     config = DistributedConfig(**{cut: 2}, fsdp_size=1 if cut == "pp_size" else 2)
     model = SimpleNamespace(config=SimpleNamespace(distributed_config=config))

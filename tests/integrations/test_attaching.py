@@ -19,10 +19,19 @@ STEPS, FREEZE = 6, 2
 
 
 @pytest.mark.parametrize("host", ["trainer", "accelerator"])
-def test_a_stock_host_leaves_gradients_local_without_another_import(host: str) -> None:
+def test_a_stock_host_leaves_gradients_local_after_the_registration(host: str) -> None:
     done = run_python([SCRIPT, host], ranks=2)
     for rank in (0, 1):
         assert f"rank {rank}: [False, False, True, True]" in done.stdout, done.stdout + done.stderr
+    assert "is not in use" not in done.stderr
+
+
+@pytest.mark.parametrize("host", ["trainer", "accelerator"])
+def test_construction_changes_no_host_and_the_optimizer_says_that_it_has_no_hook(host: str) -> None:
+    done = run_python([SCRIPT, host, "unregistered"], ranks=2)
+    for rank in (0, 1):
+        assert f"rank {rank}: [False, False, False, False]" in done.stdout, done.stdout + done.stderr
+    assert done.stderr.count("is not in use") == 1 and "hf_compressopt.register()" in done.stderr
 
 
 def test_construction_loads_no_host() -> None:

@@ -36,6 +36,7 @@ TABLE: list[tuple[str, str, dict[str, Any], bool]] = [
     *(("warmup_bits", name, {"warmup_bits": bits}, True) for name in BASE for bits in (4, 8, 16)),
     ("clip", ONEBIT, {"clip": "local"}, True),
     ("clip", ZERO_ONE, {"clip": "local"}, True),
+    ("overlap_comm", ONEBIT, {"overlap_comm": True}, True),
     ("clip", LAMB, {"clip": "local"}, True),
     ("max_update", ONEBIT, {"max_update": 0.05}, True),
     ("max_update", ZERO_ONE, {"max_update": 0.05}, True),
@@ -192,7 +193,7 @@ def check_rows(host: str, world_size: int, directory: Path, count: int = len(ROW
 
 def test_every_option_that_text_can_set_has_a_row() -> None:
     from hf_compressopt.integrations.algorithms import ALGORITHMS
-    from hf_compressopt.integrations.optim_args import text_options
+    from hf_compressopt.integrations.plugin import text_options
 
     legal = {option for cls in ALGORITHMS.values() for option in text_options(cls)}
     assert legal - ONE_VALUE == {option for option, *_ in TABLE}

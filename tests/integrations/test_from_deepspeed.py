@@ -11,11 +11,8 @@ import torch
 
 import hf_compressopt
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam, ZeroOptimizer, cli
-from hf_compressopt.integrations.deepspeed import translate
-from hf_compressopt.integrations.deepspeed.options import RULES
-from hf_compressopt.integrations.deepspeed.render import accelerate_code
-from hf_compressopt.integrations.deepspeed.translation import LOST, SAME
-from hf_compressopt.integrations.optim_args import text_options
+from hf_compressopt.integrations.deepspeed import LOST, RULES, SAME, accelerate_code, translate
+from hf_compressopt.integrations.plugin import text_options
 
 hf_compressopt.register()
 

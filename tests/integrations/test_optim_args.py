@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_compressopt.integrations.optim_args import OptimArgs, read_optim_args
+from hf_compressopt.integrations.plugin import OptimArgs, read_optim_args
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,22 @@ def test_an_option_that_trainers_own_optimizer_ignores_is_refused_under_zero(opt
     args.optim_args = f"{known}zero_stage=2,bucket_cap_mb=50"
     cls, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
     assert cls is ZeroOptimizer and kwargs["bucket_cap_mb"] == 50 and ("momentum" in kwargs) == bool(known)
+
+
+def test_the_spellings_of_the_ecosystem_mean_what_the_older_ones_mean() -> None:
+    import torch
+
+    from hf_compressopt import CompressOptPlugin, OnebitAdam, ZeroOptimizer
+
+    params = [torch.nn.Parameter(torch.ones(8))]
+    assert OnebitAdam(params, overlap_comm=True)._clip == OnebitAdam(params, clip="late")._clip == "late"
+    with pytest.raises(ValueError, match="overlap_comm=True needs clip='sketch', got 'local'"):
+        OnebitAdam(params, overlap_comm=True, clip="local")
+    with pytest.raises(TypeError, match="overlap_comm must be True or False, got 1"):
+        OnebitAdam(params, overlap_comm=1)  # type: ignore[arg-type]
+    for inner in (torch.optim.AdamW, torch.optim.SGD):
+        assert ZeroOptimizer(params, inner, lr=0.1, max_grad_norm=2.0).clip_grad == 2.0
+    with pytest.raises(ValueError, match="max_grad_norm=2.0 and clip_grad=1.0 are two spellings"):
+        ZeroOptimizer(params, torch.optim.AdamW, max_grad_norm=2.0, clip_grad=1.0)
+    both = [CompressOptPlugin(topology=name, node_size=2).message_options() for name in ("hierarchical", "two-level")]
+    assert both[0] == both[1] and both[0].topology == "hierarchical"

@@ -285,7 +285,7 @@ def test_the_family_trains_evaluates_saves_and_resumes(name: str, tmp_path: Path
 BAD_OPTIONS = {
     "frezze_step=3": "no option 'frezze_step': did you mean 'freeze_step'",
     "freeze_step=soon": "freeze_step must be an int >= 1, or 'auto', got 'soon'",
-    "max_freeze_step=soon": "max_freeze_step must be an int, got 'soon'",
+    "max_freeze_step=soon": "max_freeze_step must be an int or none, got 'soon'",
     "freeze_step": "name=value",
     "freeze_step=0": "freeze_step must be >= 1, got 0",
     "freeze_step=2,freeze_step=3": "given twice",

@@ -9,7 +9,7 @@ from tests.support.harness import run_ranks
 from tests.support.trainer_runs import Run, train
 
 OPTIMIZERS = {
-    "onebit_adam": "freeze_step=3,topology=two-level,node_size=2,node_bits=16",
+    "onebit_adam": "freeze_step=3,topology=hierarchical,node_size=2,node_bits=16",
     "adamw_torch": "grad_compression=int4,node_size=2",
     "zero2_adamw": "bucket_cap_mb=25,node_size=2",
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
-from hf_compressopt.optim.gradient_noise import NOISE, GradientNoise
+from hf_compressopt.optim.gradients import NOISE, GradientNoise
 from tests.support.harness import run_ranks
 
 NUMEL, DEVIATION = 65_536, 0.0135  # enough for a sketch of 4096 numbers
@@ -125,7 +125,7 @@ def test_its_state_is_in_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2), torch.zeros(3, dtype=torch.float64)])
 def test_a_state_that_no_run_has_saved_is_refused(tensor: torch.Tensor) -> None:
-    from hf_compressopt.optim.state_dict import check_tensors
+    from hf_compressopt.optim.state import check_tensors
     from hf_compressopt.schedules import OnebitSchedule
 
     with pytest.raises(ValueError, match=rf"'{NOISE}' must be float64 \[2\]"):

@@ -19,7 +19,7 @@ from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, attach_ddp
 from hf_compressopt.kernels import Segment
 from hf_compressopt.optim.early_messages import LATE_CLIP
 from hf_compressopt.optim.sign_slots import Backward, LastNorm
-from hf_compressopt.optim.state_dict import check_tensors
+from hf_compressopt.optim.state import check_tensors
 from hf_compressopt.schedules import OnebitSchedule
 from tests.optim.test_warmup_hook import Net, data
 from tests.oracles.cases import bucket_cap

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_compressopt import GradScaler, OnebitAdam, OnebitLamb, ZeroOneAdam, attach_ddp, load_state, save_state
 from hf_compressopt.collectives.phases import gathered
 from hf_compressopt.optim import sharded_stage
-from hf_compressopt.optim.group_state import mean_variance_norm
+from hf_compressopt.optim.group import mean_variance_norm
 from tests.checkpoint.test_resharding import stored
 from tests.optim.test_compact_state import go_on, make, same
 from tests.oracles.cases import (

@@ -32,6 +32,7 @@ from hf_compressopt.kernels import (
     Segment,
     SignFormat,
     Variance,
+    any_nan,
     like_errors,
     native,
     reference,
@@ -407,6 +408,20 @@ def check_decompress(device: torch.device, form: Form, numel: int, chunks: int, 
     out, own_out = case.normal(numel, shift=shift)
     reference.decompress_(y, out)
     native.decompress_(own_y, own_out)
+    case.check()
+
+
+def check_any_nan(device: torch.device, form: IntegerFormat, numel: int, chunks: int) -> None:
+    case = Pair(Arena(device), numel + chunks)
+    y, own_y = average(case, form, numel, chunks)
+    assert not any_nan(own_y)
+    for start, stop, message in form.chunks(own_y.messages, numel, chunks, y.stride):
+        scales = form.scales(message, stop - start)
+        for place in {0, len(scales) // 2, len(scales) - 1}:
+            kept = scales[place].clone()
+            scales[place] = math.nan
+            assert bool(any_nan(own_y)), (start, place)
+            scales[place] = kept
     case.check()
 
 

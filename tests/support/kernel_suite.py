@@ -52,6 +52,12 @@ class KernelSuite:
             cases.check_mean(device, form, 700, 3, values=cases.SPECIAL[:count])
 
     @_INTEGERS
+    def test_any_nan(self, device: torch.device, form: IntegerFormat) -> None:
+        for numel in cases.NUMELS:
+            for chunks in (1, 2, 3, 8):
+                cases.check_any_nan(device, form, numel, chunks)
+
+    @_INTEGERS
     def test_mean_of_integers(self, device: torch.device, form: IntegerFormat) -> None:
         for numel in cases.NUMELS:
             for ranks in (1 + numel % 4, 5 + numel % 5):

@@ -18,8 +18,8 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import Average, Combination
-from hf_compressopt.optim.compressed import CompressedOptimizer
-from hf_compressopt.optim.group_state import GroupState
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.group import GroupState
 from hf_compressopt.schedules import StepPlan
 
 

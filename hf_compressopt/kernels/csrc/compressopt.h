@@ -181,7 +181,8 @@ CO_API int32_t co_add_integers(const co_integers *y, const co_segment *outputs, 
 /* out <- y. */
 CO_API int32_t co_decode_integers(const co_integers *y, float *out, const co_exec *exec);
 
-/* found[0] <- 1 if some block of y is not finite, by its scale alone, else 0; also where y->numel is 0. CUDA only. */
+/* found[0] <- 1 if some block of y is not finite, by its scale alone, else 0; also where y->numel is 0.
+ * CUDA only. */
 CO_API int32_t co_any_nan(const co_integers *y, uint8_t *found, const co_exec *exec);
 
 /* error <- z + error - (what the messages own stand for); outputs <- y * output_scale, rounded to their dtype.

@@ -1,4 +1,4 @@
-"""A stock Trainer or Accelerator that is given a compressed optimizer, without another import of the package."""
+"""A stock Trainer or Accelerator that is given a compressed optimizer; "unregistered" leaves out the registration."""
 
 import sys
 import tempfile
@@ -72,6 +72,8 @@ def with_accelerator() -> list[bool]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
+    if sys.argv[2:] != ["unregistered"]:
+        import hf_compressopt.auto  # noqa: F401
     found = {"trainer": with_trainer, "accelerator": with_accelerator}[sys.argv[1]]()
     print(f"\nrank {dist.get_rank()}: {found}\n", flush=True)
     dist.destroy_process_group()

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hf_compressopt.collectives.slots import IntegerSlot, Slot, plain_slots
 from hf_compressopt.kernels import INTEGER_BITS
-from hf_compressopt.optim.functional import floor_variance_
-from hf_compressopt.optim.group_state import GroupState, ParamGroups
-from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.agreement import write_log
+from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.math import floor_variance_
 from hf_compressopt.schedules import Stage, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,7 @@ class WarmupGradients:
             self._told = True
             message = (
                 "warmup_bits=%d is not in use: the gradients were averaged in another way, in full precision. Call "
+                "hf_compressopt.register() before Trainer or Accelerate prepare the model, "
                 "hf_compressopt.attach_ddp(model, optimizer) for a DistributedDataParallel model, or "
                 "hf_compressopt.average_gradients(optimizer) before step(); or give warmup_bits=32"
             )

@@ -1,29 +1,202 @@
-"""The agreement of the ranks on the steps of one optimizer: what must be alike, norms, faults, overflows."""
+"""The agreement of the ranks of one optimizer: what must be alike, norms, faults, overflows; and its log lines."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
+from math import sqrt
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.agreement import DIGEST_BOUND
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.optim.alignment import Comparison, digest_of
 from hf_compressopt.optim.early_messages import EarlyMessages
 from hf_compressopt.optim.freed_gradients import FreedGradients
-from hf_compressopt.optim.functional import bit_sum
-from hf_compressopt.optim.gradient_noise import GradientNoise
-from hf_compressopt.optim.gradients import Grads, StepGradients
-from hf_compressopt.optim.group_state import GroupState, has_own_groups
-from hf_compressopt.optim.logs import write_log
-from hf_compressopt.optim.sketched_norm import MeanNorm, measure
+from hf_compressopt.optim.gradients import GradientNoise, Grads, MeanNorm, StepGradients, measure
+from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
+from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)
+
+
+def write_log(logger: logging.Logger, level: int, message: str, *args: object) -> None:
+    """Log a line; a handler that fails, such as one that writes to a closed stderr, does not stop the step.
+
+    An error on one rank in the middle of a step would leave the other ranks waiting.
+    """
+    with suppress(Exception):
+        logger.log(level, message, *args)
+
+
+def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int, sent: str, norm: str) -> None:
+    """Log the end of the first stage, and warn of parameters that do not move after it."""
+    message = "step %d: %s ends, the variance is frozen; "
+    if world_size > 1:
+        message += f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
+    else:
+        message += "with one rank nothing is sent, and so nothing is compressed"
+    write_log(logger, logging.INFO, message, plan.step, plan.stage.value)
+    names = [name for state in states for name, still in zip(state.labels, state.still, strict=True) if still]
+    if names:
+        write_log(
+            logger,
+            logging.WARNING,
+            "%d parameter(s) have no variance after the warmup stage and are not updated any more, since their "
+            "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a group "
+            "with non_freeze=True)",
+            len(names),
+            ", ".join(names[:8]),
+            ", ..." if len(names) > 8 else "",
+        )
+
+
+_CHUNK = 1 << 20  # elements that are compared, or sent, at a time
+_MOST = 0.01
+
+
+def digest_of(value: Any) -> int:
+    """Return a number below DIGEST_BOUND that stands for a value."""
+    return crc32(repr(value).encode()) % DIGEST_BOUND
+
+
+class Comparison:
+    """The comparison of the ranks of one optimizer, before its first step and where a stage begins."""
+
+    def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
+        """Begin with nothing compared."""
+        self._states, self._communicator = states, communicator
+        self._checked = False
+        self._compared_at = 0  # the step before which the ranks were compared last
+
+    def check_anew(self) -> None:
+        """Have the ranks compare everything before the next step."""
+        self._checked = False
+
+    def check(self, plan: StepPlan, before: StepPlan | None, alike: Callable[[], Sequence[Any]]) -> None:
+        """Check, before the first step and before the first one of a stage, that the ranks are alike."""
+        if not self._checked:
+            own = [state.own_rank is not None for state in self._states]
+            self._communicator.require_equal(
+                "optimizer, step, options, or param groups with a process_group of their own", [*alike(), own]
+            )
+            self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
+            self.require_same_hyperparameters()
+            if plan.agree:  # else each rank has parameters of its own
+                self._require_equal("the bits of their parameters (are they alike at the start?)", _parameter_bits)
+            self._checked, self._compared_at = True, plan.step
+        elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
+            self.require_same_hyperparameters()
+            self._align(plan.step)
+            self._compared_at = plan.step
+
+    def hyperparameters(self) -> list[list[Any]]:
+        """Return the hyperparameters of the param groups that all ranks hold."""
+        return [_plain_options(state.options) for state in self._states if state.own_rank is None]
+
+    def require_same_hyperparameters(self) -> None:
+        """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed."""
+        what = "the hyperparameters of their param groups (does each rank's scheduler see the same numbers?)"
+        self._communicator.require_equal(what, self.hyperparameters())
+
+    def _align(self, step: int) -> None:
+        """Take rank 0's parameters on all ranks if they differ by no more than rounding."""
+        error: Exception | None = None
+        apart: list[tuple[Communicator, list[GroupState]]] = []
+        with self._communicator.traffic.paused():
+            for communicator, states in by_communicator(self._states):
+                everyone = communicator.all_gather_object([_replicated_bits(state) for state in states])
+                if any(bits != everyone[0] for bits in everyone):
+                    apart.append((communicator, states))
+                    if _largest_difference(states, step - 1, communicator) > 1:
+                        error = ValueError(
+                            "the parameters of the ranks differ by more than rounding at the end of the warmup stage: "
+                            "average all gradients over the ranks while optimizer.plan.reduce_grads, and start all "
+                            "ranks from the same parameters"
+                        )
+            self._raise_together(error)
+            for communicator, states in apart:
+                _take_first_ranks(states, communicator)
+        if apart and self._communicator.rank == 0:
+            message = (
+                "step %d: the parameters of the ranks differ by rounding (unlike devices?): all take those of rank 0"
+            )
+            write_log(logger, logging.WARNING, message, step)
+
+    def _require_equal(self, what: str, value: Callable[[GroupState], int]) -> None:
+        """Check that a number of every param group is alike on all the ranks that hold it."""
+        error: Exception | None = None
+        for communicator, states in by_communicator(self._states):
+            try:
+                communicator.require_equal(what, [value(state) for state in states])
+            except ValueError as found:
+                error = found
+        self._raise_together(error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise on all ranks if one has an error; without groups of their own, all have it or none."""
+        if has_own_groups(self._states):
+            self._communicator.raise_together(error, ValueError)
+        elif error is not None:
+            raise error
+
+
+def _parameter_bits(state: GroupState) -> int:
+    """Return a sum of the bits of a group's parameters."""
+    return int(sum(bit_sum(param) for param in state.params))
+
+
+def _replicated_bits(state: GroupState) -> int:
+    """Return a sum of the bits of what ranks hold alike after the warmup stage: parameters, moments, coefficients."""
+    return int(sum(bit_sum(tensor) for tensor in _replicated(state)))
+
+
+def _largest_difference(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
+    """Compare this rank's parameters, moments and coefficients with rank 0's. All ranks call."""
+    worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
+    for tensor in (tensor for state in states for tensor in _replicated(state)):
+        tolerance = min(_MOST, 8 * sqrt(steps) * torch.finfo(tensor.dtype).eps)
+        difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
+        for mine in torch.split(tensor.reshape(-1), _CHUNK):
+            first = mine.clone()
+            communicator.broadcast(first)
+            difference = torch.maximum(difference, (mine.double() - first.double()).abs().max())
+            largest = torch.maximum(largest, first.abs().max().double())
+        share = torch.where(difference > 0, difference / (largest * tolerance), 0.0)
+        worst = torch.maximum(worst, torch.nan_to_num(share, nan=torch.inf, posinf=torch.inf))
+    communicator.all_reduce(worst, op="max").wait()
+    return float(worst)
+
+
+def _take_first_ranks(states: Sequence[GroupState], communicator: Communicator) -> None:
+    """Replace parameters, moments and coefficients by rank 0's. All ranks call."""
+    for state in states:
+        for tensor in _replicated(state):
+            flat = tensor.reshape(-1)  # a view, or a copy of what has other strides
+            for chunk in torch.split(flat, _CHUNK):
+                communicator.broadcast(chunk)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+
+
+def _replicated(state: GroupState) -> Iterator[Tensor]:
+    held = (*state.params, state.exp_avg, state.exp_avg_sq, *state.extra.values())
+    yield from (tensor.detach() for tensor in held if tensor.numel())
+
+
+def _plain_options(group: dict[str, Any]) -> list[Any]:
+    """The hyperparameters of a param group that all ranks must share, as JSON holds them."""
+    return [
+        *(float(group[name]) for name in ("lr", "eps", "weight_decay")),
+        *map(float, group["betas"]),
+        *(bool(group[name]) for name in ("bias_correction", "eps_inside_sqrt")),
+    ]
 
 
 class Consensus:
@@ -90,14 +263,16 @@ class Consensus:
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
                 return gradients, not self.early.not_finite
+        if measured is not None and same and not ask and not max_grad_norm:
+            return measured, measured.is_finite() and not self.early.not_finite
         self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
-            self.early.note_norm(float(norm), max_grad_norm, self._usual, whole=True)
+            self.early.note_norm(norm, max_grad_norm, self._usual, whole=True)
         return gradients, gradients.is_finite() and not self.early.not_finite
 
-    def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> Tensor:
-        """Clip the gradients of the coming step that are in no message yet. Returns [] float64, the norm before."""
+    def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float:
+        """Clip the gradients of the coming step that are in no message yet. Returns the norm before."""
         gradients = self._collect(None, ask=self.asks(plan) and self.are_local(plan))
         gradients.reuse(self.measured)
         chosen = None if parameters is None else list(parameters)
@@ -113,7 +288,7 @@ class Consensus:
         norm = part.clip_(max_norm, in_place=True)
         gradients.after_clipping(part)
         self.measured = gradients
-        self.early.note_norm(float(norm), max_norm, self._usual, whole=whole)
+        self.early.note_norm(norm, max_norm, self._usual, whole=whole)
         return norm
 
     def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
@@ -155,12 +330,7 @@ class Consensus:
         *,
         sketched: bool = False,
     ) -> None:
-        """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike.
-
-        Raises:
-            ValueError: If the ranks differ in their hyperparameters, on all ranks; nothing has changed.
-            Exception: As :meth:`StepGradients.agree`.
-        """
+        """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike."""
         left = [*self.early.signature, *(() if self.freed is None else self.freed.signature)]
         digests = [digest_of([self.comparison.hyperparameters(), left])] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
@@ -212,25 +382,17 @@ class Consensus:
         return mean
 
     def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, list[bool]]:
-        """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients that were clipped before it.
-
-        Args:
-            written: [] float64, not 0 if someone has written parameters on this rank.
-            digests: Numbers to compare.
-
-        Returns:
-            Whether someone has written parameters on any rank; for each digest, whether all ranks have the same one.
-        """
+        """Compare what must be alike at a sync of 0/1 Adam; measure the noise of gradients clipped before it."""
         mean, self.at_sync = self.at_sync, None
         if mean is None:
             with self.communicator.traffic.paused():
                 sums, alike = self.communicator.sum_and_compare([written], digests)
         else:
-            message = [written, *mean.contributions()]
-            sums, alike = self.communicator.sum_and_compare(message, digests, mean.dtype)
+            means, sketch = mean.contributions()
+            sums, alike = self.communicator.sum_and_compare([written, *means], digests, mean.dtype, sketch)
             mean.square(sums[1:])
             self._common = mean.common
-        return float(sums[0]) > 0, alike
+        return sums[0] > 0, alike
 
     def gradient_digest(self, gradients: Grads | None) -> list[int]:
         """Return a digest of this rank's local gradients the first time, else nothing.

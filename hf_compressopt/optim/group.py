@@ -1,10 +1,11 @@
-"""The flat buffers of one param group: moments, steps, and the errors of error feedback."""
+"""The state of one param group: moments, steps, error feedback, flat and in the forms that need little memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,13 +16,249 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.collectives.group_errors import GroupErrors, values_of
-from hf_compressopt.flat import Bucket, FlatLayout, Span
-from hf_compressopt.kernels import Average, Segment, SignFormat, Variance
+from hf_compressopt.flat import Bucket, FlatLayout
+from hf_compressopt.kernels import Average, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.memory import dense_values
-from hf_compressopt.optim.compact import Moments, ParameterState
-from hf_compressopt.optim.functional import correct_bias_, floor_variance_, sum_of, variance_norm
+from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
+from hf_compressopt.optim.math import correct_bias_, floor_variance_, is_zero, sum_of, variance_norm
 from hf_compressopt.optim.moment_shards import PIECES, MomentShards
 from hf_compressopt.schedules import StepPlan
+
+#: Legal values of the option ``state``.
+STATES = ("compact", "float32")
+#: Its default, where an optimizer has none of its own.
+STATE = "float32"
+
+
+class Moments:
+    """The two moments of a param group: flat float32 buffers, or a compact form that takes their place.
+
+    A frozen variance becomes 8 bits an element. A momentum that is what the servers' last messages say becomes these
+    messages. Until they are there, in the first compressed step and after a load on another number of ranks, it is
+    float32.
+
+    Attributes:
+        exp_avg: [numel] float32, or [0] while messages take its place.
+        exp_avg_sq: [numel] float32, or [0] while codes take its place.
+        codes: [numel] uint8, the frozen variance, or [0].
+        tops: [parameters] int32, see :class:`~hf_compressopt.kernels.LogVariance`.
+        last: The momentum of the buckets whose messages have come, by the buckets' first elements.
+        shards: This rank's part of the moments, if the ranks share them out; the buffers are [0] then.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None) -> None:
+        """Allocate float32 buffers of zeros, unless there are ``shards``."""
+        self._layout, self.shards = layout, shards
+        numel = layout.numel if shards is None else 0
+        self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(numel, dtype=torch.float32, device=device)
+        self.codes = torch.zeros(0, dtype=torch.uint8, device=device)
+        self.tops = torch.zeros(len(layout.numels), dtype=torch.int32, device=device)
+        self.last: dict[int, Average] = {}
+        self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: readers go on
+
+    def to(self, device: torch.device) -> None:
+        """Move everything."""
+        for name in ("exp_avg", "exp_avg_sq", "codes", "tops"):
+            setattr(self, name, getattr(self, name).to(device))
+        self._recent = None
+        if self.shards is not None:
+            self.shards.to(device)
+        for start, average in self.last.items():
+            if average.messages is not None:
+                self.last[start] = replace(average, messages=average.messages.to(device))
+
+    # -- the variance -------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """Encode the variance. The codes lie in its own memory until :meth:`settle`, so that there is no peak."""
+        if self.codes.numel() or not self._layout.numel:
+            return
+        codes = self.exp_avg_sq.view(torch.uint8)[: self._layout.numel]
+        tops = []
+        for start, numel in zip(self._layout.starts, self._layout.numels, strict=True):
+            tops.append(encode_variance_(self.exp_avg_sq[start : start + numel], codes[start : start + numel]))
+        self.tops.copy_(torch.tensor(tops, dtype=torch.int32, device="cpu"))
+        self.codes, self.exp_avg_sq = codes, self.exp_avg_sq[:0]
+
+    def make_codes(self, tops: Sequence[int]) -> None:
+        """Allocate the codes of a variance, to be filled. ``tops``: each parameter's ``top_of_variance``."""
+        self.codes = torch.empty(self._layout.numel, dtype=torch.uint8, device=self.codes.device)
+        self.tops.copy_(torch.tensor([top if top > NO_TOP else 0 for top in tops], dtype=torch.int32, device="cpu"))
+
+    def variance(self, start: int, stop: int) -> Variance:
+        """Return the variances of the elements [start, stop), as kernels take them."""
+        if self.codes.numel():
+            return LogVariance(self.codes[start:stop], self.tops)
+        return self.exp_avg_sq[start:stop]
+
+    # -- the momentum -------------------------------------------------------------------------------------------------
+
+    def keep(self, bucket: Bucket, average: Average) -> None:
+        """Take the messages of an average as the momentum of a bucket."""
+        self.last[bucket.start], self._recent = average, None
+
+    def in_float32(self, bucket: Bucket) -> Tensor:
+        """Return float32 memory for the new momentum of a bucket, whose messages do not take its place any more."""
+        if self.exp_avg.numel() != self._layout.numel:
+            self.exp_avg = self.exp_avg.new_zeros(self._layout.numel)
+        self.last.pop(bucket.start, None)
+        self._recent = None
+        return self.exp_avg[bucket.start : bucket.stop]
+
+    def momentum(self, bucket: Bucket) -> Average:
+        """Return the momentum of a bucket, as values or as messages."""
+        return self.last.get(bucket.start) or Average.of(self.exp_avg[bucket.start : bucket.stop])
+
+    def settle(self) -> None:
+        """Free the float32 buffers whose place compact forms have taken."""
+        if len(self.last) == len(self._layout.buckets):
+            self.exp_avg = self.exp_avg.new_empty(0)
+        if self.codes.numel():
+            if self.codes.untyped_storage().nbytes() > self.codes.numel():
+                self.codes = self.codes.clone()
+            self.exp_avg_sq = self.exp_avg_sq.new_empty(0)
+
+    # -- other forms --------------------------------------------------------------------------------------------------
+
+    def room(
+        self, *, codes: bool = False, last: Mapping[int, Average] | None = None, shards: MomentShards | None = None
+    ) -> Moments:
+        """Return moments of another form, to be filled. They share the memory of what has that form already."""
+        found, numel = copy(self), self._layout.numel if shards is None else 0
+        found.shards = shards
+        found.tops, found.last, found._recent = torch.zeros_like(self.tops), dict(last or {}), None
+        if not codes:
+            found.codes = self.codes.new_empty(0)
+        elif not self.codes.numel():
+            found.codes = self.codes.new_empty(numel)
+        for name, compact in (("exp_avg", bool(last)), ("exp_avg_sq", codes)):
+            if not compact and getattr(self, name).numel() != numel:
+                setattr(found, name, getattr(self, name).new_zeros(numel))
+        return found
+
+    def decode(self, *, momentum: bool = True, variance: bool = True) -> None:
+        """Write what lies in a compact form into float32 buffers: into those that are still there, or into new ones."""
+        numel, places = self._layout.numel, [*zip(self._layout.starts, self._layout.numels, strict=True)]
+        if momentum and self.last:
+            if self.exp_avg.numel() != numel:
+                self.exp_avg = self.exp_avg.new_zeros(numel)
+            for index, (start, count) in enumerate(places):
+                self.exp_avg[start : start + count] = self.exp_avg_of(index, still=not self.has_variance(index))
+            self.last, self._recent = {}, None
+        if variance and self.codes.numel():
+            if self.exp_avg_sq.numel() != numel:
+                self.exp_avg_sq = self.exp_avg_sq.new_zeros(numel)
+            for index, (start, count) in enumerate(places):
+                self.exp_avg_sq[start : start + count] = self.exp_avg_sq_of(index)
+            self.codes = self.codes.new_empty(0)
+
+    # -- one parameter's ----------------------------------------------------------------------------------------------
+
+    def stored_variance(self, index: int) -> Tensor:
+        """Return a parameter's second moment in the form that it has: a view of the codes or of the buffer, [n]."""
+        start = self._layout.starts[index]
+        whole = self.codes if self.codes.numel() else self.exp_avg_sq
+        return whole[start : start + self._layout.numels[index]]
+
+    def exp_avg_of(self, index: int, still: bool) -> Tensor:
+        """Return a parameter's first moment, [n] float32: a view of the buffer, or decoded values."""
+        start, numel = self._layout.starts[index], self._layout.numels[index]
+        if not self.last:
+            return self.exp_avg[start : start + numel]
+        out = torch.zeros(numel, dtype=torch.float32, device=self.codes.device)
+        for first, average in self.last.items() if not still else ():
+            low, high = max(start, first), min(start + numel, first + average.numel)
+            if low < high:
+                out[low - start : high - start] = self._decoded(first, average)[low - first : high - first]
+        return out
+
+    def _decoded(self, start: int, average: Average) -> Tensor:
+        if self._recent is None or self._recent[0] != start:
+            values = torch.empty(average.numel, dtype=torch.float32, device=self.codes.device)
+            on(values).decompress_(average, values)
+            self._recent = start, values
+        return self._recent[1]
+
+    def exp_avg_sq_of(self, index: int) -> Tensor:
+        """Return a parameter's second moment, [n] float32: a view of the buffer, or decoded values."""
+        start = self._layout.starts[index]
+        stop = start + self._layout.numels[index]
+        if self.codes.numel():
+            return decode_variance(self.codes[start:stop], self.tops[index])
+        return self.exp_avg_sq[start:stop]
+
+    def has_variance(self, index: int, *, compact: bool = True) -> bool:
+        """Return whether an element of a parameter has a variance, in the form that steps read."""
+        start = self._layout.starts[index]
+        stop = start + self._layout.numels[index]
+        if self.codes.numel():
+            return start < stop and int(self.codes[start:stop].min()) != ZERO_CODE
+        values = self.exp_avg_sq[start:stop]
+        return top_of_variance(values) > NO_TOP if compact else not is_zero(values)
+
+
+class ParameterState(dict[str, Any]):
+    """The entry of ``optimizer.state`` of one parameter, whose moments are decoded whenever they are read.
+
+    While the moments are float32 buffers, they are views of these.
+    """
+
+    def __init__(self, read: Callable[[], dict[str, Callable[[], Any]]]) -> None:
+        """Take the function that returns what reads each value."""
+        super().__init__(dict.fromkeys(read()))
+        self._read = read
+
+    def follow(self) -> None:
+        """Take the names of the form that the moments have now."""
+        names = self._read()
+        if not names.keys() <= super().keys():
+            super().clear()
+            super().update(dict.fromkeys(names))
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a value, now."""
+        readers = self._read()
+        return readers[name]() if name in readers else super().__getitem__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names; with a method of its own, ``dict(entry)`` asks for each value."""
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or the default."""
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        """Return names and values."""
+        return [(name, self[name]) for name in self]
+
+    def values(self) -> Any:
+        """Return the values."""
+        return [self[name] for name in self]
+
+    def copy(self) -> dict[str, Any]:
+        """Return the values that there are now."""
+        return dict(self)
+
+    def __or__(self, other: Any) -> Any:
+        """Return the values that there are now, with others beside them."""
+        return dict(self) | other
+
+    def __reduce__(self) -> Any:
+        """Pickle and copy the values that there are now."""
+        return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterState:
+        """Return an entry of the copied optimizer."""
+        return ParameterState(deepcopy(self._read, memo))
+
+
+def follow_moments(entries: Iterable[Any]) -> None:
+    """Have entries of ``optimizer.state`` follow moments that have taken another form."""
+    for entry in entries:
+        if isinstance(entry, ParameterState):
+            entry.follow()
 
 
 @dataclass(frozen=True)
@@ -94,6 +331,7 @@ class GroupState:
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
         self._form = SignFormat(scale_block)
+        self._feedback: tuple[object, list[ErrorFeedback]] | None = None  # that of these pairs of errors
         self.shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
@@ -124,7 +362,9 @@ class GroupState:
     @property
     def feedback(self) -> list[ErrorFeedback]:
         """The errors of each bucket."""
-        return [ErrorFeedback(*pair, self._form) for pair in self.errors.pairs]
+        if self._feedback is None or self._feedback[0] is not self.errors.pairs:
+            self._feedback = self.errors.pairs, [ErrorFeedback(*pair, self._form) for pair in self.errors.pairs]
+        return self._feedback[1]
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -238,16 +478,6 @@ class GroupState:
         What rounding has taken from such gradients lies in the errors e, the sum over t steps. Their square over t is
         at least the variance of gradients that are noise, and at most t times that of gradients that are alike.
         A parameter without gradients has errors of 0, unless signs were sent of it too. All ranks call.
-
-        Args:
-            indices: The parameters.
-            first: For each parameter of the group, how often its first moment has been updated.
-            second: The same for the second moment: fewer if some gradients travelled as signs.
-            unit: Factor by which the errors were multiplied.
-            least: The least variance to return, since a message of signs gives all elements of a block one magnitude.
-
-        Returns:
-            The variances, by parameter, of those that had gradients.
         """
         chosen = {i for i in indices if self.layout.numels[i] and first[i] == second[i] > 0}
         if self.communicator.world_size == 1 or not self.layout.numel:
@@ -276,14 +506,7 @@ class GroupState:
         }
 
     def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
-        """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage.
-
-        Args:
-            first: For each parameter, how often its first moment has been updated.
-            second: For each parameter, how often its second moment has been updated.
-            floor: Share of a tensor's mean that is the least variance of an element.
-            unit: See :meth:`unsent_variance`, which gives a variance to parameters whose gradients were rounded to 0.
-        """
+        """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage."""
         beta1, beta2 = self.options["betas"]
         for index, counts in enumerate(zip(first, second, strict=True)):
             exp_avg, exp_avg_sq = self.view(self.exp_avg, index), self.view(self.exp_avg_sq, index)
@@ -314,13 +537,12 @@ class GroupState:
 
     def gradient_segments(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> list[Segment]:
         """Return the parts of gradients (one or None per parameter) that lie in a bucket, for the kernels."""
-
-        def segment(piece: Span) -> Segment:
+        segments = []
+        for piece in bucket.pieces:
             grad = grads[piece.index]
             tensor = None if grad is None else dense_values("the gradient", grad)
-            return Segment(tensor, piece.start, piece.numel, piece.index, self.still[piece.index])
-
-        return [segment(piece) for piece in bucket.pieces]
+            segments.append(Segment(tensor, piece.start, piece.numel, piece.index, self.still[piece.index]))
+        return segments
 
     @contextmanager
     def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> Iterator[list[Segment]]:
@@ -329,17 +551,17 @@ class GroupState:
         A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
         it change.
         """
-        found: dict[int, Tensor | None] = {}
         copies: dict[int, Tensor] = {}
-        for index in {piece.index for piece in bucket.pieces}:
-            param = self.params[index].detach()
-            if not self.params[index].requires_grad or (moving is not None and index not in moving):
-                found[index] = None
-                continue
-            found[index] = values = dense_values("the parameter", param)
-            if values is not param:
-                copies[index] = values
-        yield [Segment(found[p.index], p.start, p.numel, p.index, self.still[p.index]) for p in bucket.pieces]
+        segments = []
+        for piece in bucket.pieces:
+            index, values, param = piece.index, None, self.params[piece.index]
+            if param.requires_grad and (moving is None or index in moving):
+                own = param.detach()
+                values = dense_values("the parameter", own)
+                if values is not own:
+                    copies[index] = values
+            segments.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
+        yield segments
         for index, values in copies.items():
             self.params[index].copy_(values)
 
@@ -376,13 +598,7 @@ def mean_variance_norm(
     counts: Callable[[GroupState], tuple[list[float], list[float]]],
     everyone: Communicator,
 ) -> float:
-    """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it.
-
-    Args:
-        states: The param groups; those that are never compressed do not count.
-        counts: Returns how often the moments of a group's parameters have been updated.
-        everyone: All ranks.
-    """
+    """Return the 1-norm of the bias-corrected second moments, averaged over the ranks so that all know it."""
     norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for state in states:
         count = max(counts(state)[1], default=0.0) if state.compressed else 0.0

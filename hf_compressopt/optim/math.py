@@ -1,8 +1,9 @@
-"""Pure tensor mathematics: no process group, no optimizer, no state."""
+"""The mathematics of one tensor, and of gradients: no process group, no optimizer, no state."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_compressopt.kernels import Descent
+from hf_compressopt.kernels import Descent, sum_of_squares
 from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
 
@@ -76,15 +77,6 @@ def adam_step_(
 
     If torch has the algorithm, this is torch's own arithmetic, bit for bit, unless ``fused``. Parameters of lower
     precision than float32 are updated in float32 and rounded once.
-
-    Args:
-        params: Any shapes; float32, bfloat16 or float16.
-        grads: Shaped like params.
-        exp_avgs: float32, shaped like params.
-        exp_avg_sqs: float32, shaped like params.
-        steps: [] float32 each: steps that the parameter has seen; counted up here.
-        options: The group's hyperparameters.
-        fused: One pass of a native kernel, if there is one: torch's numbers, except for rounding.
     """
     if not params:
         return
@@ -156,11 +148,7 @@ def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """Return the sum of all elements, [] float64, by chunks: torch makes a float64 copy of the tensor that it sums.
-
-    Args:
-        tensor: Any shape, contiguous; any floating-point dtype.
-    """
+    """Return the sum of all elements, [] float64, by chunks: torch makes a float64 copy of the tensor that it sums."""
     parts = [chunk.sum(dtype=torch.float64) for chunk in torch.split(tensor.detach().view(-1), _CHUNK)]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=tensor.device)
 
@@ -171,27 +159,14 @@ def is_zero(tensor: Tensor) -> bool:
 
 
 def variance_norm(exp_avg_sq: Tensor, count: float, group: dict[str, Any]) -> Tensor:
-    """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so.
-
-    Args:
-        exp_avg_sq: [n] float32.
-        count: Updates so far; the norm of moments without any counts as 0.
-        group: The param group.
-
-    Returns:
-        [] float64.
-    """
+    """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so."""
     if count == 0:
         return torch.zeros((), dtype=torch.float64, device=exp_avg_sq.device)
     return sum_of(exp_avg_sq) / (1 - group["betas"][1] ** count if group["bias_correction"] else 1.0)
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter.
-
-    Args:
-        tensor: Any shape; float32, bfloat16 or float16.
-    """
+    """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter."""
     flat = in_memory("the tensor", tensor).view(-1)
     narrow = torch.int32 if flat.element_size() == 4 else torch.int16
     whole = flat.numel() * flat.element_size() // 8 * 8 // flat.element_size()  # elements that fill 8 bytes
@@ -214,18 +189,7 @@ def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Te
 def adam_moments_(
     grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions
 ) -> tuple[Tensor, Tensor]:
-    """Update Adam's moments of one tensor in place, and count the step.
-
-    Args:
-        grad: Any shape, any floating-point dtype.
-        exp_avg: float32, shaped like grad.
-        exp_avg_sq: float32, shaped like grad.
-        step: [] float32 on the CPU.
-        options: The group's hyperparameters.
-
-    Returns:
-        m^ and v^; without bias correction the moments themselves.
-    """
+    """Update Adam's moments of one tensor in place, and count the step."""
     advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
     return corrected_moments(exp_avg, exp_avg_sq, step, options)
 
@@ -239,14 +203,7 @@ def corrected_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options
 
 
 def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:
-    """Return LAMB's factor of one tensor, [] float32: ||p|| / ||update|| within [low, high], 1 if a norm is 0.
-
-    Args:
-        weight_square: [] float64, ||p||^2.
-        update_square: [] float64, ||update||^2.
-        low: Lower bound.
-        high: Upper bound.
-    """
+    """Return LAMB's factor of one tensor, [] float32: ||p|| / ||update|| within [low, high], 1 if a norm is 0."""
     weight_norm, update_norm = weight_square.sqrt().float(), update_square.sqrt().float()
     ratio = (weight_norm / update_norm).clamp(low, high)
     return torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
@@ -258,3 +215,58 @@ def apply_update_(param: Tensor, update: Tensor, rate: Tensor) -> None:
         param.addcmul_(update, rate, value=-1)
     else:
         param.copy_(param.float().addcmul_(update, rate, value=-1))
+
+
+def grad_square_sum(params: Sequence[Tensor]) -> Tensor | None:
+    """Sum the squares of all elements of the gradients.
+
+    Of DTensors (FSDP2, tensor parallelism) each rank sums up its own shards, and the ranks of their mesh add these
+    sums: one all-reduce for each mesh and placement. All ranks of the mesh call.
+    """
+    if any(getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False) for p in params):
+        raise ValueError(
+            "max_grad_norm must be 0 for the parameters of torch's FullyShardedDataParallel (FSDP1): each rank would "
+            "clip its own shards by the norm of these alone; call model.clip_grad_norm_(max_norm) before step(), or "
+            "shard the model with fully_shard (FSDP2)"
+        )
+    plain = [p.grad for p in params if p.grad is not None and not is_dtensor(p)]
+    squares = [_local_square(plain)] if plain else []
+    sharded: dict[tuple[Any, ...], list[Any]] = {}
+    for param in params:
+        if is_dtensor(param):
+            sharded.setdefault((param.device_mesh, param.placements), []).append(param)  # type: ignore[attr-defined]
+    squares += [_sharded_square(mesh, placements, members) for (mesh, placements), members in sharded.items()]
+    if not squares:
+        return None
+    first = next((p.grad.device for p in params if p.grad is not None), squares[0].device)
+    return torch.stack([square.to(first) for square in squares]).sum()
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a DTensor, without an import of torch.distributed.tensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # a DTensor has imported it
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_shard(param: Tensor) -> bool:
+    """Tell whether a parameter is this rank's shard of a whole one, as FSDP and tensor parallelism make it."""
+    return is_dtensor(param) or any(getattr(param, mark, False) for mark in ("_is_flat_param", "_fsdp_flattened"))
+
+
+def _local_square(grads: Sequence[Tensor]) -> Tensor:
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    first = grads[0].device
+    return torch.stack([sum_of_squares(part, device).to(first) for device, part in by_device.items()]).sum()
+
+
+def _sharded_square(mesh: Any, placements: Any, params: Sequence[Any]) -> Tensor:
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    grads = [p.grad for p in params if p.grad is not None]
+    mine = [(g if g.placements == placements else g.redistribute(mesh, placements)).to_local() for g in grads]
+    square = _local_square(mine) if mine else torch.zeros((), dtype=torch.float64, device=mesh.device_type)
+    summed = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+    whole: Tensor = DTensor.from_local(square, mesh, summed, run_check=False).full_tensor()
+    return whole

@@ -23,9 +23,13 @@ from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
-from hf_compressopt.integrations.capabilities import follows_plan, owns_gradients, saves_shards
-from hf_compressopt.integrations.ddp_models import without_compile
+from hf_compressopt.integrations.algorithms import (
+    follows_plan,
+    owns_gradients,
+    saves_shards,
+)
 from hf_compressopt.integrations.log import prefix_of
+from hf_compressopt.integrations.models import without_compile
 
 logger = logging.getLogger(__name__)
 

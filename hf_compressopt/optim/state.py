@@ -3,26 +3,76 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
+from hf_compressopt.optim.agreement import write_log
 from hf_compressopt.optim.early_messages import LATE_CLIP, check_late_clip
-from hf_compressopt.optim.functional import is_zero
-from hf_compressopt.optim.gradient_noise import NOISE, check_noise
-from hf_compressopt.optim.group_state import GroupState
-from hf_compressopt.optim.logs import write_log
+from hf_compressopt.optim.gradients import NOISE, check_noise
+from hf_compressopt.optim.group import GroupState
+from hf_compressopt.optim.math import is_zero
 from hf_compressopt.optim.moment_shards import PIECES, check_pieces, take_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
-from hf_compressopt.optim.shard_stub import STATE_KEY
-from hf_compressopt.optim.warmup_gradients import WarmupGradients
-from hf_compressopt.schedules import AUTO, Schedule, Stage, StepPlan, Warmup
+from hf_compressopt.schedules import AUTO, Schedule, Stage, Warmup
+
+#: Key of a state dict for everything that torch's own state dicts have no place for.
+STATE_KEY = "compressopt"
+#: The text of a stub in place of an optimizer's state.
+STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors files beside this one"
+
+
+def make_stub(packed: dict[str, Any], step: int) -> dict[str, Any]:
+    """Replace the state in one of torch's state dicts by a stub."""
+    packed["state"] = {}
+    # torch's own optimizers refuse one group too many; they would take an empty state for a fresh one
+    packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
+    packed[STATE_KEY] = {"stub": True, "step": step}
+    return packed
+
+
+def load_with_hooks(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    load: Callable[[dict[str, Any], dict[str, Any] | None], None],
+    *,
+    in_shards: bool,
+) -> None:
+    """Load a state dict between the hooks that torch calls around a load."""
+    state_dict = state_dict.copy()
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = pre_hook(optimizer, state_dict) or state_dict
+    own = state_dict.get(STATE_KEY)
+    if own is not None and own.get("stub") and not in_shards:
+        raise ValueError(
+            "this state dict is a stub: the state itself lies beside it, in compressopt.index.json and its safetensors "
+            "files; load it with hf_compressopt.load_state(optimizer, directory), or through Trainer or Accelerate "
+            "with hf_compressopt registered"
+        )
+    if not in_shards:
+        load(state_dict, own)
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+@contextmanager
+def switched(owner: object, name: str, value: bool) -> Iterator[None]:
+    """Set an attribute of an object inside the block, and restore it afterwards."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+if TYPE_CHECKING:
+    from hf_compressopt.optim.base import CompressedOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,40 +86,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _NOTHING = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-class Stateful(Protocol):
-    """The parts of an optimizer that its state consists of."""
-
-    param_groups: list[dict[str, Any]]
-    communicator: Communicator
-    traffic: Traffic
-    schedule: Schedule
-    lr_warmup: Warmup
-    warmup_gradients: WarmupGradients
-    bucket_numel: int
-    scale_block: int | None
-    step_was_skipped: bool
-    skipped_steps: int
-    rounds: int
-    _step: int
-    _states: list[GroupState]
-    _tensors: dict[str, Tensor]
-
-    @property
-    def last_plan(self) -> StepPlan:
-        """Plan of the last step."""
-
-    def _state_loaded(self) -> None:
-        """Update everything that is derived from the state."""
-
-
 # -- the header -------------------------------------------------------------------------------------------------------
 
 
-def _shares_out(optimizer: Stateful) -> bool:
+def _shares_out(optimizer: CompressedOptimizer) -> bool:
     return any(state.moments.shards is not None for state in optimizer._states)
 
 
-def header_of(optimizer: Stateful) -> dict[str, Any]:
+def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
     """Return the numbers and strings that belong to the state, for JSON."""
     others: dict[str, Any] = {TRAVELLED: True} if optimizer.warmup_gradients.ever_in_use else {}
     if _shares_out(optimizer):
@@ -92,13 +116,8 @@ def header_of(optimizer: Stateful) -> dict[str, Any]:
     }
 
 
-def check_header(optimizer: Stateful, header: dict[str, Any]) -> None:
-    """Check that a header fits this optimizer.
-
-    Raises:
-        ValueError: If it does not; nothing has changed.
-        TypeError: Likewise.
-    """
+def check_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
+    """Check that a header fits this optimizer."""
     if header.get("optimizer") != type(optimizer).__name__:
         raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(optimizer).__name__}")
     for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
@@ -115,7 +134,7 @@ def check_header(optimizer: Stateful, header: dict[str, Any]) -> None:
         )
 
 
-def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
+def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
     """Take over a header that was checked, after the tensors.
 
     Server errors of updates are of no use to messages of gradients, and the other way round: they become 0.
@@ -141,12 +160,8 @@ def load_header(optimizer: Stateful, header: dict[str, Any]) -> None:
     optimizer.step_was_skipped = False
 
 
-def _lr_warmup_of(optimizer: Stateful, header: dict[str, Any]) -> Warmup:
-    """Return the learning rate's warmup of a header; without one, the rate rises no more unless it rises later.
-
-    Raises:
-        ValueError: If it is none.
-    """
+def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> Warmup:
+    """Return the learning rate's warmup of a header; without one, the rate rises no more unless it rises later."""
     saved = header.get("lr_warmup", [float(optimizer.param_groups[0]["lr"]), 0])
     try:
         rate, step = saved
@@ -157,7 +172,7 @@ def _lr_warmup_of(optimizer: Stateful, header: dict[str, Any]) -> Warmup:
         raise ValueError(f"lr_warmup must be a rate and a step, got {saved!r}") from error
 
 
-def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
+def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
     """Return the header that a plain Adam state at this step stands for.
 
     If the first stage should have ended by then, it ends with the coming step.
@@ -171,15 +186,7 @@ def plain_header(optimizer: Stateful, step: int) -> dict[str, Any]:
 
 
 def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
-    """Check the optimizer-wide tensors that a checkpoint brings.
-
-    Args:
-        tensors: The tensors, by name.
-        schedule: The checkpoint's schedule.
-
-    Raises:
-        ValueError: If one is not what an optimizer with this schedule could have saved.
-    """
+    """Check the optimizer-wide tensors that a checkpoint brings."""
     history = tensors.get(HISTORY)
     if unknown := sorted(tensors.keys() - {HISTORY, NOISE, LATE_CLIP}):
         raise ValueError(f"{unknown[0]!r} is not a tensor of a compressed optimizer")
@@ -193,7 +200,7 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         check_late_clip(tensors[LATE_CLIP])
 
 
-def take_tensors(optimizer: Stateful, tensors: dict[str, Tensor]) -> None:
+def take_tensors(optimizer: CompressedOptimizer, tensors: dict[str, Tensor]) -> None:
     """Take over optimizer-wide tensors that were checked, in place: others hold the dict."""
     optimizer._tensors.clear()
     optimizer._tensors.update(tensors)
@@ -202,7 +209,7 @@ def take_tensors(optimizer: Stateful, tensors: dict[str, Tensor]) -> None:
 # -- state dicts ------------------------------------------------------------------------------------------------------
 
 
-def own_state(optimizer: Stateful) -> dict[str, Any]:
+def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
     """Return the part of this rank's state that torch's own state dicts have no place for."""
     states = optimizer._states
     return {
@@ -215,17 +222,8 @@ def own_state(optimizer: Stateful) -> dict[str, Any]:
     }
 
 
-def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
-    """Copy a state dict into the buffers.
-
-    Args:
-        optimizer: The optimizer.
-        state_dict: The state dict.
-        own: Its part beyond torch's names; None for the state dict of an ordinary Adam or AdamW.
-
-    Raises:
-        ValueError: If it does not fit; nothing has changed then.
-    """
+def load_full(optimizer: CompressedOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
+    """Copy a state dict into the buffers."""
     rows = _matching_rows(optimizer, state_dict)
     if own is None:
         steps = [int(row["step"]) for _, _, row in rows if row]
@@ -263,7 +261,9 @@ def load_full(optimizer: Stateful, state_dict: dict[str, Any], own: dict[str, An
     optimizer._state_loaded()
 
 
-def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tuple[GroupState, int, dict[str, Any]]]:
+def _matching_rows(
+    optimizer: CompressedOptimizer, state_dict: dict[str, Any]
+) -> list[tuple[GroupState, int, dict[str, Any]]]:
     """Return each trainable parameter with its saved state; {} if a plain state dict has none for it."""
     saved_groups = state_dict["param_groups"]
     sizes, saved = [len(g["params"]) for g in optimizer.param_groups], [len(g["params"]) for g in saved_groups]
@@ -288,7 +288,7 @@ def _matching_rows(optimizer: Stateful, state_dict: dict[str, Any]) -> list[tupl
     return rows
 
 
-def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
+def _check_errors(optimizer: CompressedOptimizer, own: dict[str, Any]) -> None:
     if own["world_size"] != optimizer.communicator.world_size:
         raise ValueError(
             f"the state dict was saved by a run of {own['world_size']} rank(s), this one has "
@@ -321,7 +321,7 @@ def _check_errors(optimizer: Stateful, own: dict[str, Any]) -> None:
             raise ValueError(f"{name} must have {sizes} elements per param group, the state dict has {saved}")
 
 
-def _load_errors(optimizer: Stateful, own: dict[str, Any] | None) -> None:
+def _load_errors(optimizer: CompressedOptimizer, own: dict[str, Any] | None) -> None:
     """Take over the errors of a state dict that was checked; zeros if it has none, or is another rank's."""
     mine = own is not None and own["rank"] == optimizer.communicator.rank
     for number, state in enumerate(optimizer._states):
@@ -334,7 +334,7 @@ def _load_errors(optimizer: Stateful, own: dict[str, Any] | None) -> None:
             state.errors.zero_()
 
 
-def load_groups(optimizer: Stateful, saved: Sequence[dict[str, Any]]) -> None:
+def load_groups(optimizer: CompressedOptimizer, saved: Sequence[dict[str, Any]]) -> None:
     """Take over hyperparameters, in place: schedulers keep hold of the groups."""
     for group, values in zip(optimizer.param_groups, saved, strict=True):
         for key, value in values.items():

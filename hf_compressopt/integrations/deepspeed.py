@@ -1,0 +1,479 @@
+"""Translate a DeepSpeed configuration into Trainer's flags and Accelerate's call."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_compressopt.integrations.algorithms import (
+    ALGORITHMS,
+    OPTIMIZERS,
+    ZERO_NAMES,
+)
+from hf_compressopt.integrations.plugin import read_optim_args, text_options
+from hf_compressopt.zero.optimizer import ZeroOptimizer
+
+#: The kinds of rows of a translation.
+BECOMES, SAME, DIFFERS, LOST = KINDS = ("becomes", "same", "differs", "lost")
+
+
+@dataclass(frozen=True)
+class Row:
+    """The translation of one option.
+
+    Attributes:
+        option: Its path in the configuration, with dots.
+        value: Its value; DeepSpeed's default if ``given`` is False.
+        kind: "becomes" (a flag or option here), "same" (nothing to do), "differs" (something else, see the remark), or
+            "lost" (no counterpart).
+        here: The flag or option.
+        remark: The reason, or the difference.
+        given: True if the configuration has the option.
+    """
+
+    option: str
+    value: Any
+    kind: str
+    here: str = ""
+    remark: str = ""
+    given: bool = True
+
+
+@dataclass
+class Translation:
+    """A configuration in the terms of this package.
+
+    Attributes:
+        optim: Trainer's ``--optim``; "" if the configuration names no optimizer.
+        optim_args: Options in Trainer's ``--optim_args``, by name.
+        flags: Trainer's other flags, by name; True for one without a value.
+        accelerate: Arguments of ``Accelerator``, by name.
+        scaler: Arguments of Accelerate's GradScalerKwargs, by name.
+        rows: The translation of every option.
+    """
+
+    optim: str = ""
+    optim_args: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    accelerate: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def lost(self) -> list[Row]:
+        """Options without a counterpart."""
+        return [row for row in self.rows if row.kind == LOST]
+
+    @property
+    def optim_args_text(self) -> str:
+        """The options as ``--optim_args`` takes them."""
+        return ",".join(f"{name}={_text(value)}" for name, value in self.optim_args.items())
+
+    def flags_as_words(self) -> list[list[str]]:
+        """Trainer's flags, each as words of a command line."""
+        named = {"--optim": self.optim, "--optim_args": self.optim_args_text}
+        return [_words(flag, value) for flag, value in ({k: v for k, v in named.items() if v} | self.flags).items()]
+
+    def arguments(self) -> list[str]:
+        """Trainer's flags, as the words of one command line."""
+        return [word for words in self.flags_as_words() for word in words]
+
+    def set(self, name: str, value: Any) -> str:
+        """Set "--FLAG" of Trainer, "Accelerator:NAME", "GradScalerKwargs:NAME", or the option NAME of the optimizer.
+
+        Returns:
+            The words that do so, for the report.
+        """
+        place, _, key = name.rpartition(":")
+        if place == "Accelerator":
+            self.accelerate[key] = value
+            return ""
+        if place == "GradScalerKwargs":
+            self.scaler.setdefault(key, value)
+            return f"{place}({key}={value!r})"
+        if name == "--optim":
+            self.optim = value
+        elif name.startswith("--"):
+            self.flags[name] = value
+        else:
+            self.optim_args[name] = value
+            name, value = "--optim_args", f"{name}={_text(value)}"
+        return shlex.join(_words(name, value))
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    return [flag] if value is True else [flag, _text(value)]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+_AUTO = "auto"
+# DeepSpeed's optimizers, in lower case, and Trainer's --optim here; its schedules, and Trainer's --lr_scheduler_type.
+_OPTIMIZERS = {"onebitadam": "onebit_adam", "zerooneadam": "zero_one_adam", "onebitlamb": "onebit_lamb"}
+_OPTIMIZERS |= {"lamb": "lamb", "fusedlamb": "lamb", "sgd": "sgd", "adagrad": "adagrad"}
+_OPTIMIZERS |= dict.fromkeys(("adam", "adamw", "fusedadam", "cpuadam"), "fused_adam")
+_SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "warmupcosinelr": "cosine_with_min_lr"}
+
+
+def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -> dict[str, Any]:
+    """Return the facts of a configuration that options.txt refers to.
+
+    Raises:
+        ValueError: If there is no such stage of ZeRO, or the sizes of batches contradict each other.
+    """
+    get, params = config.get, "optimizer.params."
+    stage, norm = get("zero_optimization.stage"), get(f"{params}max_grad_norm")
+    if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
+    kind, schedule = str(get("optimizer.type", "")), str(get("scheduler.type", ""))
+    optim = _OPTIMIZERS.get(kind.lower(), "")
+    if optim == "fused_adam" and get(f"{params}torch_adam"):
+        optim = "adamw_torch"
+    compressed, legal = optim in ALGORITHMS, text_options(OPTIMIZERS[optim]) if optim in OPTIMIZERS else {}
+    unheeded = ("bias_correction", "eps_inside_sqrt") if compressed else ()
+    unclipped = same_arithmetic or not norm or get("gradient_clipping")  # max_grad_norm clips nothing
+    missing, size = _missing_size(config, ranks)
+    sections = dict.fromkeys(option.split(".")[0] for option in config)
+    optional = ("fp16", "bf16", "tensorboard", "wandb")  # off if nothing is said
+    off = [name for name in sections if name.isidentifier() and not get(f"{name}.enabled", name not in optional)]
+    return {
+        **{name: name == optim for name in OPTIMIZERS},
+        "optim": optim,
+        "unknown": "" if optim else kind,
+        "known": ", ".join([*OPTIMIZERS, *ZERO_NAMES]),
+        "compressed": compressed,
+        "as_deepspeed": compressed and same_arithmetic,
+        "heeded": " ".join(name for name in legal if name not in unheeded),
+        "mpi": get(f"{params}comm_backend_name") == "mpi",
+        "unclipped": unclipped,
+        "norm": optim and not unclipped and norm != _AUTO,
+        "stage": stage,
+        "zero": stage in (1, 2) and not compressed,
+        "adamw": optim in ("", "adamw_torch"),
+        "prescaled": get("prescale_gradients"),
+        "missing": missing,
+        "size": size,
+        "ranks": ranks,
+        "schedule": _SCHEDULES.get(schedule.lower()),
+        "unscheduled": "" if schedule.lower() in _SCHEDULES else schedule,
+        "cosine": schedule.lower() == "warmupcosinelr",
+        "off": " ".join(f"{name}.*" for name in off),
+    }
+
+
+def _missing_size(options: dict[str, Any], ranks: int | None) -> tuple[str, int | None]:
+    """Return which of the two factors of train_batch_size is missing, and its value, if it follows from the others."""
+
+    def whole(name: str) -> int:
+        value = _number(name, options[name])
+        if value < 1 or value != int(value):
+            raise ValueError(f'{name} must be a whole number >= 1 or "auto", got {value!r}')
+        return int(value)
+
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    known = [name for name in names if options.get(name, _AUTO) != _AUTO]
+    sizes, missing = [whole(name) for name in known], next((name for name in names if name not in known), "")
+    if ranks is None or not missing or options.get("train_batch_size", _AUTO) == _AUTO:
+        return missing, None
+    total, divisor = whole("train_batch_size"), ranks * math.prod(sizes)
+    if total % divisor:
+        raise ValueError(f"train_batch_size must be a multiple of {divisor}, by {ranks} rank(s), got {total}")
+    return missing, total // divisor
+
+
+class Rule(NamedTuple):
+    """A row of options.txt, which describes the columns."""
+
+    facts: list[str]
+    section: str
+    options: str
+    kind: str
+    targets: list[str]
+    remark: str
+
+
+def apply(t: Translation, given: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Translate options, each by the first row of options.txt that fits it.
+
+    Raises:
+        ValueError: If an option has an illegal value.
+    """
+    config, said = {**given, facts["missing"]: facts["size"]} if facts["size"] else given, set[str]()
+    for rule in RULES:
+        if all(bool(facts[fact.lstrip("!")]) != fact.startswith("!") for fact in rule.facts):
+            for option, value in [*_fitting(rule, config, facts)]:
+                if option not in said:
+                    said.add(option)
+                    t.rows.append(_row(rule, t, option, value, option in given, facts))
+
+
+def _fitting(rule: Rule, config: dict[str, Any], facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the options that a row is for, and their values, or DeepSpeed's for options that are left out."""
+    for pattern in rule.options.format(**facts).split():
+        path, _, text = (rule.section + pattern).partition("=")
+        wanted = _literal(text) if text else None
+        if path.endswith(":") and path[:-1] not in config:
+            yield path[:-1], wanted
+        for option, value in config.items():
+            if (option == path or fnmatchcase(f"{option}.", path)) and (not text or value == wanted):
+                yield option, value
+
+
+def _row(rule: Rule, t: Translation, option: str, value: Any, given: bool, facts: dict[str, Any]) -> Row:
+    """Set what an option becomes."""
+    targets = rule.targets or [option.split(".")[-1]] * (rule.kind == BECOMES)
+    made = [_target(*target.format(**facts).partition("=")) for target in targets]
+    if value == _AUTO and any(callable(new) for _, new in made):
+        flags = [name for name, _ in made if name.startswith("--")]
+        remark = "Trainer's flag decides, as before" if flags else "left out: the default here is used"
+        return Row(option, value, SAME, " ".join(flags), remark, given)
+    words = [t.set(name, new(option, value) if callable(new) else new) for name, new in made]
+    remark = rule.remark.format(**facts) or ("" if given or option == facts["missing"] else "DeepSpeed's default")
+    return Row(option, value, rule.kind, " ".join(filter(None, words)), remark, given)
+
+
+def _target(name: str, equals: str, text: str) -> tuple[str, Any]:
+    """Return what to set, and the value, or a function that makes it of an option and the option's value."""
+    word = text if equals else "number" if name.startswith("--") else "value"
+    return name, _VALUES.get(word) or _literal(text)
+
+
+def _number(option: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        raise ValueError(f'{option} must be a finite number or "auto", got {value!r}')
+    return value
+
+
+def _beta(index: int, option: str, value: Any) -> Any:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise ValueError(f"{option} must be 2 numbers, got {value!r}")
+    return _number(option, value[index])
+
+
+def _power(option: str, value: Any) -> float:
+    if not 0 <= _number(option, value) <= 126:
+        raise ValueError(f"{option} must be from 0 to 126, got {value!r}")
+    return float(2.0**value)
+
+
+_VALUES: dict[str, Callable[[str, Any], Any]] = {
+    "value": lambda option, value: value,
+    "number": _number,
+    "int": lambda option, value: int(_number(option, value)),  # 5e8 is an int too
+    "float": lambda option, value: float(_number(option, value)),
+    "power": _power,
+    "beta1": partial(_beta, 0),
+    "beta2": partial(_beta, 1),
+    "min_lr_rate": lambda option, value: json.dumps({"min_lr_rate": value}),
+}
+
+
+def _literal(text: str) -> Any:
+    """Return a value as JSON writes it, or the word itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _read() -> Iterator[Rule]:
+    common, section = list[str](), ""
+    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+        cell, *columns = (cell.strip() for cell in line.removeprefix("==").split("|"))
+        *facts, options = cell.split("?")
+        own = " ".join(facts).split()
+        if line.startswith("=="):
+            common, section = own, options.strip()
+        elif not line.startswith("#"):
+            words = columns[0].split()
+            kind = words.pop(0) if words[0] in KINDS else BECOMES
+            yield Rule(common + own, section, options, kind, words, "".join(columns[1:]))
+
+
+#: The rows of options.txt.
+RULES = list(_read())
+_TITLES = {BECOMES: "What becomes what", DIFFERS: "What is different", SAME: "Nothing to do", LOST: "No counterpart"}
+_TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
+_PLUGIN_FIELDS = ("freeze_step", "scale_block", "variance_floor", "bucket_cap_mb", "communicator")
+
+
+def render(translation: Translation) -> str:
+    """Render a translation as text: the flags, the code, and a remark on every option."""
+    flags = [shlex.join(words) for words in translation.flags_as_words()]
+    lines = ["Trainer: accelerate launch -m hf_compressopt.run script.py, with", *(f"    {flag}" for flag in flags)]
+    lines += ["", "Accelerate:", *(f"    {line}" for line in accelerate_code(translation).splitlines())]
+    for kind, title in _TITLES.items():
+        rows = [row for row in translation.rows if row.kind == kind]
+        lines += ["", f"{title}:"] if rows else []
+        for row in rows:
+            value = json.dumps(row.value) if row.given else f"not given: {json.dumps(row.value)}"
+            here = f" -> {row.here}" if row.here else ""
+            lines.append(f"    {row.option} ({value}){here}" + (f": {row.remark}" if row.remark else ""))
+    return "\n".join(lines)
+
+
+def as_json(translation: Translation) -> dict[str, Any]:
+    """A translation for programs: the flags as words, the code, every option, and those without a counterpart."""
+    return {
+        "trainer": translation.arguments(),
+        "accelerate": accelerate_code(translation),
+        "options": [vars(row) for row in translation.rows],
+        "lost": [row.option for row in translation.lost],
+    }
+
+
+def accelerate_code(translation: Translation) -> str:
+    """Code for a training loop with Accelerate; the script has a ``model``."""
+    name, imports, accelerate = translation.optim, ["CompressOptAccelerator"], _call(translation.accelerate)
+    if translation.scaler:
+        accelerate.append(f"kwargs_handlers=[GradScalerKwargs({', '.join(_call(translation.scaler))})]")
+    made, became = _optimizer(translation, imports), "the loader and scheduler too"
+    if plugin := _plugin(translation):
+        imports[1:] = ["CompressOptPlugin"]
+        accelerate.insert(0, f"compressopt_plugin=CompressOptPlugin({', '.join(_call(plugin))})")
+        made = _make("torch.optim.AdamW", adam_options(translation))
+        became = f"becomes {ALGORITHMS[name].__name__}" if name in ALGORITHMS else became
+    lines = ["from accelerate.utils import GradScalerKwargs"] if translation.scaler else []
+    lines += ["import torch"] if "torch." in made else []
+    lines += [f"from hf_compressopt import {', '.join(imports)}", ""]
+    lines += [f"accelerator = CompressOptAccelerator({', '.join(accelerate)})", f"optimizer = {made}"]
+    lines.append(f"model, optimizer = accelerator.prepare(model, optimizer)  # {became}")
+    if norm := translation.flags.get("--max_grad_norm"):
+        lines.append(f"# before each step: accelerator.clip_grad_norm_(model.parameters(), {norm})")
+    return "\n".join(lines)
+
+
+def _plugin(translation: Translation) -> dict[str, Any]:
+    """The plugin's fields, or nothing if the plugin has no field for an option."""
+    name, stage = translation.optim, ZERO_NAMES.get(translation.optim)
+    options = {"freeze_step" if key == "var_freeze_step" else key: v for key, v in translation.optim_args.items()}
+    if not (stage or name in ALGORITHMS) or options.keys() - set(_PLUGIN_FIELDS):
+        return {}
+    return ({"zero_stage": stage} if stage else {"optimizer": name}) | options
+
+
+def _optimizer(translation: Translation, imports: list[str]) -> str:
+    """The expression that creates the optimizer, for :func:`accelerate_code`."""
+    name, options, common = translation.optim, dict(translation.optim_args), adam_options(translation)
+    cls = f"torch.optim.{_TORCH_CLASSES.get(name, 'AdamW')}"
+    if name in OPTIMIZERS:
+        cls = OPTIMIZERS[name].__name__
+        imports.append(cls)
+    if name in _TORCH_CLASSES:
+        common = {key: value for key, value in common.items() if key in ("lr", "weight_decay")}
+    if not (stage := ZERO_NAMES.get(name) or options.pop("zero_stage", 0)):
+        return _make(cls, common | options)
+    imports.append("ZeroOptimizer")
+    zero = {key: options.pop(key) for key in list(options) if key in text_options(ZeroOptimizer)}
+    return _make("ZeroOptimizer", {"stage": stage, **zero, **common, **options}, cls)
+
+
+def adam_options(translation: Translation) -> dict[str, Any]:
+    """Options that Trainer has flags for, by the names that every Adam has."""
+    names = {"lr": "learning_rate", "betas": "adam_beta1", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+    flags = translation.flags
+    found = {name: flags[f"--{flag}"] for name, flag in names.items() if f"--{flag}" in flags}
+    return found | ({"betas": (found["betas"], flags["--adam_beta2"])} if "betas" in found else {})
+
+
+def _make(cls: str, options: dict[str, Any], *wrapped: str) -> str:
+    return f"{cls}({', '.join(['model.parameters()', *wrapped, *_call(options)])})"
+
+
+def _call(values: dict[str, Any]) -> list[str]:
+    return [f"{name}={value!r}" for name, value in values.items()]
+
+
+_DEEPEST = 8  # levels of a configuration; DeepSpeed's own have four
+_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
+
+
+def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmetic: bool = False) -> Translation:
+    """Translate a DeepSpeed configuration.
+
+    Args:
+        config: The configuration for DeepSpeed, or for Transformers, with "auto" values.
+        ranks: Number of ranks, to divide a train_batch_size by.
+        same_arithmetic: True to give the compressed optimizers the options that compute what DeepSpeed's did.
+
+    Raises:
+        ValueError: If a section is no object, or an option has an illegal value.
+    """
+    for section in _SECTIONS:
+        if not isinstance(config.get(section, {}), dict):
+            raise ValueError(f"{section} must be an object with options, got {config[section]!r}")
+    given = dict(_options("", {{"bfloat16": "bf16"}.get(name, name): value for name, value in config.items()}))
+    options = {name: value for name, value in given.items() if value is not None}
+    translation = Translation()
+    apply(translation, options, facts_of(options, ranks, same_arithmetic))
+    translation.rows += [Row(name, None, SAME, "", "not set") for name in given if name not in options]
+    _check_ranges(translation)
+    return translation
+
+
+def _options(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a section by their paths.
+
+    Raises:
+        ValueError: If it is nested too deeply.
+    """
+    if prefix.count(".") > _DEEPEST:
+        raise ValueError(f"{prefix[:-1]} is nested more than {_DEEPEST} levels deep")
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _options(f"{prefix}{name}.", value)
+        else:
+            yield prefix + name, value
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Read a configuration.
+
+    Raises:
+        ValueError: If the file cannot be read, or is no JSON object, or names an option twice; with the file's name.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(twice)} given twice")
+        return dict(pairs)
+
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except RecursionError:
+        raise ValueError(f"{path} is not a DeepSpeed configuration in JSON: it is nested too deeply") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a DeepSpeed configuration in JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a DeepSpeed configuration: it must be an object, got {type(config).__name__}")
+    return config
+
+
+def _check_ranges(translation: Translation) -> None:
+    """Have the optimizer itself check its options.
+
+    Raises:
+        ValueError: If an option is outside its range.
+    """
+    args = read_optim_args(translation.optim, translation.optim_args_text)
+    cls: Callable[..., torch.optim.Optimizer] = OPTIMIZERS.get(translation.optim, torch.optim.AdamW)
+    own = args.optimizer if translation.optim in OPTIMIZERS else {}
+    if translation.optim not in (*OPTIMIZERS, *ZERO_NAMES, "adamw_torch"):
+        return
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # else it would look for the other ranks
+        values = {**adam_options(translation), **own}
+        transport = ("communicator", "cuda_aware")
+        cls([torch.zeros(8)], **{name: value for name, value in values.items() if name not in transport})

@@ -1,0 +1,312 @@
+"""The models of an accelerator: the hooks of DDP and FSDP2, and the set-ups in which they cannot work."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_compressopt.collectives.ddp_hook import attach_ddp, find_sync
+from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
+from hf_compressopt.grad_compression import GradientCompression, MessageOptions, compress_hook
+from hf_compressopt.integrations.algorithms import (
+    Ours,
+    all_parameters,
+    follows_plan,
+    frees_gradients,
+    owns_gradients,
+    saves_shards,
+    shares,
+)
+from hf_compressopt.integrations.plugin import CompressOptPlugin
+
+GRAD_COMPRESSION = "grad_compression="
+_INSTEAD = {
+    "DEEPSPEED": "DeepSpeed averages the gradients and takes the steps itself. Launch without DeepSpeed; "
+    "`hf-compressopt from-deepspeed ds_config.json` translates its configuration",
+    "MEGATRON_LM": "Megatron-LM averages the gradients and takes the steps itself. Launch without Megatron-LM, or use "
+    "Megatron-LM's own optimizer",
+    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP, or "
+    "launch without FSDP; --optim zero2_adamw partitions gradients and optimizer state here",
+    "XLA": "XLA averages the gradients itself. Use an ordinary optimizer there",
+}
+
+
+class DDPModels:
+    """The DDP models of an accelerator. It does not keep them alive."""
+
+    def __init__(self) -> None:
+        """Begin without models."""
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+
+    def __iter__(self) -> Iterator[DistributedDataParallel]:
+        """The models that are alive."""
+        self._models = [reference for reference in self._models if reference() is not None]
+        return iter([model for reference in self._models if (model := reference()) is not None])
+
+    def add(self, model: nn.Module) -> None:
+        """Add a prepared model, if it is a DDP model that is not here yet."""
+        inner = without_compile(model)
+        if isinstance(inner, DistributedDataParallel) and not any(known is inner for known in self):
+            self._models.append(weakref.ref(inner))
+
+    def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any, loss_scale: Callable[[], float]) -> None:
+        """Give every model whose parameters a compressed optimizer owns the hook that follows its plan.
+
+        Args:
+            optimizers: All optimizers of the accelerator.
+            own_hook: The communication hook that the user asked Accelerate for, or None.
+            loss_scale: Returns the factor that the gradients of the coming step carry.
+
+        Raises:
+            ValueError: If a model's gradients must be averaged for one optimizer and stay local for another, or if the
+                model has another hook.
+        """
+        for model in self:
+            params = {id(p) for p in model.parameters() if p.requires_grad}
+            owners: list[Any] = [o for o in optimizers if follows_plan(o) and shares(o.trainable_parameters, params)]
+            for other in optimizers if owners else ():
+                if not follows_plan(other) and shares(all_parameters(other), params):
+                    raise ValueError(
+                        f"the model has parameters in {type(owners[0]).__name__} and in {type(other).__name__}: "
+                        "gradients that stay local for the one would stay local for the other; give all to the first, "
+                        "with non_freeze=True for a group that is to stay in full precision"
+                    )
+            if owners:
+                check_no_hook(own_hook, "a compressed optimizer")
+            if owners or find_sync(model) is not None:
+                attach_ddp(model, *owners, loss_scale=loss_scale)
+
+    def compress(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        own_hook: Any,
+        compression: str,
+        messages: MessageOptions,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages.
+
+        Args:
+            optimizers: All optimizers of the accelerator.
+            own_hook: The communication hook that the user asked Accelerate for, or None.
+            compression: "int4" or "int8".
+            messages: The options of the messages.
+            loss_scale: Returns the factor that the gradients of the coming step carry.
+
+        Raises:
+            ValueError: If a model's parameters belong to a compressed optimizer, or if the model has another hook.
+        """
+        for model in self:
+            params = {id(p) for p in model.parameters() if p.requires_grad}
+            owners = [o for o in optimizers if shares(all_parameters(o), params)]
+            for owner in filter(follows_plan, owners):
+                raise ValueError(
+                    f"grad_compression={compression!r} compresses the gradients of ordinary optimizers, and "
+                    f"{type(owner).__name__} compresses by itself: leave one of the two out"
+                )
+            if owners and find_compression(model) is None:
+                check_no_hook(own_hook, "grad_compression")
+                named, group = model.module.named_parameters(), model.process_group
+                state = GradientCompression(
+                    named, compression, process_group=group, loss_scale=loss_scale, **asdict(messages)
+                )
+                model.register_comm_hook(state, compress_hook)
+
+    def hooked(self) -> list[DistributedDataParallel]:
+        """The models whose gradients travel in messages of this package."""
+        syncs = [(model, find_sync(model)) for model in self]
+        return [model for model, sync in syncs if find_compression(model) or (sync is not None and sync.optimizers)]
+
+    def compressions(self) -> list[GradientCompression]:
+        """The states of the models' :func:`compress_hook`."""
+        return [state for model in self if (state := find_compression(model)) is not None]
+
+    def release(self) -> None:
+        """Have the gradients of every model averaged in all steps, until an optimizer is bound again."""
+        for model in self:
+            if (sync := find_sync(model)) is not None:
+                sync.bind(())
+
+    def check_not_averaging(self, optimizer: Ours) -> None:
+        """Raise if a model averages the gradients of an optimizer that averages them itself."""
+        params = {id(p) for p in optimizer.trainable_parameters}
+        if any(shares(model.parameters(), params) for model in self):
+            raise ValueError(
+                f"the model was prepared before its {type(optimizer).__name__} was known, and is a "
+                "DistributedDataParallel now, which would average the gradients a second time: give both to one "
+                "prepare(model, optimizer)"
+            )
+
+
+class ShardedModels:
+    """The models that FSDP2 shards, and the messages between their replicas. It does not keep the models alive."""
+
+    def __init__(self) -> None:
+        """Begin without models."""
+        self._found: list[weakref.ref[FSDPCompression]] = []  # a model's hooks keep its state alive, and that the model
+
+    def compress(
+        self,
+        models: Iterable[nn.Module],
+        accelerator: Any,
+        compression: str,
+        messages: MessageOptions,
+        loss_scale: Callable[[], float],
+    ) -> None:
+        """Give every model low-bit messages between its replicas, unless it has them.
+
+        Args:
+            models: Prepared models.
+            accelerator: The accelerator, for its mesh; a model that is loaded in shards has one of its own.
+            compression: "int4" or "int8".
+            messages: The options of the messages; the mesh alone says which ranks share a node.
+            loss_scale: Returns the factor that the gradients of the coming step carry.
+
+        Raises:
+            ValueError: For options of the topology, and if the model cannot have them.
+        """
+        if replace(messages, bucket_cap_mb=MessageOptions.bucket_cap_mb) != MessageOptions():
+            raise ValueError(
+                f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
+                "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
+            )
+        for model in map(without_compile, models):
+            if any(state.model is model for state in self.compressions()):
+                continue
+            if is_loaded_in_shards(model):
+                mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
+            else:
+                mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+            cap = messages.bucket_cap_mb
+            state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale)
+            self._found.append(weakref.ref(state))
+
+    def models(self) -> list[nn.Module]:
+        """The models that are alive."""
+        return [state.model for state in self.compressions()]
+
+    def compressions(self) -> list[FSDPCompression]:
+        """The states of the models that are alive."""
+        return [state for reference in self._found if (state := reference()) is not None]
+
+
+def find_compression(model: DistributedDataParallel) -> GradientCompression | None:
+    """The state of the model's :func:`compress_hook`, or None if the model has none."""
+    registered: Iterable[tuple[Any, Any]] = model._comm_hooks
+    return next((state for hook, state in registered if hook is compress_hook), None)
+
+
+def check_no_hook(hook: Any, name: str) -> None:
+    """Raise if the user asked Accelerate for a communication hook."""
+    if hook is not None and getattr(hook, "name", str(hook)) != "NO":
+        raise ValueError(
+            f"{name} needs DDP's communication hook for itself, but the accelerator has one already: "
+            f"remove your own comm_hook (DistributedDataParallelKwargs(comm_hook={hook}))"
+        )
+
+
+def check_somebody_averages(optimizers: Iterable[torch.optim.Optimizer], without_ddp: set[int]) -> None:
+    """Raise if nobody would average an optimizer's gradients: ``without_ddp`` are parameters (by id) without DDP."""
+    for optimizer in optimizers:
+        alone = owns_gradients(optimizer) or frees_gradients(optimizer)
+        if not alone and shares(all_parameters(optimizer), without_ddp):
+            raise ValueError(
+                f"the model has parameters in a ZeroOptimizer and in {type(optimizer).__name__}, and nobody would "
+                "average the gradients of the latter: give all to ZeroOptimizer, or a ZeroOptimizer to each"
+            )
+
+
+def without_compile(model: nn.Module) -> nn.Module:
+    """The model within torch.compile's wrapper."""
+    return getattr(model, "_orig_mod", model)
+
+
+def undo_evaluation_mode(model: nn.Module, prepared: list[nn.Module]) -> None:
+    """Allow a model that was prepared for evaluation only to be prepared again.
+
+    accelerate marks such a model as prepared (from 1.14) and would leave out DDP: every rank would train alone.
+    """
+    if not getattr(model, "_is_accelerate_prepared", False):
+        return
+    if isinstance(without_compile(model), DistributedDataParallel):
+        return
+    del model._is_accelerate_prepared
+    if hasattr(model, "_original_forward"):
+        model.forward = model._original_forward  # type: ignore[assignment]
+    prepared[:] = [other for other in prepared if other is not model]
+
+
+# -- set-ups in which compressed and partitioned optimizers cannot work -----------------------------------------------
+
+
+def is_loaded_in_shards(model: Any) -> bool:
+    """True for a model that ``from_pretrained(..., distributed_config=...)`` has sharded, or cut in another way."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+
+
+def why_not_loaded_in_shards(model: Any) -> str:
+    """The reason why low-bit messages cannot carry the gradients of such a model; "" if they can."""
+    config = model.config.distributed_config
+    given = {name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")}
+    if other := [f"{name}={size}" for name, size in given.items() if size > 1]:
+        return f"{', '.join(other)} of DistributedConfig cuts parameters in a way that its messages do not know"
+    if config.dp_replicate_size < 2:
+        return (
+            f"DistributedConfig(fsdp_size={config.fsdp_size}) partitions every parameter over all ranks, so that no "
+            "replicas exchange gradients: give DistributedConfig(fsdp_size=RANKS_PER_NODE, dp_replicate_size=NODES)"
+        )
+    return ""
+
+
+def _why_not_between_replicas(accelerator: Any) -> str:
+    """The reason why low-bit messages cannot carry the gradients of the accelerator's FSDP; "" if they can."""
+    if not getattr(accelerator, "is_fsdp2", False):
+        return "FSDP1 averages the gradients itself: give FullyShardedDataParallelPlugin(fsdp_version=2)"
+    config = getattr(accelerator, "parallelism_config", None)
+    if config is None or config.dp_replicate_size < 2:
+        return (
+            "FSDP2 partitions every parameter over all ranks here, so that no replicas exchange gradients: give "
+            "ParallelismConfig(dp_replicate_size=NODES, dp_shard_size=RANKS_PER_NODE)"
+        )
+    if config.non_data_parallel_size > 1:
+        return "it needs a mesh of dp_replicate and dp_shard only, without tensor or context parallelism"
+    return ""
+
+
+def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
+    """The reason why an optimizer of this name cannot work in the accelerator's set-up; "" if it can.
+
+    ``name`` may also be that of grad_compression, which works between the replicas that FSDP2 shards.
+    """
+    kind, low_bit = accelerator.distributed_type.name, name.startswith(GRAD_COMPRESSION)
+    if is_loaded_in_shards(model):
+        if not low_bit:
+            return (
+                f"{name} works with DistributedDataParallel, not with from_pretrained(distributed_config=...): leave "
+                "out one of the two, or use an ordinary optimizer with grad_compression"
+            )
+        reason = why_not_loaded_in_shards(model)
+        return f"{name} does not work with this model: {reason}" if reason else ""
+    if kind not in _INSTEAD:
+        return ""
+    if kind == "FSDP" and low_bit:
+        reason = _why_not_between_replicas(accelerator)
+        return f"{name} does not work with this FSDP: {reason}" if reason else ""
+    return f"{name} works with DistributedDataParallel, not with {kind}: {_INSTEAD[kind]}"
+
+
+def check_distributed_type(accelerator: Any, optimizer: Any, plugin: CompressOptPlugin | None = None) -> None:
+    """Raise if an optimizer, or what the plugin would make of it, cannot work under the accelerator's set-up."""
+    name = type(optimizer).__name__ if saves_shards(optimizer) else ""
+    if plugin is not None and not name:
+        name = "ZeroOptimizer" if plugin.partitions else "" if plugin.optimizer == "none" else plugin.optimizer
+        if plugin.ddp_compression != "none":
+            name = f"{GRAD_COMPRESSION}{plugin.grad_compression}"
+    if name and (reason := why_unsupported(accelerator, name)):
+        raise ValueError(reason)

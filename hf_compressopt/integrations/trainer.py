@@ -1,0 +1,409 @@
+"""Trainer's plug-in: ``--optim onebit_adam`` and the other names, and the methods that they change."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback, trainer, trainer_utils, training_args
+
+from hf_compressopt.amp import innermost
+from hf_compressopt.checkpoint import io
+from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.integrations import accelerate
+from hf_compressopt.integrations.accelerate import Attachment, attach, make_ours
+from hf_compressopt.integrations.algorithms import (
+    ALGORITHMS,
+    OPTIMIZERS,
+    ZERO_NAMES,
+    follows_plan,
+    owns_gradients,
+    saves_shards,
+)
+from hf_compressopt.integrations.log import fit, prefixed_metrics, show_log
+from hf_compressopt.integrations.models import (
+    GRAD_COMPRESSION,
+    check_distributed_type,
+    why_unsupported,
+    without_compile,
+)
+from hf_compressopt.integrations.patching import add_member, is_wrapped, wrap, wrap_static
+from hf_compressopt.integrations.plugin import (
+    CompressOptPlugin,
+    OptimArgs,
+    check_taken,
+    check_variables,
+    read_optim_args,
+)
+from hf_compressopt.integrations.saving import anyone, load_compressions, parameter_names, save_compressions
+from hf_compressopt.zero.optimizer import ZeroOptimizer
+from hf_compressopt.zero.supported import check_optimizer_class
+
+logger = logging.getLogger(__name__)
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
+
+
+def register() -> None:
+    """Teach transformers' Trainer the compressed optimizers. Calling it again adds names of new algorithms only.
+
+    Afterwards ``--optim onebit_adam`` (with ``--optim_args "name=value,..."``), ``optimizer_cls_and_kwargs=`` and
+    ``optimizers=`` take them, and a stock Accelerator attaches itself when it prepares one. Any other optimizer works
+    as before.
+
+    Raises:
+        ValueError: For an environment variable COMPRESSOPT_... that no option has.
+    """
+    check_variables()
+    for name in (*OPTIMIZERS, *ZERO_NAMES):
+        add_member(training_args.OptimizerNames, name)
+    if is_wrapped(Trainer, "create_optimizer"):
+        return
+    wrap_static(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
+    wrap(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
+    wrap(Trainer, "train", _train)
+    wrap(Trainer, "create_optimizer", _create_optimizer)
+    wrap(Trainer, "create_scheduler", _create_scheduler)
+    wrap(Trainer, "_save_optimizer_and_scheduler", _save_optimizer_and_scheduler)
+    wrap(Trainer, "_load_optimizer_and_scheduler", _load_optimizer_and_scheduler)
+    wrap(Trainer, "_save_checkpoint", _save_checkpoint)
+    wrap(Trainer, "_load_best_model", _load_best_model)
+    wrap(Trainer, "_push_from_checkpoint", _push_from_checkpoint)
+    wrap(Trainer, "log", _log)
+    wrap(Trainer, "evaluate", _with_averaged_parameters)
+    wrap(Trainer, "predict", _with_averaged_parameters)
+    wrap(Trainer, "save_model", _save_model)
+    for module in (trainer, trainer_utils):
+        module.get_last_checkpoint = partial(_get_last_checkpoint, trainer_utils.get_last_checkpoint)
+    accelerate.register()
+    trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
+    show_log()
+
+
+class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback that adds ``compressopt/...`` numbers to every log line, ahead of the reporting callbacks."""
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Add the metrics to the line, and to Trainer's copy of it in the history."""
+        inner = innermost(optimizer)
+        if saves_shards(inner) and logs is not None and "loss" in logs:
+            metrics = prefixed_metrics(inner)
+            logs.update(metrics)
+            state.log_history[-1].update(metrics)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Fit the schedule, if a Trainer overrides how its learning-rate scheduler is made."""
+        inner = innermost(optimizer)
+        if follows_plan(inner):
+            fit(inner, state.max_steps)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Leave the same parameters on all ranks: later code may run on one rank only."""
+        wait_for_saves()
+        inner = innermost(optimizer)
+        if follows_plan(inner) or owns_gradients(inner):
+            inner.settle_parameters()
+
+
+# -- wrappers: each takes Trainer's own method first ------------------------------------------------------------------
+
+
+def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model: Any = None) -> Any:
+    name = optim_name(args)
+    options = _options_of(args)
+    if name in OPTIMIZERS:
+        inner: Any = OPTIMIZERS[name]
+        kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        if name in ALGORITHMS:
+            kwargs |= CompressOptPlugin().options_from_env(name)
+        kwargs |= options.optimizer
+    else:
+        wrapped = copy.copy(args)
+        wrapped.optim_args = options.others or None
+        if name in ZERO_NAMES:
+            wrapped.optim = training_args.OptimizerNames(training_args.TrainingArguments.default_optim)
+        inner, kwargs = original(wrapped, model)
+        check_taken(name, options, kwargs, _source_of_handlers())
+    if not options.zero:
+        return inner, kwargs
+    check_optimizer_class(inner)
+    return ZeroOptimizer, {**kwargs, **options.zero, "optimizer_class": inner}
+
+
+@cache
+def _source_of_handlers() -> str:
+    """The text of the module in which transformers reads the options of its optimizers."""
+    own = "transformers.trainer_optimizer"  # newer transformers have them there
+    return inspect.getsource(import_module(own) if find_spec(own) else trainer)
+
+
+def _create_accelerator(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    _attach(self)
+    return result
+
+
+def _attach(self: Trainer) -> None:
+    """Attach the Trainer's accelerator, with the options of --optim_args and of the environment, if they can work."""
+    name, options, plugin = optim_name(self.args), _options_of(self.args), CompressOptPlugin()
+    asked = f"--optim {name}" if name in ALGORITHMS or name in ZERO_NAMES else ""
+    if not asked and options.zero:
+        asked = f"zero_stage={options.zero['stage']}"
+    if not asked and plugin.optimizer_from_env() in ALGORITHMS:
+        asked = f"COMPRESSOPT_OPTIM={plugin.optimizer}"
+    compression = options.grad_compression or "none"
+    wanted = [f"{GRAD_COMPRESSION}{compression}"] * (compression != "none") + [asked] * bool(asked)
+    for reason in (why_unsupported(self.accelerator, words, self.model) for words in wanted):
+        if reason:
+            raise ValueError(reason)
+    if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
+        make_ours(self.accelerator, None)  # at most it has evaluated the model
+    elif "_compressopt" not in vars(self.accelerator) and not wanted:
+        return  # it has trained before
+    attachment = attach(self.accelerator)._compressopt
+    attachment.plugin = None  # of the environment: Trainer makes the optimizer
+    attachment.by_trainer, attachment.asked = True, asked
+    attachment.gradient_as_bucket_view = plugin.gradient_as_bucket_view
+    attachment.grad_compression = compression
+    attachment.messages = replace(plugin.message_options(), **options.messages)
+
+
+def _train(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Attach a Trainer that is older than :func:`register`, then train."""
+    if (attachment := attachment_of(self)) is None or not attachment.by_trainer:
+        _attach(self)
+    callbacks = self.callback_handler.callbacks
+    if not any(isinstance(callback, CompressOptCallback) for callback in callbacks):
+        callbacks.insert(0, CompressOptCallback())
+    return original(self, *args, **kwargs)
+
+
+def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    made_here = self.optimizer is None
+    result = original(self, *args, **kwargs)
+    inner = innermost(self.optimizer)
+    if not saves_shards(inner):
+        return result
+    attach(self.accelerator)
+    check_distributed_type(self.accelerator, inner)
+    if follows_plan(inner):
+        if made_here:
+            inner.defer_schedule(_given_options(self))
+        is_ddp = isinstance(without_compile(self.model_wrapped), DistributedDataParallel)
+        if self.accelerator.num_processes > 1 and not is_ddp:
+            # an evaluation before the training may have left a compiled model without DDP here
+            self.model_wrapped = self.model
+    return result
+
+
+def _create_scheduler(
+    original: Callable[..., Any], self: Trainer, num_training_steps: int, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, num_training_steps, *args, **kwargs)
+    inner = innermost(self.optimizer)
+    if follows_plan(inner):
+        fit(inner, num_training_steps)
+    return result
+
+
+def _options_of(args: Any) -> OptimArgs:
+    """The options of --optim_args; for an ordinary optimizer, also those that the environment gives."""
+    name = optim_name(args)
+    options = read_optim_args(name, args.optim_args)
+    if name in ALGORITHMS or options.zero:
+        return options
+    plugin = CompressOptPlugin()
+    if plugin.partitions:
+        options.zero = {"stage": plugin.zero_stage, **plugin.zero_options()}
+    elif not options.grad_compression:
+        options.grad_compression = plugin.grad_compression
+    return options
+
+
+def _given_options(self: Trainer) -> list[str]:
+    """The options that the user gave for the optimizer that Trainer makes."""
+    if self.optimizer_cls_and_kwargs is not None:
+        return list(self.optimizer_cls_and_kwargs[1])
+    return list(self.get_optimizer_cls_and_kwargs(self.args, self.model)[1])
+
+
+def optim_name(args: Any) -> str:
+    """The optimizer by name: the value of ``--optim``, or what the environment chooses in the place of AdamW."""
+    name = str(getattr(args.optim, "value", args.optim))
+    chosen = CompressOptPlugin.optimizer_from_env() if name in _ADAMW else ""
+    if chosen and chosen not in (*ALGORITHMS, "none"):
+        raise ValueError(f"COMPRESSOPT_OPTIM must be one of {[*ALGORITHMS, 'none']}, got {chosen!r}")
+    return chosen if chosen in ALGORITHMS else name
+
+
+def attachment_of(self: Trainer) -> Attachment | None:
+    """The state beside that of the Trainer's accelerator; None for a Trainer that is older than register()."""
+    return getattr(self.accelerator, "_compressopt", None)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
+    inner = innermost(self.optimizer)
+    if attachment := attachment_of(self):
+        save_compressions(attachment.compressions(), output_dir)
+    if not saves_shards(inner):
+        return original(self, output_dir)
+    save = io.async_save_state if _saves_in_background(self) else io.save_state
+    save(inner, output_dir, names=parameter_names(inner, [self.model]))
+    with inner.state_in_shards():
+        return original(self, output_dir)
+
+
+def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, checkpoint: str | None) -> Any:
+    """Load a checkpoint in shards into the optimizer of this run, also into an ordinary one such as AdamW."""
+    inner = innermost(self.optimizer)
+    if checkpoint is None or not isinstance(inner, torch.optim.Optimizer):
+        return original(self, checkpoint)
+    wait_for_saves()
+    if attachment := attachment_of(self):
+        load_compressions(attachment.compressions(), checkpoint)
+    if not anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
+        has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
+        if not has_plain and saves_shards(inner):
+            logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts from zero", checkpoint)
+        return original(self, checkpoint)
+    io.load_state(inner, checkpoint, names=parameter_names(inner, [self.model]))
+    with io.state_is_loaded(inner):
+        return original(self, checkpoint)
+
+
+def _get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> str | None:
+    """Find the last checkpoint as transformers does, without one whose writing was interrupted."""
+    wait_for_saves()
+    last = original(folder)
+    if last is None or not _is_incomplete(last):
+        return last
+    pattern = trainer_utils._re_checkpoint
+    numbers = sorted(int(found[1]) for name in os.listdir(folder) if (found := pattern.search(name)))
+    candidates = [os.path.join(folder, f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-{number}") for number in numbers]
+    whole = [path for path in candidates if os.path.isdir(path) and not _is_incomplete(path)]
+    logger.warning("%s is incomplete: the last whole checkpoint is %s", last, whole[-1] if whole else None)
+    return whole[-1] if whole else None
+
+
+def _is_incomplete(checkpoint: str) -> bool:
+    begun = any(name.startswith(f"{io.DEFAULT_PREFIX}-") for name in os.listdir(checkpoint))
+    return begun and not io.has_checkpoint(checkpoint)
+
+
+# -- saves in the background ------------------------------------------------------------------------------------------
+
+
+def _saves_in_background(self: Trainer) -> bool:
+    if not saves_shards(innermost(self.optimizer)):
+        return False
+    return CompressOptPlugin().async_save or _options_of(self.args).async_save
+
+
+def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    with _in_checkpoint(self):
+        if not _saves_in_background(self):
+            return original(self, *args, **kwargs)
+        _finish_saves(self)
+        with _rotation_put_off(self):
+            return original(self, *args, **kwargs)
+
+
+@contextmanager
+def _in_checkpoint(self: Trainer) -> Iterator[None]:
+    """Tell :func:`_save_model` inside that all ranks save, so that they can average."""
+    attachment = attachment_of(self)
+    if attachment is None:
+        yield
+        return
+    attachment.in_checkpoint = True
+    try:
+        yield
+    finally:
+        attachment.in_checkpoint = False
+
+
+@contextmanager
+def _rotation_put_off(self: Trainer) -> Iterator[None]:
+    """Keep older checkpoints inside: they go when the one that is being written is complete."""
+    holder: Any = trainer if hasattr(trainer, "rotate_checkpoints") else self  # a method before transformers 5
+    name = "rotate_checkpoints" if holder is trainer else "_rotate_checkpoints"
+    rotate = getattr(holder, name)
+    setattr(holder, name, lambda *a, **k: self.accelerator._compressopt.rotations.append(partial(rotate, *a, **k)))
+    try:
+        yield
+    finally:
+        setattr(trainer, name, rotate) if holder is trainer else delattr(self, name)
+
+
+def _finish_saves(self: Trainer) -> None:
+    """Wait for the save in the background, then remove the checkpoints that it replaces."""
+    wait_for_saves()
+    rotations = self.accelerator._compressopt.rotations
+    while rotations:
+        rotations.pop(0)()
+
+
+def _log(original: Callable[..., Any], self: Trainer, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    if "train_runtime" in logs and _saves_in_background(self):
+        _finish_saves(self)  # Trainer's last line, before it removes the checkpoints that it does not keep
+    if "loss" in logs and (attachment := attachment_of(self)):
+        logs.update(attachment.metrics())
+    return original(self, logs, *args, **kwargs)
+
+
+def _push_from_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    if "checkpoint" in str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy)):
+        wait_for_saves()  # the folder itself is uploaded
+    return original(self, *args, **kwargs)
+
+
+# -- one set of parameters --------------------------------------------------------------------------------------------
+
+
+def _with_averaged_parameters(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Use one set of parameters, also in an interval in which each rank has its own. All ranks call."""
+    inner = innermost(self.optimizer)
+    with inner.averaged_parameters() if follows_plan(inner) else nullcontext():
+        return original(self, *args, **kwargs)
+
+
+def _save_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Save one set of parameters: in a checkpoint the average or the masters, else those of the last sync.
+
+    A checkpoint is saved by all ranks. Anything else may be saved by rank 0 alone, which cannot average.
+    """
+    inner = innermost(self.optimizer)
+    if (attachment := attachment_of(self)) and attachment.in_checkpoint:
+        with inner.masters_in_parameters() if owns_gradients(inner) else nullcontext():
+            result = _with_averaged_parameters(original, self, *args, **kwargs)
+        if saves_shards(inner):
+            # Each rank now looks whether the folder of the best checkpoint exists, which rank 0 makes. Transformers
+            # before 4.57 did not wait for it: a rank that saw none missed the barrier of load_best_model_at_end.
+            self.accelerator.wait_for_everyone()
+        return result
+    with inner.synced_parameters() if follows_plan(inner) else nullcontext():
+        return original(self, *args, **kwargs)
+
+
+def _load_best_model(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Load the best model on all ranks, and have the optimizer continue from it."""
+    result = original(self, *args, **kwargs)
+    inner = innermost(self.optimizer)
+    if follows_plan(inner):
+        inner.parameters_replaced()
+    return result

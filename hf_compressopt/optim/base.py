@@ -1,0 +1,864 @@
+"""The base of the compressed optimizers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, ClassVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_compressopt import kernels
+from hf_compressopt.collectives.averaging import average_group
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce, run_tasks
+from hf_compressopt.collectives.owners import take_over
+from hf_compressopt.collectives.phases import Task
+from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
+from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.collectives.torch_dist import make_communicator
+from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.two_levels import with_topology
+from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
+from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
+from hf_compressopt.optim.agreement import Consensus, report_switch, write_log
+from hf_compressopt.optim.early_messages import EarlyMessages
+from hf_compressopt.optim.freed_gradients import FreedGradients
+from hf_compressopt.optim.gradients import CLIPS, ESTIMATE, Grads
+from hf_compressopt.optim.group import (
+    STATE,
+    ExtraState,
+    GroupState,
+    ParamGroups,
+    by_communicator,
+    follow_moments,
+    mean_variance_norm,
+)
+from hf_compressopt.optim.math import adam_options, adam_step_, descent
+from hf_compressopt.optim.options import (
+    check_count,
+    check_family_options,
+    check_last_group,
+    check_names,
+    check_zero_stage,
+    in_lists,
+    resolve_communicator,
+)
+from hf_compressopt.optim.sharded_stage import end_first_stage, take_sharded_step
+from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
+from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
+from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, Stage, StepPlan, Warmup
+
+logger = logging.getLogger(__name__)
+
+_OLD_NAMES = {"var_freeze_step": "freeze_step"}
+#: How many times fewer bytes gradients in 4 bits take than in full precision.
+FOUR_BITS_RATIO = 4096 * FLOAT_BYTES / IntegerFormat(4).nbytes(4096)
+
+
+class CompressedOptimizer(torch.optim.Optimizer):
+    """The base of the compressed optimizers: stages, flat buffers, the pipeline, skips, clipping, metrics, state.
+
+    An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message
+    (:meth:`_prepare`), and the update by the message that comes back (:meth:`_apply`).
+
+    With ``freeze_step="auto"`` the variance decides when the first stage ends (1-bit Adam, arXiv 2102.02888, section
+    4.3; :class:`~hf_compressopt.schedules.FreezeDetector`), at the latest at ``max_freeze_step``. Ranks decide alike.
+
+    In the stages in which ``plan.reduce_grads`` is True the caller averages the gradients over the ranks before
+    :meth:`step` (Trainer and Accelerate do, through DDP; :func:`~hf_compressopt.average_gradients` does in a loop of
+    your own), in the form that ``warmup_gradients`` says; otherwise gradients must stay local.
+
+    Args:
+        params: Parameters, named parameters or param groups, as for any torch optimizer. A param group may carry its
+            own lr, betas, eps, weight_decay, bias_correction and eps_inside_sqrt; ``non_freeze`` (True keeps it in
+            the warmup stage for good); ``exp_avg_mask`` (a tensor that broadcasts to each of its parameters); and
+            ``process_group`` (the ranks that hold these parameters, for expert or model parallelism: gradients of such
+            a group stay local in every stage, step() averages them over it. All ranks have the same param groups;
+            only those with a process group of their own may differ in their parameters).
+        lr: Learning rate, >= 0.
+        freeze_step: Last step of the warmup stage, >= 1, or "auto": the variance finds it. Trainer and Accelerate then
+            fit the schedule to the length of the run; a loop of your own gives it as ``total_steps``.
+        total_steps: Optimizer steps of the run, >= 1, if the schedule is to be fitted to them at once.
+        freeze_threshold: How stable the variance must be for "auto", in (0, 1].
+        max_freeze_step: Bound on what "auto" finds, >= 1; the later one of it and ``min_freeze_step`` counts. None is a
+            share of the run, or 100,000 while its length is unknown.
+        min_freeze_step: The first step that "auto" may find, >= 1; it also waits for the learning rate's warmup. None
+            is 100, or fewer in a short run.
+        warmup_bits: Bits per element of the averaged gradients of the first stage: 4 or 8 send integers with error
+            feedback, 16 sends bfloat16, 32 the gradients as they are, which gives the bits of torch's AdamW.
+        bias_correction: Whether Adam's bias corrections apply.
+        betas: Coefficients of the running averages, each in [0, 1).
+        eps: Added to the denominator, >= 0.
+        eps_inside_sqrt: sqrt(v + eps) instead of sqrt(v) + eps.
+        weight_decay: Decoupled weight decay, >= 0.
+        max_grad_norm: Gradients are clipped to this norm in :meth:`step`; 0 is off. (Trainer clips by itself.)
+        clip: Norm by which local gradients are clipped: "sketch" is an estimate of the norm of their mean with a
+            standard deviation of 1.1 %, alike on all ranks; "local" is the root of the mean of the ranks' squared
+            norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
+            "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure. "late", of
+            OnebitAdam, clips by the "sketch" of the step before, so that messages may leave during backward.
+        zero_stage: 1, of OnebitAdam: the ranks share out the moments of the first stage; 2: gradients leave and are
+            freed while backward runs, too, with clip="late" after the first stage; 0 is off.
+        scale_block: Elements that share a scale in a message, a positive multiple of 8; None is one per message.
+        variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
+            its tensor's mean, >= 0; 0 is off.
+        bucket_cap_mb: MiB of float32 values that are sent together, > 0.
+        state: "compact" keeps errors in 8 bits, and after the first stage the variance too, on a logarithmic scale.
+            "float32" keeps everything in float32.
+        topology: The way of messages: "flat"; "hierarchical" (the ranks of a node average at full precision, and send
+            one message of the node); "auto" is "hierarchical" if the launcher has started several nodes of several
+            ranks each.
+        node_size: Consecutive ranks per node; None takes them from the launcher and the host names.
+        node_bits: Bits per element of what the ranks of a node average: 32, or 16 for bfloat16.
+        process_group: The ranks; None is the default group.
+        communicator: "auto", the name of a torch.distributed backend, "mpi" (by mpi4py), or a Communicator.
+        comm_backend_name: DeepSpeed's spelling of ``communicator``.
+        cuda_aware: For communicator="mpi": hand CUDA tensors to the MPI library as they are.
+        amsgrad: Not supported, as nowhere in this family: must be False.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that no option can make work.
+        RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
+    """
+
+    #: The schedule's class, whose fields are options of the optimizer.
+    schedule_class: type[Schedule] = OnebitSchedule
+    #: Options of the schedule beyond those that all have; None where they are not given.
+    _intervals: Mapping[str, int | None] = {}
+    #: State tensors beyond Adam's moments.
+    extra_state: tuple[ExtraState, ...] = ()
+    #: For a stage, the state tensors that are each rank's own beside the errors; "param" stands for the parameters.
+    own_tensors: ClassVar[Mapping[Stage, Sequence[str]]] = {}
+    #: Whether the servers' last message is the momentum, and takes its place in the compact state.
+    momentum_is_message = False
+    #: Legal values of ``clip`` and of ``zero_stage``.
+    _clips: tuple[str, ...] = CLIPS[:2]
+    zero_stages: tuple[int, ...] = (0,)
+    #: What else must be alike on all ranks, for them to keep the same parameters.
+    _alike: tuple[str, ...] = ()
+    #: What is sent after the switch, and what clipping reports then, for the log.
+    _after_the_switch = ("the momentum", "sqrt(mean of the ranks' squared norms), up to sqrt(world size) larger")
+
+    schedule: Schedule
+    lr_warmup: Warmup = Warmup()
+    #: Learning rates that an element of a parameter moves at most in a step, if an algorithm has such a bound.
+    max_update: float | None = None
+    #: The gradients that are sent and released during backward, with ``zero_stage=2``.
+    freed: FreedGradients | None = None
+    step_was_skipped: bool = False
+    skipped_steps: int = 0
+    rounds: int = 0
+    _open: set[str] | None = None  # of a schedule that is to be fitted, the options that keep their values
+    _fitted_to: int | None = None
+    _bytes_compared = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        freeze_step: int | str = AUTO,
+        total_steps: int | None = None,
+        freeze_threshold: float = 0.96,
+        max_freeze_step: int | None = None,
+        min_freeze_step: int | None = None,
+        warmup_bits: int = 4,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        clip: str = "sketch",
+        zero_stage: int = 0,
+        scale_block: int | None = 4096,
+        variance_floor: float = 0.01,
+        bucket_cap_mb: float = 25.0,
+        state: str = STATE,
+        topology: str = AUTO_TOPOLOGY,
+        node_size: int | None = None,
+        node_bits: int = 32,
+        process_group: dist.ProcessGroup | None = None,
+        communicator: str | Communicator | None = None,
+        comm_backend_name: str | None = None,
+        cuda_aware: bool = False,
+        amsgrad: bool = False,
+    ) -> None:
+        """See the class."""
+        chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        schedule = self.schedule_class(**{"freeze_step": freeze_step, **given})
+        if total_steps is not None:
+            check_count("total_steps", total_steps)
+        if freeze_step == AUTO or total_steps is not None:
+            self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
+        check_family_options(
+            max_grad_norm=max_grad_norm,
+            variance_floor=variance_floor,
+            freeze_threshold=freeze_threshold,
+            scale_block=scale_block,
+            state=state,
+            clip=clip,
+            clips=self._clips,
+            amsgrad=amsgrad,
+        )
+        check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state, clip)
+        self.zero_stage = zero_stage
+        communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
+        check_warmup_bits(warmup_bits, communicator)
+        self.max_grad_norm, self.variance_floor = max_grad_norm, variance_floor
+        self.schedule, self.freeze_threshold = schedule, freeze_threshold
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "non_freeze": False,
+        }
+        self.bucket_numel, self.scale_block = bucket_numel_of(bucket_cap_mb), scale_block
+        self.compact = state == "compact"
+        self.traffic = Traffic()
+        self._step, self._in_shards = 0, False
+        self._states: list[GroupState] = []
+        self._descents: dict[int, Descent] = {}  # of the step under way, by param group
+        self._tensors: dict[str, Tensor] = {}  # state that belongs to no group, on the CPU, alike on all ranks
+        self._chosen: dict[str, Any] = {"name": communicator, "cuda_aware": cuda_aware, "traffic": self.traffic}
+        params, device = in_lists(params)
+        flat = make_communicator(process_group=process_group, device=device, **self._chosen)
+        self.communicator = with_topology(flat, TopologyOptions(topology, node_size, node_bits), scale_block)
+        self._consensus = Consensus(self._states, self.communicator, self._tensors)
+        super().__init__(params, defaults)
+        groups = ParamGroups(self._states, self.communicator, self._follow_parameters)
+        self._fused_warmup = warmup_bits < 32
+        self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
+        self.early_messages = EarlyMessages(clip == "late", groups, self._tensors, self._prepare)
+        self._consensus.early = self.early_messages
+        self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
+        self._make_room_for_history()
+        if total_steps is not None:
+            self.fit_schedule(total_steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything: copies share the process group, and views stay views of the copied buffers.
+
+        A ``step`` in the instance is left out: schedulers and Accelerate put one there that steps the original.
+        """
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+    # -- what an algorithm defines -------------------------------------------------------------------------------------
+
+    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
+        """Compute what the buckets of these param groups share in a compressed step."""
+        self._descents = {state.number: descent(state.options, self.max_update) for state in states}
+
+    def _prepare(
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
+    ) -> Combination:
+        """Return what this rank wants to send of one bucket; it is read at once."""
+        raise NotImplementedError("abstract")
+
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
+        """Update the parameters from the compressed mean of one bucket, which is masked already."""
+        raise NotImplementedError("abstract")
+
+    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+        """Take a step of one param group by averaged gradients."""
+        rows = [index for index, grad in enumerate(grads) if grad is not None]
+        adam_step_(
+            [state.params[index] for index in rows],
+            [grad for grad in grads if grad is not None],
+            [state.view(state.exp_avg, index) for index in rows],
+            [state.view(state.exp_avg_sq, index) for index in rows],
+            [state.steps[index] for index in rows],
+            adam_options(state.options),
+            fused=self._fused_warmup,
+        )
+
+    def _local_steps(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
+        """Take the steps that each rank takes alone, for algorithms whose plans have ``agree=False``."""
+        raise NotImplementedError("abstract")
+
+    def _bias_counts(self, state: GroupState) -> tuple[list[float], list[float]]:
+        """Return for each parameter how often its first and its second moment have been updated."""
+        return state.steps.tolist(), state.steps.tolist()
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None, grads: Iterable[Any] | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float], grads: Iterable[Any] | None = None) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, grads: Iterable[Any] | None = None) -> float | None:
+        """Take one step, on all ranks together.
+
+        If a gradient is not finite on any rank the step is skipped on all: nothing changes, and ``step_was_skipped``
+        is True until the next step.
+
+        Args:
+            closure: Evaluates the model again and returns the loss.
+            grads: One gradient (or None) per parameter, flat or per group, not changed; ``p.grad`` of each if not
+                given.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            TypeError: For sparse or complex gradients.
+            ValueError: For gradients of a wrong shape, device or number, and for hyperparameters that differ between
+                the ranks. If gradients are local, or given, errors are raised on all ranks together (a RuntimeError on
+                ranks whose own gradients are valid).
+        """
+        loss = evaluate(closure)
+        plan = self._begin_step()
+        gradients, finite = self._consensus.final_gradients(plan, grads, self.max_grad_norm)
+        if not finite and self._consensus.asks(plan):
+            self.skip_step()
+            return loss
+        self._take_step(plan, gradients.groups if finite else None)
+        self._step = plan.step
+        self.rounds += plan.reduce_grads or plan.synchronize
+        self._end_step(plan, taken=True)
+        return loss
+
+    def _begin_step(self) -> StepPlan:
+        """Follow the parameters, compare the ranks if it is time, and return the plan of the coming step."""
+        self._follow_parameters()
+        plan, before = self.plan, self.last_plan if self._step > 0 else None
+        self._consensus.comparison.check(plan, before, self._must_be_alike)
+        return plan
+
+    def _must_be_alike(self) -> list[Any]:
+        options = [self.bucket_numel, self.scale_block, self.variance_floor, self.schedule.options(), *self._alike]
+        options += [self._clip, self.max_grad_norm, self.warmup_bits, self._fused_warmup, self.compact]
+        return [type(self).__name__, self._step, repr([*options, self.zero_stage])]
+
+    def _take_step(self, plan: StepPlan, gradients: Grads | None) -> None:
+        """Take the step; ``gradients`` is None if this rank's are not finite and it steps without them."""
+        compressed = [state for state in self._states if state.compressed and not plan.update_variance]
+        shared_out = [state for state in self._states if state.moments.shards is not None]
+        for state in compressed:
+            state.begin_step(plan)
+        if gradients is None:
+            return self._local_steps(plan, compressed, None)
+        for state, grads in zip(self._states, gradients, strict=True):
+            if state in compressed or state in shared_out or (not state.params and state.own_rank is None):
+                continue  # an empty group of all ranks has nothing to average
+            if not plan.reduce_grads or state.own_rank is not None:
+                grads = average_group(grads, state.layout, [p.shape for p in state.params], state.communicator)
+            self._uncompressed_step(state, grads)
+        if shared_out:
+            take_sharded_step(shared_out, gradients, self.freed, bits=self.warmup_bits, fused=self._fused_warmup)
+        if not plan.agree:
+            self._local_steps(plan, compressed, gradients)
+        elif plan.synchronize:
+            self._compressed_step(plan, compressed, gradients)
+            for state in compressed:
+                state.steps += 1
+        if self._ends_first_stage(plan):
+            self._end_warmup(plan)
+
+    def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
+        """Take the compressed step of some param groups: several buckets are on their way at the same time."""
+        self._begin_buckets(plan, states)
+        for _, together in by_communicator(states):
+            run_tasks(
+                self._step_of_bucket(plan, state, bucket, feedback, gradients[state.number] if gradients else [])
+                for state in together
+                for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True)
+            )
+        for state in states:
+            state.end_compressed_step()
+
+    def _step_of_bucket(
+        self,
+        plan: StepPlan,
+        state: GroupState,
+        bucket: Bucket,
+        feedback: ErrorFeedback,
+        grads: Sequence[Tensor | None],
+    ) -> Task[None]:
+        """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
+        message = self._prepare(plan, state, bucket, grads)
+        average = self.early_messages.take(state, bucket, message, feedback)
+        if average is None:  # the message has not left during backward
+            average = yield from compressed_all_reduce(message, feedback, state.communicator)
+        self._apply(plan, state, bucket, state.masked(bucket, average))
+
+    def _end_warmup(self, plan: StepPlan) -> None:
+        clipped = 1.0 if self.freed is None else self.freed.clipped
+        end_first_stage(self._states, self._bias_counts, self.variance_floor, clipped)
+        follow_moments(self.state.values())
+        if self.communicator.rank == 0:
+            sent, norm = self._after_the_switch
+            norm = ESTIMATE if self._consensus.clip == "sketch" else norm
+            report_switch(plan, self._states, self.communicator.world_size, sent, norm)
+
+    def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
+        """Close a step, which was taken or skipped."""
+        self.step_was_skipped = not taken
+        self._consensus.end_step()
+        self.early_messages.end_step(taken=taken)
+        self.warmup_gradients.end_step(plan)
+        self.traffic.end_step(local=not plan.agree)
+        if taken:
+            self._compare_bytes(plan)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @property
+    def local_gradients(self) -> bool:
+        """True if some gradients of the coming step are this rank's own, so that ranks must agree on their norm."""
+        return self._consensus.are_local(self.plan)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, parameters: Iterable[Tensor] | None = None) -> Tensor:
+        """Clip the gradients of the coming step, by the same factor on every rank. All ranks call.
+
+        Averaged gradients are clipped by their norm. Local ones by an estimate of the norm of their average; with
+        clip="local" by sqrt(mean over ranks of their squared norms), an upper bound of that norm, at most sqrt(W)
+        larger. Gradients whose messages have left during backward (clip="late") are only measured.
+
+        Args:
+            max_norm: The norm to clip to; ``math.inf`` only measures.
+            parameters: Clip these, which may be any; all parameters of the optimizer if None.
+
+        Returns:
+            [] float32, the norm before clipping.
+
+        Raises:
+            ValueError: If ``max_norm`` is not positive, and if the ranks differ in what must be alike.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"max_norm must be > 0, got {max_norm}")
+        norm = self._consensus.clip_(self._begin_step(), max_norm, parameters)
+        return torch.full((), norm, dtype=torch.float32, device=self.communicator.device)
+
+    def skip_step(self) -> None:
+        """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
+        self.skipped_steps += 1
+        self._end_step(self.plan, taken=False)
+        if self.communicator.rank == 0:
+            write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
+
+    def join_hook(self, **_: Any) -> Any:
+        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not support uneven inputs (torch's Join, Accelerate's join_uneven_inputs): "
+            "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
+            "even_batches=True in Accelerate"
+        )
+
+    # -- the schedule --------------------------------------------------------------------------------------------------
+
+    def plan_at(self, step: int) -> StepPlan:
+        """Return the plan of step ``step``: a pure function of the step, the schedule and the options.
+
+        With ``zero_stage`` step() itself averages the gradients of the first stage.
+        """
+        plan = self.schedule.plan(step)
+        shared_out = self.zero_stage > 0 and self.communicator.world_size > 1 and plan.stage.number == 0
+        return replace(plan, reduce_grads=False, synchronize=True) if shared_out else plan
+
+    @property
+    def plan(self) -> StepPlan:
+        """Plan of the coming step."""
+        return self.plan_at(self._step + 1)
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """Plan of the last step; before the first one its own."""
+        return self.plan_at(max(self._step, 1))
+
+    @property
+    def freeze_step(self) -> int | str:
+        """Last step of the first stage, or "auto"."""
+        return self.schedule.freeze_step
+
+    @freeze_step.setter
+    def freeze_step(self, step: int | str) -> None:
+        self.schedule = self.schedule.frozen_at(step)
+
+    @property
+    def max_freeze_step(self) -> int:
+        """Bound on the step that "auto" finds."""
+        return self.schedule.max_freeze_step
+
+    @max_freeze_step.setter
+    def max_freeze_step(self, step: int) -> None:
+        self.schedule = replace(self.schedule, max_freeze_step=step)  # type: ignore[type-var]
+
+    def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
+        """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
+
+        Returns:
+            A description of the choice, for the log.
+
+        Raises:
+            RuntimeError: After the first step.
+        """
+        given = {_OLD_NAMES.get(name, name) for name in given}
+        if self._step > 0 and not self.schedule.is_given(given):
+            raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
+        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32)
+        self._make_room_for_history()
+        return self.schedule.describe(max_steps, given)
+
+    def defer_schedule(self, given: Iterable[str]) -> None:
+        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``.
+
+        The schedule of an optimizer whose ``freeze_step`` was not given as a number is open anyway.
+        """
+        self._open, self._fitted_to = {_OLD_NAMES.get(name, name) for name in given}, None
+
+    @property
+    def schedule_is_open(self) -> bool:
+        """True if the schedule is still to be fitted to the run's length, by :meth:`fit_schedule`."""
+        return self._open is not None and self._fitted_to is None and self._step == 0
+
+    def fit_schedule(self, max_steps: int) -> str:
+        """Fit an open schedule to a run of ``max_steps`` steps; one that was given, or resumed, stays as it is.
+
+        Whoever knows the run's length calls it, before the first step. It warns, on rank 0, if a ``freeze_step`` that
+        was given is beyond the end of the run.
+
+        Until the first step a call with another length fits the schedule again: a Trainer with auto_find_batch_size
+        learns the length of the run again with every batch size.
+
+        Returns:
+            A description of the choice, for the log; "" if nothing has changed.
+        """
+        if self._step > 0 or self._fitted_to == max_steps:
+            return ""
+        self._fitted_to, found = max_steps, ""
+        if self._open is not None:
+            found = self.scale_schedule(max_steps, self._open)
+        freeze_step = self.schedule.freeze_step
+        if isinstance(freeze_step, int) and freeze_step > max_steps and self.communicator.rank == 0:
+            message = "freeze_step=%d is beyond the end of the run, which has %d steps: all of them belong to the "
+            message += "%s stage. Give a smaller freeze_step, or 'auto'"
+            write_log(logger, logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
+        return found
+
+    def _ends_first_stage(self, plan: StepPlan) -> bool:
+        """Return whether the step that was taken by this plan is the last one of the first stage.
+
+        "auto" ends the stage where the variance is stable, at the latest at ``max_freeze_step``; but not before
+        ``min_freeze_step``, and not before the learning rate's warmup is over (:class:`Warmup`).
+        """
+        schedule, threshold = self.schedule, self.freeze_threshold
+        if plan.stage.number:
+            return False
+        group = self.param_groups[0]
+        self.lr_warmup = self.lr_warmup.after(plan.step, float(group["lr"]))
+        warmup_is_over = self.lr_warmup.is_over(plan.step, round(1 / (1 - group["betas"][1])))
+        if schedule.freeze_step != AUTO:
+            if plan.ends_stage and self.communicator.rank == 0:
+                self._warn_of_early_freeze(plan.step, warmup_is_over)
+            return plan.ends_stage
+        detector = FreezeDetector(self._tensors[HISTORY], threshold, schedule.last_warmup_step)
+        norm = 0.0
+        if detector.needs_norm(plan.step):
+            norm = mean_variance_norm(self._states, self._bias_counts, self.communicator)
+        stability = detector.stability(plan.step, norm, float(group["lr"]))
+        if plan.step < schedule.min_freeze_step or not warmup_is_over:
+            return False
+        if stability < threshold and plan.step < schedule.max_freeze_step:
+            return False
+        self.schedule = schedule.frozen_at(plan.step)
+        if stability >= threshold:
+            why = f"stability {stability:.3f}"
+        elif plan.step <= schedule.max_freeze_step:
+            why = "its bound, max_freeze_step"
+        else:
+            late = plan.step > schedule.min_freeze_step
+            why = "the learning rate's warmup" if late else "its bound, min_freeze_step"
+        if self.communicator.rank == 0:
+            write_log(logger, logging.INFO, "freeze_step=auto: found %d (%s)", plan.step, why)
+        return True
+
+    def _warn_of_early_freeze(self, step: int, warmup_is_over: bool) -> None:
+        """Warn that a freeze step that was given is earlier than "auto" would choose it."""
+        least, reasons = self.schedule.min_freeze_step, []
+        if step < least:
+            reasons.append(f"earlier than step {least} (min_freeze_step)")
+        if not warmup_is_over:
+            reasons.append("within the learning rate's warmup, or too soon after it")
+        if reasons:
+            message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; 'auto' "
+            message += "waits longer"
+            write_log(logger, logging.WARNING, message, step, ", and ".join(reasons))
+
+    def _make_room_for_history(self) -> None:
+        """Allocate the norms that "auto" compares, unless the end of the first stage is known."""
+        if self.schedule.freeze_step == AUTO:
+            size = FreezeDetector.size(self.param_groups[0]["betas"][1], self.schedule.last_warmup_step)
+            self._tensors[HISTORY] = torch.zeros(size, dtype=torch.float64, device="cpu")
+
+    # -- param groups --------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group; its state is allocated at once.
+
+        Raises:
+            ValueError: For an option outside its range; for parameters on another device; and after the first stage,
+                in which a new parameter would have no variance, for a group without ``non_freeze=True``.
+            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
+        """
+        if self.plan.stage.number and not param_group.get("non_freeze"):
+            raise ValueError(
+                f"a group added in the {self.plan.stage.value} stage has no variance to divide by: add it before, or "
+                "with non_freeze=True, which keeps it in full precision"
+            )
+        own = param_group.pop("process_group", None)  # the dict itself stays: schedulers may hold it
+        if own is not None and isinstance(self._chosen["name"], Communicator):
+            raise ValueError("a param group with a process_group of its own needs a communicator that is given by name")
+        super().add_param_group(param_group)
+        check_last_group(self.param_groups, one_device=True)
+        group = self.param_groups[-1]
+        take_over(group["params"], type(self).__name__)
+        device = group["params"][0].device if group["params"] else self.communicator.device
+        state = GroupState(
+            group,
+            len(self._states),
+            bucket_numel=self.bucket_numel,
+            scale_block=self.scale_block,
+            compact=self.compact,
+            communicator=communicator_of(own, device, self.communicator, self._states, self._chosen),
+            extras=self.extra_state,
+            own_rank=None if own is None else self.communicator.rank,
+            shared_out=self.zero_stage > 0,
+        )
+        self._states.append(state)
+        self.state.update(state.torch_states())
+        self._consensus.comparison.check_anew()
+
+    def _follow_parameters(self) -> None:
+        """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
+        for state in self._states:
+            if state.params and state.params[0].device != state.device:
+                state.to(state.params[0].device)
+                self.communicator.device = state.communicator.device = state.device
+                self.state.update(state.torch_states())
+                self._consensus.comparison.check_anew()
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """The parameters that have state, group by group."""
+        return list(chain.from_iterable(state.params for state in self._states))
+
+    def own_parameters(self) -> list[Tensor]:
+        """Return the parameters of the groups with a process group of their own."""
+        return list(chain.from_iterable(state.params for state in self._states if state.own_rank is not None))
+
+    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
+        """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.
+
+        Raises:
+            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        """
+        counts = [len(state.params) for state in self._states]
+        if names is None:
+            names = [name for state in self._states for name in state.names]
+        check_names(names, sum(counts))
+        rest = iter(names)
+        return [[next(rest) for _ in range(count)] for count in counts]
+
+    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Use names such as those of ``model.named_parameters()`` in messages; checkpoints keep their own."""
+        names = {id(param): name for name, param in named}
+        for state in self._states:
+            if "param_names" not in state.options:
+                state.labels = [names.get(id(p), label) for p, label in zip(state.params, state.labels, strict=True)]
+
+    # -- one set of parameters: alike on all ranks after each step, but for 0/1 Adam -----------------------------------
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Inside, all ranks hold the same parameters, as they always do here. All ranks call."""
+        yield
+
+    def own_parameters_restorer(self) -> Callable[[], None]:
+        """Return a function that puts this rank's parameters back as they are now: nothing to do here."""
+        return lambda: None
+
+    @contextmanager
+    def synced_parameters(self) -> Iterator[bool]:
+        """Inside, the parameters are alike on all ranks, as they always are here. No collective call. Yields False."""
+        yield False
+
+    @property
+    def ranks_are_apart(self) -> bool:
+        """True if each rank has its own parameters at this moment; always False in this class."""
+        return False
+
+    def settle_parameters(self) -> None:
+        """Make all ranks hold the same parameters until the next step, as they always do here. All ranks call."""
+
+    def parameters_replaced(self) -> None:
+        """Continue from the present parameters, such as those of a model that was loaded. All ranks call."""
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def _before_load(self) -> None:
+        """Put everything where a checkpoint is read to; this class has it there."""
+
+    @contextmanager
+    def state_in_shards(self) -> Iterator[None]:
+        """Inside, ``state_dict()`` is a small stub and ``load_state_dict()`` does nothing: the state is in shards."""
+        with switched(self, "_in_shards", True):
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's full local state, errors included, in tensors and primitives. No collective call."""
+        self._follow_parameters()
+        packed = super().state_dict()
+        if self._in_shards:
+            for group in packed["param_groups"]:
+                group.pop("exp_avg_mask", None)
+            return make_stub(packed, self._step)
+        packed["state"] = {number: dict(entry) for number, entry in packed["state"].items()}
+        packed[STATE_KEY] = own_state(self)
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state dict into the buffers: one of this class and rank, or a plain one of torch's Adam or AdamW.
+
+        Raises:
+            ValueError: If it does not fit; nothing has changed then.
+        """
+        self._follow_parameters()
+        load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)
+
+    def _state_loaded(self) -> None:
+        """Update everything that is derived from the state. In the first stage every parameter moves."""
+        self._consensus.comparison.check_anew()
+        follow_moments(self.state.values())
+        self.early_messages.state_loaded()
+        for state in self._states:
+            if self.plan.stage.number:
+                state.find_still()
+            else:
+                state.still = [False] * len(state.params)
+
+    # -- numbers and words ---------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Return numbers of the last step and of the run so far, of this rank.
+
+        Returns:
+            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
+            gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
+            traffic of a plain loop that averages gradients itself, and in two levels to other nodes only:
+            ``bytes_sent_in_node`` has the rest; of 0/1 Adam's steps the mean over the last sync and the local steps
+            before it); ``compression_ratio`` (bytes of a float32 ring all-reduce over ``bytes_sent_step``; in two
+            levels both on the link of a node); ``seconds_all_to_all``,
+            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
+            gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
+            :mod:`~hf_compressopt.optim.gradients`).
+        """
+        counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
+        in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
+        noise = self._consensus.noise.scale
+        counts |= {} if noise is None else {"gradient_noise_scale": noise}
+        states, traffic = self._states, self.traffic
+        full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
+        sent = traffic.round_bytes / max(1, traffic.round_steps)
+        on_link = sent * max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node
+        inside = sum(traffic.node_bytes.values())
+        counts |= {"bytes_sent_in_node": inside} if inside else {}
+        return {
+            "stage": self.last_plan.stage.number,
+            "bytes_sent_step": sent,
+            "bytes_sent": float(traffic.total_bytes),
+            "compression_ratio": full / on_link if sent > 0 and not in_full else 1.0,
+            "seconds_all_to_all": traffic.seconds["all_to_all"],
+            "seconds_all_gather": traffic.seconds["all_gather"],
+            "seconds_communication": traffic.total_seconds,
+            **{name: float(value) for name, value in counts.items()},
+        }
+
+    def _compare_bytes(self, plan: StepPlan) -> None:
+        """Warn, once, if a step of the last stage sends more than gradients in 4 bits would."""
+        if self._bytes_compared or not (plan.stage.number and plan.synchronize) or self.communicator.rank != 0:
+            return
+        self._bytes_compared = True
+        numbers = self.metrics()
+        if numbers["bytes_sent_step"] > 0 and numbers["compression_ratio"] < FOUR_BITS_RATIO:
+            write_log(
+                logger,
+                logging.WARNING,
+                "a step sends %.0f bytes, full precision only %.1f times as many, and gradients in 4 bits %.1f times "
+                "fewer than full precision: the model has too few parameters (%d) for what messages carry beside "
+                "signs, or scale_block=%s is too small. Use an ordinary optimizer with grad_compression='int4', or a "
+                "larger scale_block",
+                numbers["bytes_sent_step"],
+                numbers["compression_ratio"],
+                FOUR_BITS_RATIO,
+                sum(state.layout.numel for state in self._states),
+                self.scale_block,
+            )
+
+    def describe(self) -> str:
+        """Return one line for the log: class, size, schedule, ranks, kernels."""
+        bounds = ("max_freeze_step", "min_freeze_step")
+        options = {name: value for name, value in self.schedule.options().items() if name not in bounds}
+        options["warmup_bits"] = self.warmup_gradients.bits
+        options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
+        chosen = ", ".join(f"{key}={value}" for key, value in options.items())
+        numel, everyone = sum(state.layout.numel for state in self._states), self.communicator
+        nodes = "" if everyone.levels is None else f" in two levels, {everyone.topology.nodes} node(s)"
+        return (
+            f"{type(self).__name__}, {numel:,} parameters, {chosen}; {everyone.world_size} rank(s) over "
+            f"{everyone.name}{nodes}, scale_block={self.scale_block}, kernels: "
+            f"{kernels.implementation(everyone.device)}"
+        )
+
+
+def communicator_of(
+    own: dist.ProcessGroup | None,
+    device: torch.device,
+    everyone: Communicator,
+    states: Sequence[GroupState],
+    chosen: dict[str, Any],
+) -> Communicator:
+    """Return the communicator of a param group.
+
+    Args:
+        own: The group's own process group, or None.
+        device: Device of its parameters.
+        everyone: The optimizer's communicator.
+        states: The param groups so far: groups with the same process group share a communicator.
+        chosen: Options of :func:`make_communicator`.
+    """
+    if own is None:
+        return everyone
+    for state in states:
+        if state.communicator.process_group is own and state.device == device:
+            return state.communicator
+    return make_communicator(process_group=own, device=device, **chosen)
+
+
+def evaluate(closure: Callable[[], float] | None) -> float | None:
+    """Evaluate the closure of ``step(closure)`` with gradients enabled, and return its loss; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,119 @@
+"""The options of the optimizers, each read from its one declaration: a keyword of a constructor, and its description.
+
+``--optim_args``, the plug-in, the environment, the translator of DeepSpeed's configurations and docs/options.md read
+the types, defaults and descriptions here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Callable, Collection, Iterator
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+#: Spellings that configurations of DeepSpeed bring: each is another name of an option, or has one legal value.
+ACCEPTED = (
+    *("amsgrad", "comm_backend_name", "cuda_aware", "reduce_scatter", "reduce_bucket_size"),
+    *("allgather_bucket_size", "clip_grad", "var_freeze_step"),
+)
+_NOT_OPTIONS = ("self", "params", "optimizer_class", "config")
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class Option(NamedTuple):
+    """An option of a class.
+
+    Attributes:
+        kinds: Types that text may give it: bool, int, float, str, NoneType; () if it can be given in Python only.
+        default: Its default; ``inspect.Parameter.empty`` if it has none.
+        annotation: Its type, as the source says it.
+        keyword: True if it can be given by name only.
+        help: Its description, in docstring markup; "" if it has none.
+    """
+
+    kinds: tuple[type, ...]
+    default: Any
+    annotation: str
+    keyword: bool
+    help: str
+
+
+@cache
+def options_of(cls: type) -> dict[str, Option]:
+    """The options of a class by name: its own constructor's first, then those that it hands to its bases."""
+    described: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        for documented in (base, vars(base).get("__init__"), vars(base).get("config_class")):
+            described.update(descriptions(documented))
+    found: dict[str, Option] = {}
+    for init in _constructors(cls):
+        hints = get_type_hints(init)
+        for name, parameter in inspect.signature(init).parameters.items():
+            if name in (*_NOT_OPTIONS, *found) or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            kind, keyword = parameter.annotation, parameter.kind is parameter.KEYWORD_ONLY
+            annotation = kind if isinstance(kind, str) else inspect.formatannotation(kind)
+            kinds = _kinds_of(hints.get(name))
+            found[name] = Option(kinds, parameter.default, annotation, keyword, described.get(name, ""))
+    return found
+
+
+def _constructors(cls: type) -> Iterator[Callable[..., None]]:
+    """The class's own constructor, and those of its bases to which it hands further options."""
+    for base in cls.__mro__:
+        if (init := vars(base).get("__init__")) is None or base is object or base.__module__.startswith("torch."):
+            continue
+        yield init
+        if config := vars(base).get("config_class"):  # its fields are further options
+            yield config.__init__
+        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(init).parameters.values()):
+            return
+
+
+def descriptions(documented: object) -> dict[str, str]:
+    """The description of each name in the ``Args`` or ``Attributes`` of a docstring; a class must have it itself."""
+    own = vars(documented).get("__doc__") if isinstance(documented, type) else getattr(documented, "__doc__", "")
+    found = re.search(r"^(?:Args|Attributes):\n(.*?)(?:^\S|\Z)", inspect.cleandoc(own or ""), re.S | re.M)
+    entries = re.split(r"^ {4}(?=\S)", found[1], flags=re.M)[1:] if found else []
+    pairs = (entry.partition(":") for entry in entries)
+    return {name.strip("* "): " ".join(text.split()) for name, _, text in pairs}
+
+
+def _kinds_of(hint: Any) -> tuple[type, ...]:
+    alternatives = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = tuple(kind for kind in alternatives if kind in (bool, int, float, str, type(None)))
+    return kinds if any(kind is not type(None) for kind in kinds) else ()
+
+
+def parse(name: str, text: str, kinds: tuple[type, ...]) -> Any:
+    """Read the value of an option from text.
+
+    Raises:
+        ValueError: If the text is of none of these types.
+    """
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    for kind in kinds:
+        try:
+            if kind is bool:
+                return {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}[text.lower()]
+            if kind in (int, float, str):
+                return kind(text)
+        except (ValueError, KeyError):
+            continue
+    raise ValueError(f"{name} must be {describe_kinds(kinds)}, got {text!r}")
+
+
+def describe_kinds(kinds: tuple[type, ...]) -> str:
+    """The types of an option in words."""
+    names = {bool: "true or false", int: "an int", float: "a float", str: "a name", type(None): "none"}
+    return " or ".join(names[kind] for kind in kinds)
+
+
+def did_you_mean(name: str, legal: Collection[str]) -> str:
+    """Name the legal names that are nearest to one that is not; "" if none is near."""
+    near = get_close_matches(name, list(legal), n=2)
+    return f": did you mean {' or '.join(map(repr, near))}?" if near else ""
