@@ -48,6 +48,10 @@ from hf_compressopt.schedules import Stage
 
 #: Kinds of tensors: codes of the variance, their tops, and messages that are the momentum.
 CODE, TOP, MESSAGE = "exp_avg_sq_code", "exp_avg_sq_top", "exp_avg_message"
+#: Kinds of the errors.
+WORKER, SERVER = "worker_error", "server_error"
+_MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 #: Dtype of what is bytes.
 BYTES = "uint8"
 
@@ -188,10 +192,6 @@ class CompactTensors:
         raise ValueError(f"the checkpoint has no parameter {name!r}")
 
 
-#: Kinds of the errors.
-WORKER, SERVER = "worker_error", "server_error"
-
-
 @dataclass(frozen=True)
 class GroupBuffers:
     """The moments and errors of a param group while a checkpoint is written or read.
@@ -292,10 +292,6 @@ def worker_error(number: int, error: Tensor, rank: int, *, own_group: bool = Fal
     """Describe the worker errors of a rank."""
     key = TensorKey(WORKER, group=number, rank=rank)
     return StateTensor.of(key, error, of_each_rank=not own_group, is_error=True)
-
-
-_MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FlatState(State):

@@ -212,10 +212,6 @@ class LocalInterval:
                     anchor.copy_(param)
                 self._settled[param] = not param.requires_grad
 
-    def frozen(self) -> list[list[bool]]:
-        """A flag for each parameter of each group: True if it is frozen now. Alike on all ranks."""
-        return [[not param.requires_grad for param in state.params] for state in self._compressed]
-
 
 def numbers_since_sync(states: Sequence[GroupState]) -> dict[int, tuple[float, float]]:
     """Return the sum of learning rates and the decay since the last sync, by param group, in one fetch."""
