@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.ddp import GradientRounds, IntegerBucket, as_it_is
 from hf_compressopt.collectives.errors import GroupErrors
-from hf_compressopt.collectives.owners import take_over
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of

@@ -568,7 +568,7 @@ def average_gradients(
         ValueError: If a process_group is given with an optimizer, and if the ranks differ in the gradients that they
             average, or in how.
     """
-    rounds, buckets = GradientRounds(), list[GradientBucket]()
+    rounds: GradientRounds | None = None
     if isinstance(optimizer_or_params, Iterable):
         params = [p for p in optimizer_or_params if p.requires_grad]
         device = params[0].device if params else None
@@ -582,11 +582,13 @@ def average_gradients(
         params = [p for p in optimizer_or_params.trainable_parameters if id(p) not in own]
         communicator, form = optimizer_or_params.communicator, optimizer_or_params.warmup_gradients
         if communicator.world_size > 1 and form.bits < 32:
-            rounds, buckets = form.rounds, form.buckets(loss_scale)[::-1]
-            rounds.begin(buckets, communicator)
+            buckets = form.buckets(loss_scale)[::-1]
+            if buckets:
+                rounds = form.rounds
+                rounds.begin(buckets, communicator)
     if communicator.world_size > 1 and params:
         with torch.no_grad():
-            _average(params, communicator, rounds if buckets else None)
+            _average(params, communicator, rounds)
 
 
 def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
