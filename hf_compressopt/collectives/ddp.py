@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, a
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment, any_nan
-from hf_compressopt.schedules import StepPlan
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
@@ -291,61 +290,20 @@ def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-class HasPlan(Protocol):
-    """An optimizer that says whether the coming step needs averaged gradients, and how they travel then.
-
-    Attributes:
-        communicator: All ranks.
-        traffic: What was sent.
-        warmup_gradients: The form of averaged gradients.
-        early_messages: The messages that are sent during backward in steps that need local gradients.
-        zero_stage: How much of the state the ranks share out.
-    """
-
-    communicator: Communicator
-    traffic: Traffic
-    warmup_gradients: Any
-    early_messages: Any
-    zero_stage: int
-
-    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Use these names of parameters in messages."""
-        ...
-
-    @property
-    def last_plan(self) -> StepPlan:
-        """The plan of the last step."""
-        ...
-
-    @property
-    def plan(self) -> StepPlan:
-        """The plan of the coming step."""
-        ...
-
-    @property
-    def trainable_parameters(self) -> Sequence[Tensor]:
-        """The parameters that the optimizer updates."""
-        ...
-
-    def own_parameters(self) -> Sequence[Tensor]:
-        """The parameters of param groups with a process group of their own."""
-        ...
-
-
 class GradientSync:
     """State of :func:`ddp_hook` on one DistributedDataParallel model.
 
     Without an optimizer the hook does what DDP does without a hook.
 
     Attributes:
-        optimizers: The optimizers that own the model's parameters.
+        optimizers: The compressed optimizers that own the model's parameters.
         communicator: The ranks that DDP averages over.
         params: The parameters that DDP averages.
         loss_scale: Returns the factor that gradients carry; None leaves it to the optimizers.
     """
 
     def __init__(
-        self, communicator: TorchCommunicator, optimizers: Sequence[HasPlan] = (), params: Sequence[Tensor] = ()
+        self, communicator: TorchCommunicator, optimizers: Sequence[Any] = (), params: Sequence[Tensor] = ()
     ) -> None:
         """Bind the hook to a communicator and to the optimizers that own the model's parameters."""
         self.communicator = communicator
@@ -360,7 +318,7 @@ class GradientSync:
         """True if the coming step needs averaged gradients."""
         return not self.optimizers or any(optimizer.plan.reduce_grads for optimizer in self.optimizers)
 
-    def bind(self, optimizers: Sequence[HasPlan], loss_scale: Callable[[], float] | None = None) -> None:
+    def bind(self, optimizers: Sequence[Any], loss_scale: Callable[[], float] | None = None) -> None:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
         self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
@@ -457,7 +415,7 @@ def ddp_hook(
 
 
 def attach_ddp(
-    model: DistributedDataParallel, *optimizers: HasPlan, loss_scale: Callable[[], float] | None = None
+    model: DistributedDataParallel, *optimizers: Any, loss_scale: Callable[[], float] | None = None
 ) -> GradientSync:
     """Register :func:`ddp_hook` on a DDP model, for a training loop of your own. Call it before the first step.
 
@@ -516,7 +474,7 @@ def _register(model: DistributedDataParallel, sync: GradientSync) -> None:
         ) from error
 
 
-def check_owners(model: DistributedDataParallel, optimizers: Sequence[HasPlan]) -> None:
+def check_owners(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
     """Check that DDP and the optimizers can share the averaging of the model's gradients."""
     if any(optimizer.zero_stage == 2 for optimizer in optimizers):
         raise ValueError(
@@ -546,7 +504,7 @@ def check_owners(model: DistributedDataParallel, optimizers: Sequence[HasPlan]) 
 
 
 def average_gradients(
-    optimizer_or_params: HasPlan | Iterable[Tensor],
+    optimizer_or_params: Any,
     process_group: dist.ProcessGroup | None = None,
     *,
     loss_scale: float | None = None,
