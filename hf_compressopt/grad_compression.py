@@ -144,7 +144,7 @@ class GradientCompression:
 
     @property
     def worker_error(self) -> Tensor:
-        """[elements that this rank sends: all, or in two levels its shards] float32, the worker error, decoded.
+        """The worker error, decoded: [elements that this rank sends, or its shards of the hierarchical topology] float32.
 
         It is what this rank's messages have missed so far, in the unit of an unscaled gradient; [0] with one rank.
         """
@@ -182,10 +182,10 @@ class GradientCompression:
         """Numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in two levels to other nodes only, beside
-            ``bytes_sent_in_node``); ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes sent, of the
-            last step; in two levels both on the link of a node); ``seconds_communication`` (host seconds blocked so
-            far).
+            ``skipped_steps``; ``bytes_sent_step`` and ``bytes_sent`` (in the hierarchical topology to other nodes only,
+            beside ``bytes_sent_in_node``); ``compression_ratio`` (bytes of a float32 ring all-reduce over bytes sent,
+            of the last step; in the hierarchical topology both on the link of a node); ``seconds_communication`` (host
+            seconds blocked so far).
         """
         world_size, sent = self.communicator.world_size, self.traffic.step_bytes
         inside = sum(self.traffic.node_bytes.values())

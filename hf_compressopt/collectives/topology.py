@@ -1,9 +1,9 @@
 """Topologies of the compressed exchange: which chunks of a bucket a rank sends, and which one it serves.
 
 A bucket has as many chunks as there are ranks. In the flat topology every rank sends all of them, and rank k serves
-chunk k. In two levels the ranks lie on nodes of ``node_size`` consecutive ranks. Each sends a shard, consecutive
-chunks, to its peers, the ranks of the same place on the other nodes, which serve them. With one rank per node both
-topologies are one.
+chunk k. In the hierarchical topology the ranks lie on nodes of ``node_size`` consecutive ranks. Each sends a shard,
+consecutive chunks, to its peers, the ranks of the same place on the other nodes, which serve them. With one rank per
+node both topologies are one.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class LastNorm(NamedTuple):
 
 
 class Backward:
-    """One backward pass on one rank: the coefficient of the gradients that leave in it.
+    """One backward pass on one rank: the coefficient of the gradients that are sent in it.
 
     Attributes:
         loss_scale: Factor that the gradients carry.
@@ -70,11 +70,11 @@ class Backward:
 
     @property
     def square(self) -> float:
-        """The sum of squares of gradients that have left, without loss scale, if they are clipped; in any order."""
+        """The sum of squares of sent gradients, without loss scale, if they are clipped; in any order."""
         return math.fsum(self._squares)
 
     def coefficient(self, segments: Sequence[Segment], device: torch.device) -> float:
-        """Return the clip coefficient of gradients that leave now; they carry the loss scale."""
+        """Return the clip coefficient of gradients that are sent now; they carry the loss scale."""
         if self._last is None:
             return 1.0
         parts = [segment.part for segment in segments if segment.tensor is not None]
@@ -154,16 +154,16 @@ def _is_unchanged(made: _Made | None, grad: Tensor | None) -> bool:
 
 
 class EarlyMessages:
-    """The messages of one optimizer that leave during backward.
+    """The messages of one optimizer that are sent during backward.
 
-    A step takes a param group's messages only if all of them have left in the backward pass before it, and if its
-    gradients are on all ranks those that the backward pass has left behind: the same tensors, which nobody has changed
+    A step takes a param group's messages only if all of them were sent in the backward pass before it, and if its
+    gradients are on all ranks those that the backward pass has computed: the same tensors, which nobody has changed
     but a gradient scaler. Else, and in every other step, messages are made in ``step()``. A change after the ranks have
     agreed on that, as they do when they clip, comes too late for the step.
 
     Attributes:
-        enabled: Whether messages may leave early at all; in one rank's run none do.
-        always: Whether the messages of every step leave early, so that a step that is not clipped says so too.
+        enabled: Whether messages may be sent during backward at all; in one rank's run none do.
+        always: Whether the messages of every step are sent during backward, so that one without clipping says so.
         agreed: Whether the ranks have agreed on the messages that count, or there are none.
     """
 
@@ -197,7 +197,7 @@ class EarlyMessages:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def due(self, plan: StepPlan, before: StepPlan) -> bool:
-        """Return whether messages leave in the coming backward pass; alike on all ranks.
+        """Return whether messages are sent in the coming backward pass; alike on all ranks.
 
         They do in all compressed steps but the first, before which replicas may still be made alike, if it is known by
         which norm to clip, or that gradients are not clipped.
@@ -260,13 +260,13 @@ class EarlyMessages:
         self._finish = finish
 
     def _await(self) -> None:
-        """Await the messages that have left. All ranks call this at the same places, also ranks that dropped some."""
+        """Await the sent messages. All ranks call this at the same places, also ranks that dropped some."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
     def note_gradients(self) -> None:
-        """Take note of the gradients of the messages, as DistributedDataParallel leaves them behind after backward."""
+        """Record the gradients of the messages, as DistributedDataParallel has computed them after backward."""
         for state in self._states:
             new = state.number not in self._made_from
             if new and any(number == state.number for number, _ in self._arrived):
@@ -277,7 +277,7 @@ class EarlyMessages:
     def left(self, gradients: Sequence[Grads]) -> frozenset[int]:
         """Return the ids of the gradients, one list per param group, that are in messages already.
 
-        What has left of a param group without the rest of its buckets is dropped on this rank, and, until the ranks
+        What was sent of a param group without the rest of its buckets is dropped on this rank, and, until the ranks
         have agreed, what was made of other gradients; see :meth:`agree`.
         """
         found: set[int] = set()
@@ -304,7 +304,7 @@ class EarlyMessages:
 
     @property
     def not_finite(self) -> bool:
-        """True if an average that has left in backward is not finite, whether it still counts or not. Awaits them.
+        """True if an average that was sent during backward is not finite, whether it still counts or not. Awaits them.
 
         All ranks ask at the same places, and get the same answer.
         """
@@ -313,7 +313,7 @@ class EarlyMessages:
 
     @property
     def signature(self) -> list[Key]:
-        """The buckets whose messages have left and count, for ranks to compare."""
+        """The buckets whose sent messages count, for ranks to compare."""
         return sorted(self._arrived)
 
     def take(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Average | None:
@@ -338,7 +338,7 @@ class EarlyMessages:
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
 
-        Messages that have left under another one are dropped: they leave once more, in the step. Others still count
+        Messages that were sent under another one are dropped: they are sent once more, in the step. Others still count
         after the scaler has divided their gradients; see :meth:`note_unscaled`.
         """
         if scale != self._assumed_scale:
@@ -361,7 +361,7 @@ class EarlyMessages:
             self._made_from[number] = [_Made.of(param.grad) for param in state.params]
 
     def drop(self) -> None:
-        """Drop the messages that have left, and keep the errors. The next step or backward pass awaits them."""
+        """Drop the sent messages, and keep the errors. The next step or backward pass awaits them."""
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True
 

@@ -1,4 +1,4 @@
-"""ZeRO in the first stage: each rank has 1/W of the moments, and sends what it has updated in a few bits.
+"""ZeRO in the warmup stage: each rank has 1/W of the moments, and sends what it has updated in a few bits.
 
 For each bucket, with Q the messages of ``warmup_bits`` bits, chunk j the part that rank j serves, and g_r the clipped
 gradient of rank r:
@@ -521,11 +521,11 @@ class FreedGradients:
 
     @property
     def signature(self) -> list[Key]:
-        """The buckets of the first stage that have left, for ranks to compare."""
+        """The buckets of the warmup stage that were sent, for ranks to compare."""
         return sorted(self._sent.means)
 
     def require_same(self) -> None:
-        """Check that the same gradients have left on all ranks."""
+        """Check that the same gradients were sent on all ranks."""
         what = "what has left in backward (did all of them call zero_grad() and backward() alike?)"
         keys = [*self.signature, *self._early.signature] if self.have_left else []
         self._communicator.require_equal(what, [list(key) for key in keys])
@@ -538,7 +538,7 @@ class FreedGradients:
     def squares(self) -> dict[float, Tensor]:
         """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm.
 
-        In the first stage that is the norm of the mean gradient, later the mean square of the ranks' norms.
+        In the warmup stage that is the norm of the mean gradient, later the mean square of the ranks' norms.
         """
         device = self._communicator.device
         if self.is_exact:
@@ -547,7 +547,7 @@ class FreedGradients:
         return {1 / self._communicator.world_size: square}
 
     def contribute(self, mean: MeanNorm) -> None:
-        """Make the gradients that have left a part of what is measured for the norm of the mean."""
+        """Merge sent gradients into what is measured for the norm of the mean."""
         for share, square in self.squares().items():
             mean.squares[share] = mean.squares.get(share, 0) + square
         number = next(i for i, sketch in enumerate(mean.sketches) if sketch.communicator is self._communicator)
@@ -572,7 +572,7 @@ class FreedGradients:
         return self._sent.clipped
 
     def scale_(self, factor: float) -> None:
-        """Clip the means that have come; messages of the compressed stage have left with a factor already."""
+        """Clip the means that have come; messages of the compressed stage were sent with a factor already."""
         self._sent.clipped *= factor
         for mean in self._sent.means.values():
             mean.values.mul_(factor)
@@ -593,7 +593,7 @@ class FreedGradients:
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
 
-        In the first stage it is divided out of what has left under another factor, as in a scaler's first step.
+        In the warmup stage it is divided out of what was sent under another factor, as in a scaler's first step.
         """
         self.complete()
         if not self.have_left or scale == self._backward.loss_scale:

@@ -1,4 +1,4 @@
-"""The averaged gradients of the first stage: the form of their messages, and the errors of that form.
+"""The averaged gradients of the warmup stage: the form of their messages, and the errors of that form.
 
 A message of integers keeps what it misses in the errors of the compressed stage, which are not in use yet:
 
