@@ -144,7 +144,7 @@ class GradientCompression:
 
     @property
     def worker_error(self) -> Tensor:
-        """The worker error, decoded: [elements that this rank sends, or its shards of the hierarchical topology] float32.
+        """The worker error, decoded: [elements that this rank sends, or its shards if it is hierarchical] float32.
 
         It is what this rank's messages have missed so far, in the unit of an unscaled gradient; [0] with one rank.
         """

@@ -339,13 +339,13 @@ def summed(
     Returns:
         [sizes[rank]] float32 or float64, times ``factor``.
     """
-    own = [sizes[ranks.rank]] * ranks.world_size
-    received = values.new_empty(sum(own))
-    handle = ranks.all_to_all(received, values, output_splits=own, input_splits=sizes)
+    own, count = sizes[ranks.rank], ranks.world_size
+    received = values.new_empty(count * own)
+    handle = ranks.all_to_all(received, values, output_splits=[own] * count, input_splits=sizes)
     yield last
     handle.wait()
     del values
-    return sum_of_rows(torch.split(received, own), factor)
+    return sum_of_rows(received.view(count, own).unbind(), factor)
 
 
 def scatter_sums(buffer: Tensor, ranks: Communicator) -> Task[Tensor]:
@@ -411,7 +411,9 @@ def sum_of_rows(rows: Sequence[Tensor], factor: float = 1.0) -> Tensor:
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     total = torch.empty(first.numel(), dtype=dtype, device=first.device)
     piece = _PIECE * torch.get_num_threads() if first.device.type == "cpu" else max(1, first.numel())
-    for parts in zip(*(torch.split(values, piece) for values in (total, *rows)), strict=True):
+    split = first.numel() > piece
+    runs = zip(*(torch.split(values, piece) for values in (total, *rows)), strict=True) if split else [(total, *rows)]
+    for parts in runs:
         out, head, *others = parts
         if others and head.dtype == out.dtype:
             torch.add(head, others.pop(0), out=out)
