@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from functools import cache, partial
@@ -42,6 +43,20 @@ def announced(name: str, least: int = 1) -> int:
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}: a launcher sets it")
     return int(text)
+
+
+@contextmanager
+def _splitting_nothing() -> Iterator[None]:
+    """Let NCCL make a group by itself inside.
+
+    torch splits it off the default group if that was given a device_id, by a call that all of its ranks must make.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 class TorchCommunicator(Communicator):
@@ -103,7 +118,8 @@ class TorchCommunicator(Communicator):
         chosen, found = tuple(everyone[rank] for rank in ranks), copy(self)
         made = _PARTS.setdefault(self._group, {})
         if chosen not in made:
-            made[chosen] = dist.new_group(list(chosen), timeout=self.timeout(), use_local_synchronization=True)
+            with _splitting_nothing():
+                made[chosen] = dist.new_group(list(chosen), timeout=self.timeout(), use_local_synchronization=True)
         found.process_group = made[chosen]
         found.rank, found.world_size = dist.get_rank(found.process_group), len(ranks)
         return found
