@@ -45,7 +45,6 @@ class Stored:
     entries: Mapping[str, TensorEntry]
 
     def __init__(self, index: CheckpointIndex) -> None:
-        """Take the description from the index."""
         self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
         self._compact = CompactTensors(index)
 
@@ -97,7 +96,6 @@ class AdamView(Stored):
     """
 
     def __init__(self, index: CheckpointIndex, optimizer: str = "AdamW") -> None:
-        """Find AdamW's tensors; ``optimizer`` is the class that loads them."""
         super().__init__(index)
         self.saved, values = self.header, index.header
         if self.saved.optimizer not in (COMPRESSED if self.saved.compressed else PLAIN):
@@ -120,7 +118,7 @@ class AdamView(Stored):
         self.header = Header.of({**own, **fresh, **kept})
 
     def _decoded(self, tensor: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
-        """See the base class; all ranks read the same."""
+        """All ranks read the same."""
         entry = self._by_name.get(str(tensor.key))
         if entry is None:
             raise ValueError(f"the checkpoint has no tensor {str(tensor.key)!r}")

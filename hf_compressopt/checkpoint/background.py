@@ -29,7 +29,6 @@ class PendingSave:
     """
 
     def __init__(self, path: Path, work: Callable[[], None]) -> None:
-        """Start the work."""
         self.path, self._work = path, work
         self._error: BaseException | None = None
         self._ended = Event()

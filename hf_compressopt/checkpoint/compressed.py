@@ -75,7 +75,6 @@ class CompactTensors:
     """The compact tensors of a checkpoint, decoded part by part."""
 
     def __init__(self, index: CheckpointIndex) -> None:
-        """Take the index of the checkpoint, validated."""
         self._index, self._ranks = index, len(index.shards)
         self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
 
@@ -298,18 +297,16 @@ class FlatState(State):
     """The state of a compressed optimizer; FusedAdam is an ordinary one."""
 
     def __init__(self, optimizer: CompressedOptimizer) -> None:
-        """Wrap an optimizer."""
         self._optimizer, groups = optimizer, optimizer._states
         shared = [group.params if group.own_rank is None else [] for group in groups]
         super().__init__(optimizer.communicator, [group.names for group in groups], shared)
 
     def header(self) -> dict[str, Any]:
-        """See the base class."""
         optimizer = self._optimizer
         return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """See the protocol; they share memory with the optimizer."""
+        """They share memory with the optimizer."""
         optimizer = self._optimizer
         optimizer._follow_parameters()
         tensors = list(self._group_tensors(names, optimizer.last_plan.stage, _own))
@@ -362,7 +359,6 @@ class FlatState(State):
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """See the base class."""
         groups = self._checked_groups(header)
         if not header.compressed:
             return self._plan_plain(names, groups, entries)

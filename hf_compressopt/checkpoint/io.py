@@ -20,8 +20,7 @@ from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
 from hf_compressopt.checkpoint.compressed import FlatState
 from hf_compressopt.checkpoint.load import load
 from hf_compressopt.checkpoint.low_bit import CompressionState, FSDPState
-from hf_compressopt.checkpoint.partitioned import PartitionedState
-from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.partitioned import PartitionedState, PlainState
 from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
 from hf_compressopt.checkpoint.state import State
 from hf_compressopt.collectives.communicator import Communicator

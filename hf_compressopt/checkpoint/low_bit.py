@@ -68,7 +68,7 @@ class LowBitState(State):
         compression, values = self._compression, header.values
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")
-        is_fsdp = isinstance(compression, FSDPCompression)  # there a node is one sender; in two levels its ranks are more
+        is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
         known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
         rooms = [errors.room(compact=False) for errors in self._errors]
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
-from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.checkpoint.state import bytes_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
@@ -148,12 +148,10 @@ class _Imported(PlainState):
     """The state of a file. This process writes the checkpoint alone, even if a launcher announces other ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_place: bool) -> None:
-        """Wrap an optimizer with the state; ``by_place`` says that its parameters have no names, only places."""
         super().__init__(optimizer, TorchCommunicator(alone=True))
         self._by_place = by_place
 
     def header(self) -> dict[str, Any]:
-        """See the base class."""
         header = super().header()
         return {**header, BY_PLACE: True} if self._by_place else header
 
@@ -334,7 +332,6 @@ class PendingTensor:
     """A tensor of a pickle whose bytes are written later; its dtype is a floating-point one of 16 bits or more."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Take the description."""
         self.dtype, self.shape = dtype, shape
 
     def __reduce__(self) -> tuple[Any, ...]:

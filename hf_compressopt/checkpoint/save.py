@@ -99,7 +99,6 @@ class HostCopy:
     """Copies of tensors in host memory. It is pinned for tensors of a CUDA device, and used again for the next save."""
 
     def __init__(self) -> None:
-        """Hold no memory yet."""
         self._room: dict[str, Tensor] = {}
 
     def take(self, snapshot: Snapshot) -> Snapshot:

@@ -205,11 +205,9 @@ class ShardFiles:
                 check_size(folder, shard)
 
     def __enter__(self) -> ShardFiles:
-        """Return the files."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all files."""
         for file in self._files.values():
             file.close()
 
