@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import CheckpointIndex, TensorEntry
-from hf_compressopt.format.plan import Plan, StateTensor, TensorKey, dtype_name
+from hf_compressopt.format.plan import Plan, Read, StateTensor, TensorKey, dtype_name
 from hf_compressopt.format.shards import ShardFiles
 from hf_compressopt.optim.options import check_names
 
@@ -140,31 +140,32 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def fill(values: Tensor, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
-    """Read what a plan says into ``values`` [numel], on any device. A mean is summed in float64, in rank order."""
-    if len(plan.sources) == 1:
-        _read_source(values, plan, 0, files)
+def fill(values: Tensor | None, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
+    """Read what a plan says into ``values`` [numel], on any device, or only verify it.
+
+    A mean is summed in float64, in rank order.
+    """
+    if values is None or len(plan.sources) == 1:
+        for reads in plan.sources:
+            _read_source(values, reads, files)
         return
     values.zero_()
-    if not plan.sources:
-        return
     start = 0
-    for window in plan.windows(index.block_bytes):
+    for window in plan.windows(index.block_bytes) if plan.sources else ():
         part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype, device="cpu")
         mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu")
-        for source in range(len(window.sources)):
-            _read_source(part, window, source, files)
+        for reads in window.sources:
+            _read_source(part, reads, files)
             mean += part
         values[start : start + part.numel()] = mean.div_(len(window.sources))
         start += part.numel()
 
 
-def _read_source(values: Tensor, plan: Plan, source: int, files: ShardFiles) -> None:
-    for read in plan.sources[source]:
-        out = values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
-        memory = out.numpy().data if out.device.type == "cpu" else None
-        file = files[read.piece.shard]
-        for begin, part in file.blocks(read.piece, read.entry, read.begin, read.end, memory):
-            if memory is None:
+def _read_source(values: Tensor | None, reads: Sequence[Read], files: ShardFiles) -> None:
+    for read in reads:
+        out = None if values is None else values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
+        memory = out.numpy().data if out is not None and out.device.type == "cpu" else None
+        for begin, part in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end, memory):
+            if out is not None and memory is None:
                 offset = begin - read.begin
                 out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
