@@ -174,12 +174,12 @@ class CheckpointIndex:
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
                 tensors={name: TensorEntry.read(entry) for name, entry in data["tensors"].items()},
             )
-            index._validate()
+            index.validate()
         except Exception as error:  # the file can hold anything
             raise CheckpointError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
         return index
 
-    def _validate(self) -> None:
+    def validate(self) -> None:
         """Check names and sizes, and that the pieces of every tensor cover it once and fit into shards."""
         if self.block_bytes > MOST_BLOCK_BYTES:
             raise ValueError(f"block_bytes must be from 1 to {MOST_BLOCK_BYTES}, got {self.block_bytes}")
