@@ -97,5 +97,5 @@ def test_the_spellings_of_the_ecosystem_mean_what_the_older_ones_mean() -> None:
         assert ZeroOptimizer(params, inner, lr=0.1, max_grad_norm=2.0).clip_grad == 2.0
     with pytest.raises(ValueError, match="max_grad_norm=2.0 and clip_grad=1.0 are two spellings"):
         ZeroOptimizer(params, torch.optim.AdamW, max_grad_norm=2.0, clip_grad=1.0)
-    both = [CompressOptPlugin(topology=name, node_size=2).message_options() for name in ("hierarchical", "two-level")]
+    both = [CompressOptPlugin(topology=name).message_options() for name in ("hierarchical", "two-level")]
     assert both[0] == both[1] and both[0].topology == "hierarchical"
