@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-#: Arguments that are accepted, and that nobody has to set: spellings of DeepSpeed and of torch, what is found by itself.
+#: Arguments that are accepted and that nobody has to set: spellings of DeepSpeed and torch, what is found by itself.
 ACCEPTED = (
     *("comm_backend_name", "cuda_aware", "amsgrad", "eps_inside_sqrt", "var_freeze_step", "node_size", "fused_warmup"),
     *("var_update_scaler", "local_step_scaler", "local_step_clipper", "adam_w_mode", "set_grad_none", "maximize"),
