@@ -42,19 +42,20 @@ class MessageOptions(TopologyOptions):
     """Options of the messages of gradients in Trainer and Accelerate.
 
     Attributes:
-        bucket_cap_mb: See :class:`GradientCompression`.
+        bucket_cap_mb: See :class:`GradientCompression`; None is the model's DDP's, and 25 without DDP.
 
     Raises:
         ValueError: For an option outside its range.
         TypeError: If ``node_size`` is no int.
     """
 
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: float | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
         super().__post_init__()
-        bucket_numel_of(self.bucket_cap_mb)
+        if self.bucket_cap_mb is not None:
+            bucket_numel_of(self.bucket_cap_mb)
 
 
 class GradientCompression:
