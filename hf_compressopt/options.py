@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 #: Spellings that configurations of DeepSpeed bring: each is another name of an option, or has one legal value.
 ACCEPTED = (
-    *("amsgrad", "comm_backend_name", "cuda_aware", "reduce_scatter", "reduce_bucket_size"),
+    *("amsgrad", "comm_backend_name", "cuda_aware", "reduce_bucket_size"),
     *("allgather_bucket_size", "clip_grad", "var_freeze_step"),
 )
 _NOT_OPTIONS = ("self", "params", "optimizer_class", "config")

@@ -134,7 +134,7 @@ class PartitionedState(State):
         for number in partition.in_order():
             if partition.known[number].owner is None:
                 shared[partition.known[number].group].append(partition.tensors[number])
-        super().__init__(optimizer.communicator, partition.names_by_group(None, len(shared)), shared)
+        super().__init__(optimizer.communicator, optimizer.parameter_names(), shared)
 
     def header(self) -> dict[str, Any]:
         """See the base class."""

@@ -1,19 +1,25 @@
-"""Options of a ZeroOptimizer. Each error names the value, what is legal, and what to do."""
+"""What a ZeroOptimizer takes: options, optimizers and parameters. Errors name the value, what is legal, what to do."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import bucket_numel_of
 from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import IntegerFormat
-from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import is_shard
+from hf_compressopt.optim.options import check_at_least, check_count, check_parameter, resolve_communicator
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -22,19 +28,12 @@ _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 
 @dataclass
 class LossScale:
-    """The factor of the loss before backward, which keeps small float16 gradients from becoming zero.
-
-    Attributes:
-        value: The present factor.
-        growth_interval: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
-        good_steps: Steps without an overflow since the factor changed.
-        of_scaler: The factor of a GradScaler, which comes on top.
-    """
+    """The factor of the loss before backward, which keeps small float16 gradients from becoming zero."""
 
     value: float = 1.0
-    growth_interval: int = 0
-    good_steps: int = 0
-    of_scaler: float = 1.0
+    growth_interval: int = 0  #: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
+    good_steps: int = 0  #: Steps without an overflow since the factor changed.
+    of_scaler: float = 1.0  #: The factor of a GradScaler, which comes on top.
 
     @property
     def of_gradients(self) -> float:
@@ -55,19 +54,12 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """The scaling and rounding of gradients.
+    """The scaling and rounding of gradients."""
 
-    Attributes:
-        sent: dtype on the wire; None is the parameter's.
-        kept: dtype of the averages; None is the parameter's.
-        before: Factor of gradients before they are sent. None is 1 / world size if ``after`` is None, and else 1.
-        after: Factor of the sum of the gradients, beside 1 / world size; None leaves the sum as it is.
-    """
-
-    sent: torch.dtype | None = None
-    kept: torch.dtype | None = None
-    before: float | None = None
-    after: float | None = None
+    sent: torch.dtype | None = None  #: On the wire; None is the parameter's.
+    kept: torch.dtype | None = None  #: Of the averages; None is the parameter's.
+    before: float | None = None  #: Factor before gradients are sent; None is 1 / world size if `after` is None, else 1.
+    after: float | None = None  #: Factor of the sum, beside 1 / world size; None leaves the sum as it is.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +74,6 @@ class ZeroConfig:
         allgather_bucket_size: Elements of parameters that are gathered at the same time; None is as many as are
             reduced.
         overlap_comm: Send gradients while backward runs.
-        reduce_scatter: Must be True. An all-reduce would send twice as much.
         communication_data_type: dtype of gradients on the wire, such as "bf16"; None is the parameter's.
         gradient_accumulation_dtype: dtype of the averages; None is the parameter's.
         postscale_gradients: Divide the sum of the gradients by the number of ranks, instead of each gradient.
@@ -119,7 +110,6 @@ class ZeroConfig:
     reduce_bucket_size: int | None = None
     allgather_bucket_size: int | None = None
     overlap_comm: bool = True
-    reduce_scatter: bool = True
     communication_data_type: torch.dtype | str | None = None
     gradient_accumulation_dtype: torch.dtype | str | None = None
     postscale_gradients: bool = False
@@ -146,16 +136,11 @@ class ZeroConfig:
         for option in fields(self):
             if option.type == "bool" and not isinstance(value := getattr(self, option.name), bool):
                 raise TypeError(f"{option.name} must be True or False, got {value!r}")
-        if not self.reduce_scatter:
-            raise ValueError(
-                "reduce_scatter must be True, got False: an all-reduce would send twice as much and change nothing"
-            )
         check_at_least("clip_grad", self.clip_grad, 0)
         self._check_sizes()
-        self._check_predivision()
-        self._check_compression()
-        _ = self.precision, self.master, self.kept_state, self.transport  # each checks the options that it reads
-        self.topology_options()
+        self._check_gradients()
+        # each checks the options that it reads
+        _ = self.reduce_numel, self.precision, self.master, self.kept_state, self.transport, self.levels
         self.make_loss_scale()
         if self.offload_optimizer not in (False, None, True, "cpu", "none"):
             raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
@@ -171,9 +156,8 @@ class ZeroConfig:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        _ = self.reduce_numel  # it checks bucket_cap_mb
 
-    def _check_predivision(self) -> None:
+    def _check_gradients(self) -> None:
         factor = self.gradient_predivide_factor
         check_at_least("gradient_predivide_factor", factor, 0)
         if not self.postscale_gradients and factor != 1.0:
@@ -183,8 +167,6 @@ class ZeroConfig:
             )
         if factor == 0:
             raise ValueError("gradient_predivide_factor must be > 0, got 0")
-
-    def _check_compression(self) -> None:
         for name in ("grad_compression", "param_compression"):
             if getattr(self, name) not in (*FORMATS, "none"):
                 raise ValueError(f"{name} must be one of {[*FORMATS, 'none']}, got {getattr(self, name)!r}")
@@ -203,12 +185,12 @@ class ZeroConfig:
     @cached_property
     def grad_form(self) -> IntegerFormat | None:
         """Form of the messages of gradients; None is full precision."""
-        return None if self.grad_compression == "none" else IntegerFormat(FORMATS[self.grad_compression])
+        return _form(self.grad_compression)
 
     @cached_property
     def param_form(self) -> IntegerFormat | None:
         """Form of the messages of parameters; None is full precision."""
-        return None if self.param_compression == "none" else IntegerFormat(FORMATS[self.param_compression])
+        return _form(self.param_compression)
 
     @cached_property
     def reduce_numel(self) -> int:
@@ -252,8 +234,9 @@ class ZeroConfig:
         """The communicator that its two spellings ask for."""
         return resolve_communicator(self.communicator, self.comm_backend_name, False)
 
-    def topology_options(self) -> TopologyOptions:
-        """Return the options of the topology, checked."""
+    @property
+    def levels(self) -> TopologyOptions:
+        """The options of the topology."""
         return TopologyOptions(self.topology, self.node_size)
 
     def describe(self) -> str:
@@ -262,11 +245,7 @@ class ZeroConfig:
         return "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
 
     def make_loss_scale(self) -> LossScale:
-        """Make a loss scale at its start.
-
-        Raises:
-            ValueError: For an option outside its range.
-        """
+        """Make a loss scale at its start."""
         option, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window
         if option == "dynamic":
             if not initial >= 1 or window < 1:
@@ -278,12 +257,7 @@ class ZeroConfig:
 
     @classmethod
     def split(cls, config: ZeroConfig | None, options: dict[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:
-        """Separate ZeroOptimizer's options from the wrapped optimizer's, given as one object or among ``options``.
-
-        Raises:
-            TypeError: If ``config`` is no ZeroConfig.
-            ValueError: If one is given in ``config`` and by itself.
-        """
+        """Separate ZeroOptimizer's options, given as one object or among ``options``, from the wrapped optimizer's."""
         if config is not None and not isinstance(config, cls):
             raise TypeError(f"config must be a ZeroConfig or None, got {config!r}")
         names = {field.name for field in fields(cls)}
@@ -292,6 +266,10 @@ class ZeroConfig:
             raise ValueError(f"{sorted(own)} must be part of config=ZeroConfig(...), as the other options of ZeRO are")
         inner = {name: value for name, value in options.items() if name not in names}
         return config or cls(**own), inner
+
+
+def _form(compression: str) -> IntegerFormat | None:
+    return None if compression == "none" else IntegerFormat(FORMATS[compression])
 
 
 def check_stage(stage: Any) -> None:
@@ -315,3 +293,109 @@ def require_accelerator(what: str) -> None:
             f"{what} moves optimizer state from an accelerator's memory to the host's, and there is no accelerator "
             "here: leave it out"
         )
+
+
+# -- optimizers and parameters ----------------------------------------------------------------------------------------
+
+# The optimizers that are known to need more than elements, by class name, and by a part of the name for families.
+_NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
+_MATRICES = "it needs whole matrices: use it without ZeRO, or AdamW here"
+_ROWS_AND_COLUMNS = "it needs whole rows and columns: use it without ZeRO, or AdamW here"
+_STATISTICS = "its update takes statistics over whole tensors or over all of them: use it without ZeRO, or AdamW here"
+_IN_BLOCKS = (
+    "it keeps its state in blocks with a scale each, which cannot be cut at any element: use it without ZeRO, or "
+    "torch.optim.AdamW here (state_dtype='bf16' makes its state small)"
+)
+_ITSELF = "it partitions by itself: give the class that it wraps"
+_IN_BACKWARD = "it updates during backward: use it without ZeRO"
+_WHOLE_TENSORS = {
+    **dict.fromkeys(("Muon", "SOAP", "Kron"), _MATRICES),
+    **dict.fromkeys(("Adafactor", "CAME"), _ROWS_AND_COLUMNS),
+    **dict.fromkeys(("Lomo", "AdaLomo"), _IN_BACKWARD),
+    **dict.fromkeys(("LAMB", "Lamb", "FusedLAMB", "LARS"), _NORM_OF_A_TENSOR),
+    **dict.fromkeys(("StableAdamW", "NovoGrad", "AdamP", "SGDP"), _STATISTICS),
+    **dict.fromkeys(("ZeroOptimizer", "ZeroRedundancyOptimizer"), _ITSELF),
+    "LBFGS": "it needs the whole gradient as one vector: use it without ZeRO",
+    "SparseAdam": "it takes sparse gradients, which are not partitioned: use AdamW with sparse=False embeddings",
+}
+_FAMILIES = {
+    **dict.fromkeys(("Prodigy", "DAdapt"), _STATISTICS),
+    **dict.fromkeys(("Shampoo", "GaLore", "APOLLO"), _MATRICES),
+    **dict.fromkeys(("8bit", "4bit", "Fp8"), _IN_BLOCKS),
+    "ScheduleFree": "its train() and eval() exchange whole parameters: use it without ZeRO, or AdamW here",
+}
+_NO_FAMILY = "Optimizer8bit"  # the base of all optimizers of bitsandbytes, those of 32 bits too
+
+
+def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] | None = None) -> None:
+    """Check that an optimizer can be partitioned, with these options."""
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, got "
+            f"{optimizer_class!r}; its options follow as keyword arguments"
+        )
+    if issubclass(optimizer_class, CompressedOptimizer):
+        raise ValueError(
+            f"{optimizer_class.__name__} cannot be partitioned: its error feedback needs whole buckets on every rank; "
+            "use ZeroOptimizer with torch.optim.AdamW or Lamb, or OnebitAdam, which has an option zero_stage of its own"
+        )
+    if issubclass(optimizer_class, Lamb):
+        return
+    for name in [cls.__name__ for cls in optimizer_class.__mro__ if cls.__name__ != _NO_FAMILY]:
+        reasons = [_WHOLE_TENSORS.get(name), *(reason for part, reason in _FAMILIES.items() if part in name)]
+        if any(reasons):
+            raise ValueError(f"{optimizer_class.__name__} cannot be partitioned: {next(filter(None, reasons))}")
+    options = options or {}
+    if options.get("optim_bits", 32) != 32:
+        raise ValueError(
+            f"{optimizer_class.__name__} with optim_bits={options['optim_bits']} cannot be partitioned: {_IN_BLOCKS}"
+        )
+    if options.get("percentile_clipping", 100) != 100:
+        raise ValueError(
+            f"percentile_clipping must be 100, got {options['percentile_clipping']}: {optimizer_class.__name__} would "
+            "clip by the norms of this rank's parts of tensors; use clip_grad"
+        )
+
+
+def take_clipping(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], clip_grad: float
+) -> tuple[dict[str, Any], float]:
+    """Read ``max_grad_norm`` as ``clip_grad``; a wrapped optimizer that has it would clip by this rank's part.
+
+    Returns the wrapped optimizer's options with ``max_grad_norm`` off, and the norm to clip to; 0 is off.
+    """
+    taken = signature(optimizer_class).parameters
+    if "max_grad_norm" not in options:
+        by_default = taken.get("max_grad_norm")
+        if by_default is not None and by_default.default not in (0, None):
+            raise ValueError(
+                f"{optimizer_class.__name__} clips to max_grad_norm={by_default.default} by this rank's part of the "
+                "gradients: give max_grad_norm=..., which is then the norm over all ranks, or 0 to turn it off"
+            )
+        return options, clip_grad
+    inner, wanted = {**options, "max_grad_norm": 0.0}, options["max_grad_norm"] or 0.0
+    if "max_grad_norm" not in taken:
+        del inner["max_grad_norm"]
+    check_at_least("max_grad_norm", wanted, 0)
+    if wanted > 0 and clip_grad > 0:
+        raise ValueError(f"max_grad_norm={wanted} and clip_grad={clip_grad} are two spellings of one option: give one")
+    return inner, clip_grad or float(wanted)
+
+
+def check_parameters(params: Sequence[Tensor], number: int, config: ZeroConfig) -> None:
+    """Check the trainable parameters of param group ``number``."""
+    for param in params:
+        if not param.requires_grad:
+            continue  # frozen parameters are not partitioned
+        if is_shard(param):
+            raise TypeError(
+                f"parameters must be whole tensors, got shards of FSDP or tensor parallelism in param group {number}: "
+                "use the optimizer without ZeRO, its state is sharded as the parameters are"
+            )
+        check_parameter(param, DTYPES, number)
+        if param.dtype == torch.float64 and (config.grad_form is not None or config.param_form is not None):
+            raise TypeError(
+                f"parameters must be float32, bfloat16 or float16 with grad_compression={config.grad_compression} and "
+                f"param_compression={config.param_compression}, whose messages are less precise than float64, got "
+                f"float64 in param group {number}"
+            )

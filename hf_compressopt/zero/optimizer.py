@@ -23,27 +23,28 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.base import evaluate
+from hf_compressopt.optim.options import check_names
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
-from hf_compressopt.zero.averages import GradientAverages
-from hf_compressopt.zero.config import ZeroConfig, require_accelerator
+from hf_compressopt.zero.config import (
+    ZeroConfig,
+    check_optimizer_class,
+    check_parameters,
+    require_accelerator,
+    take_clipping,
+)
 from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
 from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
-from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
-from hf_compressopt.zero.update import share_masters, update_parameters
+from hf_compressopt.zero.update import GradientAverages, share_masters, update_parameters
 
 logger = logging.getLogger(__name__)
-
 
 Values = tuple[TrainedParameter, list[tuple[Part, Tensor]]]  # of a parameter, by this rank's parts in their order
 
 
 class _ParamGroups(torch.optim.Optimizer):
     """Param groups as torch makes them of parameters, named parameters or groups, before there is an optimizer."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing: there is no optimizer."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
@@ -158,8 +159,7 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         """Add a param group. All ranks add it at the same point of the training.
 
         Raises:
-            TypeError: For parameters of a kind that is not supported.
-            ValueError: If several elements of a parameter share memory.
+            TypeError: For parameters of a kind that is not supported; a ValueError if elements share memory.
             RuntimeError: If the optimizer was detached.
         """
         if hasattr(self, "partition") and len(self.param_groups) >= self._first_groups:
@@ -205,20 +205,19 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             warn_unguarded()
         update_parameters(self.partition, self._averages, self.param_groups)
         self.steps += 1
-        self.step_was_skipped = False
-        self._end_step()
+        self._end_step(skipped=False)
         return loss
 
     def skip_step(self) -> None:
         """End a step without an update because a gradient is not finite. A gradient scaler may call this, too."""
-        self.step_was_skipped = True
         self.skipped_steps += 1
-        self._end_step()
+        self._end_step(skipped=True)
         if self.communicator.rank == 0:
             logger.warning("step %d skipped: a gradient is not finite", self.steps + 1)
 
-    def _end_step(self) -> None:
-        self.loss_scale.update(self.step_was_skipped)
+    def _end_step(self, *, skipped: bool) -> None:
+        self.step_was_skipped = skipped
+        self.loss_scale.update(skipped)
         self._averages.clear()
         self.traffic.end_step()
         self.partition.reducer.agree_on_order()
@@ -227,18 +226,12 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients in p.grad inside the block. The next pass outside, or step(), sends them with its own.
-
-        Whole gradients exist until then.
-        """
+        """Leave whole gradients in p.grad inside the block; the next pass outside, or step(), sends them too."""
         with self.partition.reducer.no_sync():
             yield
 
     def detach(self) -> None:
-        """Take no more gradients: they stay in p.grad, and :meth:`step` raises an error.
-
-        For an optimizer that is replaced by another one of the same parameters.
-        """
+        """Take no more gradients, as another optimizer does from now on: they stay in p.grad, and step() raises."""
         self.partition.reducer.detach()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -321,7 +314,13 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         Raises:
             ValueError: If their number is not that of the trainable parameters, or one occurs twice.
         """
-        return self.partition.names_by_group(names, len(self.param_groups))
+        known = [self.partition.known[number] for number in self.partition.in_order()]
+        names = [entry.name for entry in known] if names is None else names
+        check_names(names, len(known))
+        grouped: list[list[str]] = [[] for _ in self.param_groups]
+        for name, entry in zip(names, known, strict=True):
+            grouped[entry.group].append(name)
+        return grouped
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -396,8 +395,8 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             KeyError: If this rank's part has no such state, as before the first step.
             ValueError: For a value of another shape.
         """
-        for bucket, part in self.partition.find(which)[1]:
-            known, [(_, own)] = self._states(which, name, part)
+        known, mine = self._states(which, name)
+        for (part, own), (bucket, _) in zip(mine, self.partition.find(which)[1], strict=True):
             if name in element_state(bucket.state_of(part), part):
                 own.copy_(_cut(_checked(known, value), part))
             elif isinstance(own, Tensor):
@@ -415,16 +414,12 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         for (_, own), values in _split(*self._states(which, name), value):
             own.copy_(values)
 
-    def _states(self, which: Tensor | str, name: str, only: Part | None = None) -> Values:
+    def _states(self, which: Tensor | str, name: str) -> Values:
         number, mine = self.partition.find(which)
-        known, found = self.partition.known[number], []
-        for bucket, part in mine:
-            if only is None or part is only:
-                state = bucket.state_of(part)
-                if name not in state:
-                    raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
-                found.append((part, state[name]))
-        return known, found
+        known, states = self.partition.known[number], [(part, bucket.state_of(part)) for bucket, part in mine]
+        for state in (state for _, state in states if name not in state):
+            raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
+        return known, [(part, state[name]) for part, state in states]
 
     @torch.no_grad()
     def get_full_grad(self, which: Tensor | str) -> Tensor | None:

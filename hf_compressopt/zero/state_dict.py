@@ -59,7 +59,7 @@ def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
     scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
     scale.of_scaler = float(header.get("grad_scale", 1.0))
     optimizer.traffic.restore(int(header["bytes_sent"]))
-    optimizer.partition.check_ranks_again()
+    optimizer.partition.ranks_checked = False
 
 
 def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
@@ -75,20 +75,14 @@ def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]
 
 
 def set_state(optimizer: ZeroOptimizer, bucket: UpdateBucket, part: Part, state: dict[str, Any]) -> None:
-    """Replace a part's state, with element-wise state in the dtype in which the optimizer keeps it."""
+    """Replace a part's state; element-wise state gets the option's dtype, or the weight's as torch's optimizers do."""
+    of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
     for name in element_state(state, part):
-        state[name] = state[name].to(part.tensor.device, _dtype_of_state(optimizer, state[name], part))
+        value, dtype = state[name], optimizer.config.kept_state
+        if dtype is None and value.is_floating_point():
+            dtype = part.tensor.dtype if of_torch else torch.promote_types(value.dtype, part.tensor.dtype)
+        state[name] = value.to(part.tensor.device, dtype or value.dtype)
     bucket.replace_state(part, state)
-
-
-def _dtype_of_state(optimizer: ZeroOptimizer, value: Tensor, part: Part) -> torch.dtype:
-    """Choose the dtype of loaded state: the option's, or else the weight's for torch's optimizers, as torch does."""
-    kept = optimizer.config.kept_state
-    if kept is not None or not value.is_floating_point():
-        return kept or value.dtype
-    if optimizer.optimizer_class.__module__.startswith("torch.optim."):
-        return part.tensor.dtype
-    return torch.promote_types(value.dtype, part.tensor.dtype)
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -130,8 +124,7 @@ def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
 def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
     """Load a state dict of this rank and layout, or without a header ``own`` a whole one of the wrapped optimizer.
 
-    Raises:
-        ValueError: If it does not fit; nothing is changed then.
+    Nothing is changed if it does not fit.
     """
     partition = optimizer.partition
     partition.require_replicas("load_state_dict()")

@@ -74,7 +74,6 @@ class Clipping(torch.optim.SGD):
                 ({"bucket_cap_mb": 1.0, "reduce_bucket_size": 5}, "two spellings"),
                 ({"reduce_bucket_size": 0}, "reduce_bucket_size must be >= 1"),
                 ({"allgather_bucket_size": 1.5}, "allgather_bucket_size must be an int"),
-                ({"reduce_scatter": False}, "reduce_scatter must be True"),
                 ({"overlap_comm": 1}, "overlap_comm must be True or False"),
                 ({"communication_data_type": "int8"}, "communication_data_type must be one of"),
                 ({"gradient_predivide_factor": 2.0}, "needs postscale_gradients=True"),
