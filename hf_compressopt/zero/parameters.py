@@ -16,11 +16,10 @@ from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.math import bit_sum
-from hf_compressopt.zero.config import LossScale, ZeroConfig
+from hf_compressopt.zero.config import LossScale, ZeroConfig, check_parameters
 from hf_compressopt.zero.low_bit import SliceErrors
 from hf_compressopt.zero.parts import Part, UpdateBucket, partition, slice_numel
 from hf_compressopt.zero.reducer import GradientReducer, SliceGradients
-from hf_compressopt.zero.supported import check_parameters
 
 
 @dataclass(frozen=True)
