@@ -239,11 +239,6 @@ class ZeroConfig:
         """The options of the topology."""
         return TopologyOptions(self.topology, self.node_size)
 
-    def describe(self) -> str:
-        """Describe the compression for a log; "" without any."""
-        forms = {"gradients": self.grad_compression, "parameters": self.param_compression}
-        return "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
-
     def make_loss_scale(self) -> LossScale:
         """Make a loss scale at its start."""
         option, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window

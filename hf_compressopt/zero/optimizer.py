@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -134,8 +134,7 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         config = self.config
         if isinstance(config.communicator, Communicator) or self.communicator.levels is not None:
             config = replace(config, communicator=deepcopy(self.communicator, memo), comm_backend_name=None)
-        made_by = type(self), groups, self._first_groups, self.optimizer_class, config
-        copied = _remake(*made_by, self._process_groups, self._given, deepcopy(self.state_dict()))
+        copied = _remake(*self._made_by(groups, config), deepcopy(self.state_dict()))
         memo[id(self)] = copied
         copied.partition.reducer.copy_averages(self.partition.reducer)
         return copied
@@ -152,8 +151,13 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
                 "a ZeroOptimizer with a process_group, model_parallel_group or Communicator of its own cannot be "
                 "pickled: save its state_dict(), or call hf_compressopt.save_state(), and load into one made anew"
             )
-        made_by = type(self), self.param_groups, self._first_groups, self.optimizer_class, self.config
-        return _remake, (*made_by, self._process_groups, self._given, self.state_dict())
+        return _remake, (*self._made_by(self.param_groups, self.config), self.state_dict())
+
+    def _made_by(self, groups: list[dict[str, Any]], config: ZeroConfig) -> tuple[Any, ...]:
+        """Return a function that makes the optimizer anew, and the param groups that it had at first, and later."""
+        first, options = self._first_groups, {**self._process_groups, **self._given, "config": config}
+        make = partial(type(self), optimizer_class=self.optimizer_class, **options)
+        return make, groups[:first], groups[first:]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group. All ranks add it at the same point of the training.
@@ -175,12 +179,8 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take one step, on all ranks together, and use the gradients up.
 
         If the average gradient is not finite, all ranks skip the step: nothing changes except a dynamic loss scale,
@@ -224,11 +224,9 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Leave whole gradients in p.grad inside the block; the next pass outside, or step(), sends them too."""
-        with self.partition.reducer.no_sync():
-            yield
+        return self.partition.reducer.no_sync()
 
     def detach(self) -> None:
         """Take no more gradients, as another optimizer does from now on: they stay in p.grad, and step() raises."""
@@ -337,11 +335,11 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
     def set_full_param(self, which: Tensor | str, value: Any) -> None:
         """Set the parameter and its master copy; a ValueError for a value of another shape. All ranks call."""
         known, mine = self._masters(which)
-        value = _checked(known, value)
-        known.tensor.copy_(value)
-        for part, master in mine:
+        pieces = _pieces(known, mine, value, whole=True)
+        known.tensor.copy_(torch.as_tensor(value))
+        for part, master, values in pieces:
             part.follow(known.tensor)
-            master.copy_(_cut(value, part))
+            master.copy_(values)
 
     def get_local_param(self, which: Tensor | str) -> Tensor:
         """Return this rank's elements [n] of the parameter in full precision, as a new tensor."""
@@ -355,7 +353,7 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         With ``param_compression`` the next steps bring them to all ranks alike, this one too.
         """
         known, mine = self._masters(which)
-        for (part, master), values in _split(known, mine, value):
+        for part, master, values in _pieces(known, mine, value, whole=False):
             if part.is_ahead:
                 part.follow(known.tensor)
             master.copy_(values)
@@ -389,20 +387,22 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
 
     @torch.no_grad()
     def set_full_state(self, which: Tensor | str, name: str, value: Any) -> None:
-        """Set a state tensor of the parameter. All ranks call.
+        """Set a state tensor, or a count. All ranks call.
 
         Raises:
             KeyError: If this rank's part has no such state, as before the first step.
             ValueError: For a value of another shape.
         """
-        known, mine = self._states(which, name)
-        for (part, own), (bucket, _) in zip(mine, self.partition.find(which)[1], strict=True):
-            if name in element_state(bucket.state_of(part), part):
-                own.copy_(_cut(_checked(known, value), part))
-            elif isinstance(own, Tensor):
-                own.copy_(torch.as_tensor(value))
+        known, _ = self._states(which, name)
+        for bucket, part in self.partition.find(which)[1]:
+            state = bucket.state_of(part)
+            if name in element_state(state, part):
+                ((_, own, values),) = _pieces(known, [(part, state[name])], value, whole=True)
+                own.copy_(values)
+            elif isinstance(state[name], Tensor):
+                state[name].copy_(torch.as_tensor(value))
             else:
-                bucket.state_of(part)[name] = type(own)(value)
+                state[name] = type(state[name])(value)
 
     def get_local_state(self, which: Tensor | str, name: str) -> Tensor:
         """Return this rank's elements [n] of a state tensor, as a new tensor; a KeyError if there is none."""
@@ -411,7 +411,7 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
     @torch.no_grad()
     def set_local_state(self, which: Tensor | str, name: str, value: Tensor) -> None:
         """Set this rank's elements [n] of a state tensor; a KeyError if there is none."""
-        for (_, own), values in _split(*self._states(which, name), value):
+        for _, own, values in _pieces(*self._states(which, name), value, whole=False):
             own.copy_(values)
 
     def _states(self, which: Tensor | str, name: str) -> Values:
@@ -433,23 +433,21 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             return None
         return _whole(*self._gradients(which)).mul_(self._averages.factor)
 
-    @torch.no_grad()
     def set_full_grad(self, which: Tensor | str, value: Any) -> None:
         """Replace the average gradient of the parameter; a ValueError for another shape. All ranks call."""
-        known, mine = self._gradients(which)
-        value = _checked(known, value)
-        for part, average in mine:
-            average.copy_(_cut(value, part) / self._averages.factor)
-        self._averages.was_set(self.partition.find(which)[0])
+        self._set_gradient(which, value, whole=True)
 
     def get_local_grad(self, which: Tensor | str) -> Tensor:
         """Return this rank's elements [n] of the average gradient, as a new tensor. All ranks call."""
         return _joined(*self._gradients(which)).float() * self._averages.factor
 
-    @torch.no_grad()
     def set_local_grad(self, which: Tensor | str, value: Tensor) -> None:
         """Set this rank's elements [n] of the average gradient. All ranks call, each with its own."""
-        for (_, average), values in _split(*self._gradients(which), value):
+        self._set_gradient(which, value, whole=False)
+
+    @torch.no_grad()
+    def _set_gradient(self, which: Tensor | str, value: Any, *, whole: bool) -> None:
+        for _, average, values in _pieces(*self._gradients(which), value, whole=whole):
             average.copy_(values / self._averages.factor)
         self._averages.was_set(self.partition.find(which)[0])
 
@@ -543,10 +541,11 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         """Describe the optimizer in one line for the log."""
         ranks, slices = self.communicator, len(self.partition.reducer.slices)
         levels = "" if ranks.levels is None else f" in two levels, {ranks.topology.nodes} node(s)"
+        forms = {"gradients": self.config.grad_compression, "parameters": self.config.param_compression}
         return (
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {ranks.world_size} rank(s) "
-            f"over {ranks.name}{levels}, {slices} slices{self.config.describe()}"
-        )
+            f"over {ranks.name}{levels}, {slices} slices"
+        ) + "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
@@ -572,18 +571,13 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
 
 
 def _remake(
-    cls: type[ZeroOptimizer],
-    groups: list[dict[str, Any]],
-    first: int,
-    optimizer_class: type[torch.optim.Optimizer],
-    config: ZeroConfig,
-    process_groups: dict[str, dist.ProcessGroup | None],
-    options: dict[str, Any],
+    make: Callable[..., ZeroOptimizer],
+    first: list[dict[str, Any]],
+    later: list[dict[str, Any]],
     state: dict[str, Any],
 ) -> ZeroOptimizer:
-    """Make a copy: of the first param groups, then of those that were added."""
-    made = cls(groups[:first], optimizer_class, config, **process_groups, **options)
-    for group in groups[first:]:
+    made = make(first)
+    for group in later:
         made.add_param_group(group)
     made.load_state_dict(state)
     return made
@@ -602,28 +596,24 @@ def _whole(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
     return flat.view(param.shape)
 
 
-def _checked(known: TrainedParameter, value: Any) -> Tensor:
-    given: Tensor = torch.as_tensor(value)
-    if given.shape != known.tensor.shape:
-        wanted = tuple(known.tensor.shape)
-        raise ValueError(f"the value must have the parameter's shape {wanted}, got {tuple(given.shape)}")
-    return given
-
-
-def _cut(value: Tensor, part: Part) -> Tensor:
-    return value.reshape(-1)[part.span.start : part.span.stop]
-
-
 def _joined(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
     device = known.tensor.device
     return torch.cat([own.detach().to(device) for _, own in mine]) if mine else torch.empty(0, device=device)
 
 
-def _split(
-    known: TrainedParameter, mine: list[tuple[Part, Tensor]], value: Tensor
-) -> Iterator[tuple[tuple[Part, Tensor], Tensor]]:
-    """Cut a tensor of this rank's elements into its parts."""
-    sizes = [part.span.numel for part, _ in mine]
-    if value.numel() != sum(sizes):
-        raise ValueError(f"this rank has {sum(sizes)} elements of {known.name}, got {value.numel()}")
-    return zip(mine, torch.split(value.reshape(-1), sizes) if mine else (), strict=True)
+def _pieces(
+    known: TrainedParameter, mine: list[tuple[Part, Any]], value: Any, *, whole: bool
+) -> list[tuple[Part, Any, Tensor]]:
+    """Cut a value for the whole parameter, or for this rank's elements, into values for this rank's parts."""
+    given, numel = torch.as_tensor(value), sum(part.span.numel for part, _ in mine)
+    if whole and given.shape != known.tensor.shape:
+        wanted = tuple(known.tensor.shape)
+        raise ValueError(f"the value must have the parameter's shape {wanted}, got {tuple(given.shape)}")
+    if not whole and given.numel() != numel:
+        raise ValueError(f"this rank has {numel} elements of {known.name}, got {given.numel()}")
+    flat, found, place = given.reshape(-1), [], 0
+    for part, own in mine:
+        begin = part.span.start if whole else place
+        found.append((part, own, flat[begin : begin + part.span.numel]))
+        place += part.span.numel
+    return found

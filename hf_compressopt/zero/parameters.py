@@ -39,11 +39,8 @@ class PartitionedParameters:
     """Parameters by their numbers, in the order in which they were added, with everything that is laid out over them.
 
     Attributes:
-        config: The options.
-        communicator: The communicator of all ranks.
-        model_parallel: The communicator of the ranks that share one copy of the model, or None.
-        optimizer_class: The wrapped optimizer's class.
-        inner_options: Its options.
+        communicator: Of all ranks.
+        model_parallel: Communicator of the ranks that share one copy of the model, or None.
         known: The parameters by number.
         tensors: Their tensors, by number.
         reducer: Sends their gradients, and keeps this rank's averages.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt import Lamb, ZeroConfig, ZeroOptimizer, estimate_zero_memory
-from hf_compressopt.zero.memory import memory_report, memory_reports, release_memory
+from hf_compressopt.zero.memory import memory_report, release_memory
 from tests.support.harness import run_ranks
 from tests.support.zero_runs import (
     Case,
@@ -114,11 +114,9 @@ def test_weights_loaded_later() -> None:
     run_ranks(2, weights_loaded_later)
 
 
-def reports(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> list[dict[str, Any]]:
+def report(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Any]:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(dtype)
-    optimizer = ZeroOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=1e-3, stage=stage, reduce_bucket_size=4096, clip_grad=1.0
-    )
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, reduce_bucket_size=4096, clip_grad=1.0)
     for _ in range(2):
         with optimizer.no_sync():
             model(torch.ones(1, 64, dtype=dtype)).sum().backward()
@@ -130,17 +128,14 @@ def reports(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> list[
     optimizer.step()
     assert memory_report(optimizer).gradient_shards == 0
     release_memory()
-    everyone = memory_reports(optimizer)
-    assert everyone[rank].states == memory_report(optimizer).states
-    return [{**asdict(entry), "gradient_shards": sent.gradient_shards} for entry in everyone]
+    return {**asdict(memory_report(optimizer)), "gradient_shards": sent.gradient_shards}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reports_are_what_was_estimated(dtype: torch.dtype) -> None:
     numel = 8 * 65 * 64
     estimate = estimate_zero_memory(numel, 2, 2, dtype=dtype)
-    for report in run_ranks(2, reports, dtype, 2):
-        mine = report[0]
+    for mine in run_ranks(2, report, dtype):
         assert mine["parameters"] == estimate.parameters
         assert mine["gradient_shards"] == pytest.approx(estimate.gradients, rel=0.05)
         assert mine["states"] + mine["masters"] == pytest.approx(estimate.states, rel=0.05)
