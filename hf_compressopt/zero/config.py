@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 from inspect import signature
 from typing import Any
 
@@ -60,6 +59,10 @@ class Precision:
     kept: torch.dtype | None = None  #: Of the averages; None is the parameter's.
     before: float | None = None  #: Factor before gradients are sent; None is 1 / world size if `after` is None, else 1.
     after: float | None = None  #: Factor of the sum, beside 1 / world size; None leaves the sum as it is.
+
+
+def _said() -> Any:
+    return field(init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,24 +133,47 @@ class ZeroConfig:
     topology: str = AUTO
     node_size: int | None = None
 
+    # what the options say
+    reduce_numel: int = _said()  #: Elements of the gradients that are sent at the same time.
+    gather_numel: int = _said()  #: Elements of the parameters that are gathered at the same time.
+    precision: Precision = _said()
+    grad_form: IntegerFormat | None = _said()  #: Of the messages of gradients; None is full precision.
+    param_form: IntegerFormat | None = _said()  #: Of the messages of parameters; None is full precision.
+    master: torch.dtype = _said()  #: Of the master copies of 16-bit parameters.
+    kept_state: torch.dtype | None = _said()  #: Of element-wise state between steps; None is the master's.
+    transport: str | Communicator | None = _said()
+    levels: TopologyOptions = _said()
+    offload: bool = _said()  #: Whether masters and states live in host memory.
+
     def __post_init__(self) -> None:
-        """Check every option."""
+        """Check every option, and read it once."""
         check_stage(self.stage)
         for option in fields(self):
-            if option.type == "bool" and not isinstance(value := getattr(self, option.name), bool):
+            if option.init and option.type == "bool" and not isinstance(value := getattr(self, option.name), bool):
                 raise TypeError(f"{option.name} must be True or False, got {value!r}")
         check_at_least("clip_grad", self.clip_grad, 0)
-        self._check_sizes()
-        self._check_gradients()
-        # each checks the options that it reads
-        _ = self.reduce_numel, self.precision, self.master, self.kept_state, self.transport, self.levels
+        master = as_dtype("master_dtype", self.master_dtype) or torch.float32
+        self._check_gradients(master)
         self.make_loss_scale()
+        numel = self._checked_numel()
+        vars(self).update(  # once: later the options are frozen
+            reduce_numel=numel,
+            gather_numel=self.allgather_bucket_size or numel,
+            precision=self._precision(),
+            grad_form=_form(self.grad_compression),
+            param_form=_form(self.param_compression),
+            master=master,
+            kept_state=as_dtype("state_dtype", self.state_dtype),
+            transport=resolve_communicator(self.communicator, self.comm_backend_name, False),
+            levels=TopologyOptions(self.topology, self.node_size),
+            offload=self.offload_optimizer in (True, "cpu"),
+        )
         if self.offload_optimizer not in (False, None, True, "cpu", "none"):
             raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
         if self.offload:
             require_accelerator("offload_optimizer")
 
-    def _check_sizes(self) -> None:
+    def _checked_numel(self) -> int:
         if self.bucket_cap_mb is not None and self.reduce_bucket_size is not None:
             raise ValueError(
                 f"bucket_cap_mb={self.bucket_cap_mb} (MiB of float32 values) and reduce_bucket_size="
@@ -156,8 +182,9 @@ class ZeroConfig:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
+        return self.reduce_bucket_size or bucket_numel_of(25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb)
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, master: torch.dtype) -> None:
         factor = self.gradient_predivide_factor
         check_at_least("gradient_predivide_factor", factor, 0)
         if not self.postscale_gradients and factor != 1.0:
@@ -176,68 +203,19 @@ class ZeroConfig:
                 f"{name}={getattr(self, name)} has no effect with grad_compression={self.grad_compression}: gradients "
                 "travel as integers, with scales of their own. Leave one of the two out"
             )
-        if self.param_compression != "none" and self.master != torch.float32:
+        if self.param_compression != "none" and master != torch.float32:
             raise ValueError(
                 f"param_compression={self.param_compression} needs float32 masters, got master_dtype="
                 f"{self.master_dtype}: leave one of the two out"
             )
 
-    @cached_property
-    def grad_form(self) -> IntegerFormat | None:
-        """Form of the messages of gradients; None is full precision."""
-        return _form(self.grad_compression)
-
-    @cached_property
-    def param_form(self) -> IntegerFormat | None:
-        """Form of the messages of parameters; None is full precision."""
-        return _form(self.param_compression)
-
-    @cached_property
-    def reduce_numel(self) -> int:
-        """Elements of the gradients that are sent at the same time."""
-        if self.reduce_bucket_size is not None:
-            return self.reduce_bucket_size
-        return bucket_numel_of(25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb)
-
-    @cached_property
-    def gather_numel(self) -> int:
-        """Elements of the parameters that are gathered at the same time."""
-        return self.allgather_bucket_size or self.reduce_numel
-
-    @cached_property
-    def precision(self) -> Precision:
-        """Scaling and rounding of gradients."""
+    def _precision(self) -> Precision:
         sent = as_dtype("communication_data_type", self.communication_data_type)
         kept = as_dtype("gradient_accumulation_dtype", self.gradient_accumulation_dtype)
         if not self.postscale_gradients:
             return Precision(sent, kept)
         factor = float(self.gradient_predivide_factor)
         return Precision(sent, kept, None if factor == 1.0 else 1.0 / factor, factor)
-
-    @cached_property
-    def master(self) -> torch.dtype:
-        """Dtype of the master copies of 16-bit parameters."""
-        return as_dtype("master_dtype", self.master_dtype) or torch.float32
-
-    @cached_property
-    def kept_state(self) -> torch.dtype | None:
-        """Dtype of element-wise state between steps; None is the master's."""
-        return as_dtype("state_dtype", self.state_dtype)
-
-    @cached_property
-    def offload(self) -> bool:
-        """True if masters and states live in host memory."""
-        return self.offload_optimizer in (True, "cpu")
-
-    @cached_property
-    def transport(self) -> str | Communicator | None:
-        """The communicator that its two spellings ask for."""
-        return resolve_communicator(self.communicator, self.comm_backend_name, False)
-
-    @property
-    def levels(self) -> TopologyOptions:
-        """The options of the topology."""
-        return TopologyOptions(self.topology, self.node_size)
 
     def make_loss_scale(self) -> LossScale:
         """Make a loss scale at its start."""
@@ -255,7 +233,7 @@ class ZeroConfig:
         """Separate ZeroOptimizer's options, given as one object or among ``options``, from the wrapped optimizer's."""
         if config is not None and not isinstance(config, cls):
             raise TypeError(f"config must be a ZeroConfig or None, got {config!r}")
-        names = {field.name for field in fields(cls)}
+        names = {option.name for option in fields(cls) if option.init}
         own = {name: value for name, value in options.items() if name in names}
         if config is not None and own:
             raise ValueError(f"{sorted(own)} must be part of config=ZeroConfig(...), as the other options of ZeRO are")
