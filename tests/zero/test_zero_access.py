@@ -18,7 +18,6 @@ from tests.support.zero_runs import (
     different,
     gradients,
     loss_of,
-    run_steps,
     train_plain,
     train_zero,
 )
@@ -95,23 +94,6 @@ def by_name(rank: int, world_size: int) -> None:
 
 def test_by_name() -> None:
     run_ranks(2, by_name)
-
-
-def weights_loaded_later(rank: int, world_size: int) -> None:
-    """A model that is loaded after its optimizer was made takes the loaded weights, and keeps master digits else."""
-    case = Case(dtype=torch.bfloat16)
-    model, optimizer = train_zero(rank, case)
-    masters = [optimizer.get_full_param(p) for p in model.parameters() if p.requires_grad]
-    model.load_state_dict(model.state_dict())
-    for p, master in zip([p for p in model.parameters() if p.requires_grad], masters, strict=True):
-        assert torch.equal(optimizer.get_full_param(p), master)
-    torch.nn.init.constant_(model.first.weight, 0.5)
-    run_steps(rank, case, model, optimizer, range(3, 4))
-    assert float((model.first.weight - 0.5).abs().max()) < 0.05
-
-
-def test_weights_loaded_later() -> None:
-    run_ranks(2, weights_loaded_later)
 
 
 def report(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from hf_compressopt.checkpoint.partitioned import error_tensors
 from hf_compressopt.format.index import CheckpointError
 from tests.support.harness import run_ranks
 from tests.support.trainer_runs import same_on_all_ranks
-from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, run_steps
-from tests.zero.test_zero_state import INT4, fresh
+from tests.support.zero_runs import INT4, Case, Net, averaged, bits, different, gradients, loss_of, run_steps
+from tests.zero.test_zero_state import fresh
 
 
 def masters_of(model: Net, optimizer: ZeroOptimizer) -> list[Tensor]:

@@ -14,6 +14,7 @@ from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.harness import run_ranks
 from tests.support.zero_runs import (
+    INT4,
     OPTIMIZERS,
     Case,
     Net,
@@ -33,7 +34,6 @@ CASES = [
     Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
     Case("adamw", {"state_dtype": "bf16"}),
 ]
-INT4 = {"grad_compression": "int4", "param_compression": "int4"}
 LOSS_SCALE = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
 SMALL = [
     Case("adamw", {**INT4, "reduce_bucket_size": 600}, groups=True),
@@ -104,17 +104,12 @@ def cross_over(rank: int, world_size: int) -> list[str]:
     plain_model, plain = train_plain(rank, case)
     model, optimizer = fresh(case)
     model.load_state_dict(plain_model.state_dict())
-    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
-    keys = iter(range(10**6))
-    wanted = [id(p) in frozen for group in optimizer.param_groups for p in group["params"]]
-    numbers = {next(keys): n for n, is_frozen in enumerate(wanted) if not is_frozen}
-    saved = plain.state_dict()
+    trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for number, is_trained in enumerate(trained) if is_trained]  # the plain one has no others
+    saved, keys = plain.state_dict(), iter(range(len(trained)))
     state = {"state": {numbers[k]: row for k, row in saved["state"].items()}, "param_groups": []}
-    counter = 0
     for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        size = len(mine["params"])
-        state["param_groups"].append({**group, "params": list(range(counter, counter + size))})
-        counter += size
+        state["param_groups"].append({**group, "params": [next(keys) for _ in mine["params"]]})
     optimizer.load_state_dict(state)
     run_steps(rank, case, model, optimizer, range(3, 6))
     whole_model, _ = train_plain(rank, Case("adamw", steps=6, groups=True))
