@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -23,7 +23,6 @@ from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.base import evaluate
-from hf_compressopt.optim.options import check_names
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
 from hf_compressopt.zero.config import (
@@ -306,19 +305,10 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
     # the same values. The ``local`` ones concern this rank's elements alone: a tensor [n] of them in their order, empty
     # if there are none. All of them raise a KeyError for what is no trainable parameter of this optimizer.
 
-    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """List names of the trainable parameters, per group: ``names`` in their order, or torch's param_names.
-
-        Raises:
-            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
-        """
+    def parameter_names(self) -> list[list[str]]:
+        """List the names of the trainable parameters, per group: torch's param_names, or places as "group0.3"."""
         known = [self.partition.known[number] for number in self.partition.in_order()]
-        names = [entry.name for entry in known] if names is None else names
-        check_names(names, len(known))
-        grouped: list[list[str]] = [[] for _ in self.param_groups]
-        for name, entry in zip(names, known, strict=True):
-            grouped[entry.group].append(name)
-        return grouped
+        return [[entry.name for entry in known if entry.group == number] for number in range(len(self.param_groups))]
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -512,11 +502,9 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
 
     # -- state dict ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def state_in_shards(self) -> Iterator[None]:
+    def state_in_shards(self) -> AbstractContextManager[None]:
         """Make ``state_dict()`` a small stub, which ``load_state_dict()`` ignores: the state is in shards."""
-        with switched(self, "_in_shards", True):
-            yield
+        return switched(self, "_in_shards", True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's local state, in tensors and primitives. Makes no collective call.

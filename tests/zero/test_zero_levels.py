@@ -69,16 +69,13 @@ def simulated(nodes: int, size: int) -> np.ndarray:
 
 
 def solve(rank: int, world_size: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"forms": [], "bfloat16": []}
-    for form in FORMS:
-        params = make()
-        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
-        go_on(params, optimizer, rank, range(STEPS))
-        found["forms"].append(flat(params))
-        params = make(torch.bfloat16)
-        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
-        go_on(params, optimizer, rank, range(STEPS))
-        found["bfloat16"].append(flat(params))
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for form in FORMS:
+            params = make(dtype)
+            optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
+            go_on(params, optimizer, rank, range(STEPS))
+            found.setdefault(str(dtype.itemsize), []).append(flat(params))
     assert f"in two levels, {world_size // size} node(s)" in optimizer.describe()
     return found
 
@@ -89,8 +86,8 @@ def test_equals_the_simulation_in_bits_in_any_form(nodes: int, size: int) -> Non
     expected = simulated(nodes, size)
     ranks = run_ranks(nodes * size, solve, size)
     for found in ranks:
-        assert all(params.tobytes() == expected.tobytes() for params in found["forms"])
-        assert all(params.tobytes() == ranks[0]["bfloat16"][0].tobytes() for params in found["bfloat16"])
+        assert all(params.tobytes() == expected.tobytes() for params in found["4"])
+        assert all(params.tobytes() == ranks[0]["2"][0].tobytes() for params in found["2"])
 
 
 # -- one run of two nodes of two ranks --------------------------------------------------------------------------------
@@ -122,7 +119,6 @@ def bytes_of(rank: int, options: dict[str, Any], nbytes: float) -> tuple[float, 
     And the bytes for other ranks of the node, over theirs: float32 gradients, and parameters of ``nbytes``. And the
     bytes of errors for each element.
     """
-    numel = 400 * 500
     p = nn.Parameter(torch.zeros(400, 500))
     optimizer = ZeroOptimizer([p], torch.optim.AdamW, lr=1e-2, node_size=2, **options)
     for _ in range(2):
@@ -130,15 +126,9 @@ def bytes_of(rank: int, options: dict[str, Any], nbytes: float) -> tuple[float, 
         (p * rank).sum().backward()
         optimizer.step()
     metrics, errors = optimizer.metrics(), [g.errors for g in optimizer.partition.reducer.slices if g.errors]
-    ring, within = (
-        2 * (2 - 1) / 2 * nbytes * numel,
-        (2 - 1) / 2 * (4 + nbytes) * numel,
-    )  # of M = 2 nodes, of g = 2 ranks
-    return (
-        2 * metrics["bytes_sent_step"] / ring,
-        (metrics["bytes_sent_in_node"] - inside) / within,
-        sum(error.nbytes for error in errors) / numel,
-    )
+    ring, within = 2 / 2 * nbytes * p.numel(), (4 + nbytes) / 2 * p.numel()  # of M = 2 nodes, of g = 2 ranks
+    on_link, in_node = 2 * metrics["bytes_sent_step"] / ring, (metrics["bytes_sent_in_node"] - inside) / within
+    return on_link, in_node, sum(error.nbytes for error in errors) / p.numel()
 
 
 def low_bits(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
@@ -174,19 +164,16 @@ def resumed(rank: int, folder: str) -> list[np.ndarray]:
     values = [p.detach().clone() for p in params]
     go_on(params, optimizer, rank, range(STEPS, STEPS + 3))
     for source in ("files", "state dict", "other buckets"):
-        again = make(), {"reduce_bucket_size": 600 if source != "other buckets" else 10_000, **options}
-        other = ZeroOptimizer(again[0], torch.optim.AdamW, lr=1e-2, **again[1])
-        with torch.no_grad():
-            for p, value in zip(again[0], values, strict=True):
-                p.copy_(value)
+        again, size = [nn.Parameter(value.clone()) for value in values], 10_000 if source == "other buckets" else 600
+        other = ZeroOptimizer(again, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=size, **options)
         if source == "state dict":
             other.load_state_dict(state)
         else:
             load_state(other, f"{folder}/low_bits")
         if source != "other buckets":  # whose blocks are others, so that errors are rounded once more
             assert all(torch.equal(a, b) for a, b in zip(errors, low_bits(other), strict=True)), source
-            go_on(again[0], other, rank, range(STEPS, STEPS + 3))
-            assert flat(again[0]).tobytes() == flat(params).tobytes(), source
+            go_on(again, other, rank, range(STEPS, STEPS + 3))
+            assert flat(again).tobytes() == flat(params).tobytes(), source
     return decoded
 
 

@@ -11,6 +11,7 @@ from hf_compressopt.collectives import torch_clipping
 from tests.support.harness import run_ranks
 from tests.support.logs import log_lines
 from tests.support.zero_runs import INT4, bits, different
+from tests.zero.test_zero_several import loss_of, net
 
 
 def named(name: str, base: type = torch.optim.SGD) -> Any:
@@ -132,25 +133,19 @@ def test_frozen_parameters_may_be_of_any_dtype() -> None:
     assert not weight.any() and torch.equal(whole, torch.arange(3))
 
 
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 31), nn.Tanh(), nn.Linear(31, 7))
-
-
-def train(rank: int, *args: Any, **options: Any) -> list[Tensor]:
-    model = net()
-    optimizer = ZeroOptimizer(model.parameters(), *args, lr=1e-2, reduce_bucket_size=200, **options)
+def train(rank: int, **options: Any) -> list[Tensor]:
+    model = net(3)
+    optimizer = ZeroOptimizer(model.parameters(), FusedAdam, lr=1e-2, reduce_bucket_size=200, **options)
     for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(4, 20, generator=generator)).square().sum().backward()
+        loss_of(model, rank, step).backward()
         optimizer.step()
     return bits(model)
 
 
 def clipped_alike(rank: int, world_size: int) -> None:
-    clipped = train(rank, FusedAdam, clip_grad=0.5)
-    assert not list(different(clipped, train(rank, FusedAdam, max_grad_norm=0.5)))
-    assert list(different(clipped, train(rank, FusedAdam, max_grad_norm=0.0)))
+    clipped = train(rank, clip_grad=1e-3)
+    assert not list(different(clipped, train(rank, max_grad_norm=1e-3)))
+    assert list(different(clipped, train(rank, max_grad_norm=0.0)))
 
 
 def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks() -> None:
@@ -159,9 +154,9 @@ def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks() -> 
 
 def torchs_clipping(rank: int, world_size: int) -> None:
     guard_torch_clipping()
-    model, other = net(), net()
+    model, other = net(3), net(3)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    x = torch.ones(2, 20)
+    x = torch.ones(2, 24)
     model(x).sum().backward()
     other(x).sum().backward()
     with pytest.raises(RuntimeError, match=r"optimizer.clip_grad_norm_\(max_norm\)"):
@@ -195,10 +190,10 @@ def test_nothing_is_patched_by_an_optimizer_which_says_what_it_lacks(
     before = dict(vars(torch.nn.utils.clip_grad))
     monkeypatch.setattr(torch_clipping, "_said", False)
     for clip, count in ((0.5, 0), (0.0, 1), (0.0, 0)):
-        model = net()
+        model = net(3)
         with log_lines() as lines:
             optimizer = owners(kind, model.parameters(), max_grad_norm=clip)
-            model(torch.ones(2, 20)).sum().backward()
+            model(torch.ones(2, 24)).sum().backward()
             optimizer.step()
         assert sum("guard_torch_clipping() makes it raise" in line for line in lines) == count
     assert vars(torch.nn.utils.clip_grad) == before

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps
+from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, run_steps, train_zero
 
 
 class Images(nn.Module):
@@ -60,18 +60,15 @@ def clamped(rank: int, world_size: int, dtype: torch.dtype) -> None:
         model = Net(dtype)
         params = [p for p in model.parameters() if p.requires_grad]
         masters = [nn.Parameter(p.detach().float().clone(memory_format=torch.contiguous_format)) for p in params]
-        optimizer: Any
+        optimizer: Any = torch.optim.AdamW(masters, lr=1e-2)
         if partitioned:
             optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=300)
-        else:
-            optimizer = torch.optim.AdamW(masters, lr=1e-2)
         for step in range(4):
             loss = loss_of(model, rank, step)
             if partitioned:
                 loss.backward()
             else:
-                grads = averaged(list(torch.autograd.grad(loss, params, allow_unused=True)), params)
-                for master, grad in zip(masters, grads, strict=True):
+                for master, grad in zip(masters, averaged(gradients(model, loss), params), strict=True):
                     master.grad = None if grad is None else grad.float()
             optimizer.step()
             for p, master in zip(params, masters, strict=True):
@@ -249,9 +246,7 @@ def test_parameters_that_one_rank_unfreezes_are_an_error_on_all() -> None:
 
 def still_alike(rank: int, world_size: int) -> None:
     """A parameter that is frozen again keeps its value."""
-    model = Net()
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    run_steps(rank, Case("sgd"), model, optimizer, range(2))
+    model, optimizer = train_zero(rank, Case("sgd", steps=2))
     model.first.requires_grad_(False)
     before = model.first.weight.detach().clone()
     run_steps(rank, Case("sgd"), model, optimizer, range(2, 4))
