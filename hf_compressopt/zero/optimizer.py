@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
@@ -32,10 +32,9 @@ from hf_compressopt.zero.config import (
     require_accelerator,
     take_clipping,
 )
-from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
 from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
-from hf_compressopt.zero.update import GradientAverages, share_masters, update_parameters
+from hf_compressopt.zero.reducer import GradientAverages
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +45,7 @@ class _ParamGroups(torch.optim.Optimizer):
     """Param groups as torch makes them of parameters, named parameters or groups, before there is an optimizer."""
 
 
-class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
+class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
     Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
@@ -152,7 +151,9 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             )
         return _remake, (*self._made_by(self.param_groups, self.config), self.state_dict())
 
-    def _made_by(self, groups: list[dict[str, Any]], config: ZeroConfig) -> tuple[Any, ...]:
+    def _made_by(
+        self, groups: list[dict[str, Any]], config: ZeroConfig
+    ) -> tuple[Callable[..., ZeroOptimizer], list[dict[str, Any]], list[dict[str, Any]]]:
         """Return a function that makes the optimizer anew, and the param groups that it had at first, and later."""
         first, options = self._first_groups, {**self._process_groups, **self._given, "config": config}
         make = partial(type(self), optimizer_class=self.optimizer_class, **options)
@@ -202,7 +203,7 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             self.clip_grad_norm_(self.clip_grad)
         elif not self._averages.were_clipped:
             warn_unguarded()
-        update_parameters(self.partition, self._averages, self.param_groups)
+        self.partition.update(self._averages, self.param_groups)
         self.steps += 1
         self._end_step(skipped=False)
         return loss
@@ -464,7 +465,7 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         restore = self.partition.replicas_restorer()
         self.partition.holds_masters = True
         try:
-            share_masters(self.partition)
+            self.partition.share_masters()
             yield
         finally:
             restore()
@@ -474,7 +475,7 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
         """Make the parameters what their masters round to, for good: later code may run on one rank. All ranks call."""
         if self.partition.has_replicas:
             self.partition.follow()
-            share_masters(self.partition)
+            self.partition.share_masters()
 
     def offload_states(self) -> None:
         """Move state and master copies to page-locked host memory, until :meth:`reload_states` or the next step.
@@ -499,6 +500,27 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
                 part.tensor.data = move(part.tensor)
             bucket.move_state(part, move)
         self._states_are_away = to_host
+
+    # -- ranks that run out of inputs before the others, in torch's Join context ---------------------------------------
+
+    def _notify_join_context(self) -> None:
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the steps that a rank without inputs takes."""
+        return _ShadowSteps(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the Join context's own small tensors."""
+        return self.communicator.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks."""
+        return getattr(self.communicator, "process_group", None) or torch.distributed.group.WORLD
 
     # -- state dict ---------------------------------------------------------------------------------------------------
 
@@ -605,3 +627,18 @@ def _pieces(
         found.append((part, own, flat[begin : begin + part.span.numel]))
         place += part.span.numel
     return found
+
+
+class _ShadowSteps(JoinHook):
+    """The steps of a rank without inputs: it updates its part of the parameters, with zero gradients of its own.
+
+    Averages are still taken over all ranks. Inside the context every rank runs one pass that sends per step.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take part in one pass and one step, without gradients of this rank."""
+        self._optimizer.partition.reducer.empty_pass()
+        self._optimizer.step()

@@ -1,8 +1,8 @@
-"""The trainable parameters of a ZeroOptimizer: cut into slices, with this rank's parts in buckets."""
+"""The trainable parameters of a ZeroOptimizer: cut into slices, with this rank's parts in buckets, and updated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.math import bit_sum
+from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import bit_sum, trust_ratio
 from hf_compressopt.zero.config import LossScale, ZeroConfig, check_parameters
-from hf_compressopt.zero.low_bit import SliceErrors
-from hf_compressopt.zero.parts import Part, UpdateBucket, partition, slice_numel
-from hf_compressopt.zero.reducer import GradientReducer, SliceGradients
+from hf_compressopt.zero.low_bit import SliceErrors, send_differences
+from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters, partition, slice_numel
+from hf_compressopt.zero.reducer import GradientAverages, GradientReducer, SliceGradients, gather_parameters
 
 
 @dataclass(frozen=True)
@@ -246,3 +248,76 @@ class PartitionedParameters:
         """Raise a RuntimeError if the parameters are lent masters."""
         if self.holds_masters:
             raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")
+
+    # -- the update: the parameters of one bucket are sent while the next is updated ----------------------------------
+
+    def update(self, averages: GradientAverages, groups: Sequence[dict[str, Any]]) -> None:
+        """Update this rank's parts with the averages, which are used up, and give all ranks the parameters.
+
+        ``groups`` are the users' param groups, with the hyperparameters.
+        """
+        self.require_replicas("step()")
+        values = [hyperparameters(group) for group in groups]
+        is_lamb = issubclass(self.optimizer_class, Lamb)
+        ratios = self._trust_ratios(averages, values) if is_lamb else {}
+        pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
+        for bucket in self.buckets:
+            if is_lamb:
+                bucket.apply(ratios)
+            else:
+                bucket.take_hyperparameters(values)
+                averages.give_to(bucket)
+                bucket.step()
+            bucket.give_hyperparameters(groups, values)
+            self._send(bucket, pipeline)
+        pipeline.drain()
+
+    def _send(self, bucket: UpdateBucket, pipeline: Pipeline) -> None:
+        """Write a bucket's parts back, drop their gradients, keep the errors, and start sending the parameters."""
+        for part in bucket.parts:
+            part.tensor.grad = None
+            if not part.is_ahead:
+                part.write_back(self.tensors[part.param])
+        for number, mine in bucket.slices.items():
+            gradients = self.reducer.slices[number]
+            gradients.average = None
+            if gradients.errors is not None:
+                gradients.errors.keep()
+            if gradients.param_form is not None:
+                to = gradients.cut, gradients.communicator, gradients.param_form
+                send_differences(self.tensors, mine, *to, pipeline)
+            elif gradients.communicator.world_size > 1:
+                gather_parameters(self.tensors, gradients.cut, gradients.communicator, pipeline)
+
+    def _trust_ratios(self, averages: GradientAverages, values: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+        """Run the first half of Lamb's step; one small all-reduce sums the norms of all tensors over the ranks."""
+        squares = torch.zeros(len(self.known), 2, dtype=torch.float64, device=self.communicator.device)
+        for bucket in self.buckets:
+            bucket.take_hyperparameters(values)
+            averages.give_to(bucket)
+            for part, square in bucket.measure():
+                squares[part.param] += square.to(squares.device)
+        for communicator in self.communicators():
+            rows = self.of_communicator(communicator)
+            mine = squares[rows]
+            communicator.all_reduce(mine).wait()
+            squares[rows] = mine
+        low, high = self.inner_options.get("min_coeff", 0.01), self.inner_options.get("max_coeff", 10.0)
+        return {number: trust_ratio(row[0], row[1], low, high) for number, row in enumerate(squares)}
+
+    @torch.no_grad()
+    def share_masters(self) -> None:
+        """Make the parameters of all ranks what the masters round to. All ranks call."""
+        for _, part in self.parts():
+            part.write_back(self.tensors[part.param])
+        self.share_parts()
+
+    @torch.no_grad()
+    def share_parts(self) -> None:
+        """Give all ranks this rank's elements of the parameters, at full precision. All ranks call."""
+        pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
+        with self.communicator.traffic.paused():
+            for gradients in self.reducer.slices:
+                if gradients.communicator.world_size > 1:
+                    gather_parameters(self.tensors, gradients.cut, gradients.communicator, pipeline)
+            pipeline.drain()
