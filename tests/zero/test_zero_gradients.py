@@ -395,15 +395,16 @@ def experts(rank: int, world_size: int, options: dict[str, Any]) -> None:
     dense, expert = nn.Parameter(torch.randn(30, 10)), nn.Parameter(torch.randn(20, 10) + rank % 2)
     groups = [{"params": [dense]}, {"params": [expert], "process_group": pairs[rank % 2], "lr": 0.1}]
     optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.01, **options)
+    exact = 0.02 if options.get("grad_compression") else 1e-5
     start, means = [dense.detach().clone(), expert.detach().clone()], (2.5, 2.0 + rank % 2)
     for _ in range(2):
         ((rank + 1) * (dense.sum() + expert.sum())).backward()
         norm = optimizer.clip_grad_norm_(1e9)
-        assert float(norm) == pytest.approx((300 * 2.5**2 + 200 * (2.0**2 + 3.0**2)) ** 0.5, rel=1e-3)
+        assert float(norm) == pytest.approx((300 * 2.5**2 + 200 * (2.0**2 + 3.0**2)) ** 0.5, rel=exact)
         optimizer.step()
-    tolerance = 1e-3 if options.get("grad_compression") else 1e-5
     for p, before, mean, lr in zip((dense, expert), start, means, (0.01, 0.1), strict=True):
-        torch.testing.assert_close(optimizer.get_full_param(p), before - 2 * lr * mean, rtol=0, atol=tolerance)
+        moved = before - optimizer.get_full_param(p)
+        torch.testing.assert_close(moved, torch.full_like(moved, 2 * lr * mean), rtol=exact, atol=1e-6)
     assert same_on_all_ranks([dense]) and not same_on_all_ranks([expert])
     assert "process_group" not in optimizer.state_dict()["param_groups"][1]
 
