@@ -9,7 +9,6 @@ bits on the parts.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,29 +87,20 @@ def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *
     ``numels`` has number and elements of each parameter, in the order in which they are sent. ``rotate`` gives the
     first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
     """
-    begins, position = [], 0
-    for _, numel in numels:
-        begins.append(position)
+    total = sum(_round_up(numel, ALIGN) for _, numel in numels)
+    sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
+    spans: list[list[list[Span]]] = [[[] for _ in range(world_size)] for _ in sizes]
+    position = 0  # of the parameter
+    for param, numel in numels:
+        start = 0
+        while start < numel:
+            number, inside = divmod(position + start, length)
+            turn, offset = divmod(inside, sizes[number])
+            stop = min(numel, start + sizes[number] - offset)
+            spans[number][(turn + number if rotate else turn) % world_size].append(Span(param, start, stop, offset))
+            start = stop
         position += _round_up(numel, ALIGN)
-    slices = []
-    for number, low in enumerate(range(0, position, length)):
-        part = min(length, _round_up(position - low, ALIGN * world_size)) // world_size
-        parts = [
-            tuple(_spans(numels, begins, low + turn * part, low + (turn + 1) * part)) for turn in range(world_size)
-        ]
-        first = number % world_size if rotate else 0
-        slices.append(Slice(part, tuple(parts[(rank - first) % world_size] for rank in range(world_size))))
-    return slices
-
-
-def _spans(numels: Sequence[tuple[int, int]], begins: Sequence[int], low: int, high: int) -> Iterator[Span]:
-    index = max(bisect_right(begins, low) - 1, 0)
-    while index < len(begins) and begins[index] < high:
-        (param, numel), begin = numels[index], begins[index]
-        first, last = max(begin, low), min(begin + numel, high)
-        if first < last:
-            yield Span(param, first - begin, last - begin, first - low)
-        index += 1
+    return [Slice(size, tuple(map(tuple, parts))) for size, parts in zip(sizes, spans, strict=True)]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -161,9 +151,9 @@ class Part:
         if not self.direct:
             self.tensor = self.tensor.to(wide, copy=True)
             self.tensor = in_host_memory(self.tensor) if offload else self.tensor
-        # after a master copy was written to the parameter: the version of the copy, and the parameter's bits
-        self._written: tuple[int, list[Tensor]] | None = None
-        self._replica_bits: list[Tensor] | None = None  # of the replica as it was written last
+        # the parameter's bits as a master copy was written to it last, and the copy's version if it is not ahead
+        self._bits: list[Tensor] | None = None
+        self._version = 0
 
     def replica_in(self, param: Tensor) -> Tensor:
         """Return this part's elements of the real parameter, in its memory if it is contiguous."""
@@ -176,7 +166,7 @@ class Part:
             if self.is_ahead:
                 self.note_replica(param)
             else:
-                self._written = self._bits_of(param)
+                self._version, self._bits = self.tensor._version, self._bits_of(param)
 
     def read_from(self, param: Tensor) -> None:
         """Give a master copy the parameter's values."""
@@ -191,7 +181,7 @@ class Part:
 
     def expect_replica(self, values: Tensor) -> None:
         """Note that this part's elements of the parameter should be these values, [n]."""
-        self._replica_bits = _fingerprint(values.reshape(-1))
+        self._bits = _fingerprint(values.reshape(-1))
 
     def follow(self, param: Tensor) -> bool:
         """Follow the parameter: to other memory if it was moved, and to values that other code has written.
@@ -206,15 +196,8 @@ class Part:
             if param.data_ptr() == here and param.device == self.tensor.device:
                 return False  # the memory is still held: no other tensor has this address
         values = self.replica_in(param)
-        if self.is_ahead:
-            self._follow_replica(values)
-            return False
         if not self.direct:
-            before = self._written
-            now = None if before is None else self._bits_of(param)
-            if before is None or now is None or before[0] != now[0] or _differ(before[1], now[1]):
-                _take_over(self.tensor, values)
-            self._written = None  # a step that fails may leave the copy changed, and the parameter not
+            (self._follow_replica if self.is_ahead else self._follow_copy)(param, values)
             return False
         moved = values.device != self.tensor.device
         if not param.is_contiguous() or values.dtype != self.tensor.dtype:  # model.to(channels_last) or .to(dtype)
@@ -223,29 +206,30 @@ class Part:
             self.tensor.data = values
         return moved
 
-    def _follow_replica(self, values: Tensor) -> None:
-        """Give a master that is ahead the parameter's values if other code has written any of them.
+    def _follow_copy(self, param: Tensor, values: Tensor) -> None:
+        before, self._bits = self._bits, None  # a step that fails may leave the copy changed, and the parameter not
+        now = None if before is None or self._version != self.tensor._version else self._bits_of(param)
+        if before is None or now is None or _differ(before, now):
+            _take_over(self.tensor, values)
 
-        A replica differs from what its master rounds to, so that single elements cannot tell: the whole part follows.
-        """
-        before, self._replica_bits = self._replica_bits, _fingerprint(values)
+    def _follow_replica(self, param: Tensor, values: Tensor) -> None:
+        """Take all values if any of them was written: single elements differ from what the master rounds to anyway."""
+        before, self._bits = self._bits, _fingerprint(values)
         if before is not None:
             before = [old.to(values.device) for old in before]
-            alike = [old.shape for old in before] == [new.shape for new in self._replica_bits]
+            alike = [old.shape for old in before] == [new.shape for new in self._bits]
             if alike and not values.is_cpu and values.device == self.tensor.device:  # the host does not wait for it
-                values = torch.where(_changed(before, self._replica_bits), values.to(self.tensor.dtype), self.tensor)
-            elif not _differ(before, self._replica_bits):
+                values = torch.where(_changed(before, self._bits), values.to(self.tensor.dtype), self.tensor)
+            elif not _differ(before, self._bits):
                 return
         self.tensor.copy_(values)
 
-    def _bits_of(self, param: Tensor) -> tuple[int, list[Tensor]] | None:
-        """Return the version of a master copy, and what tells whether its part of the parameter is written.
+    def _bits_of(self, param: Tensor) -> list[Tensor] | None:
+        """Return what tells whether other code writes this part of the parameter; None if values are compared instead.
 
         Masters beside a parameter on a device are compared there: the host would wait for sums, but need not copy.
         """
-        if self.tensor.device.type != "cpu" or not is_direct(param):
-            return None
-        return self.tensor._version, _sums_of_bits(self.replica_in(param))
+        return _sums_of_bits(self.replica_in(param)) if self.tensor.is_cpu and is_direct(param) else None
 
 
 def _fingerprint(values: Tensor) -> list[Tensor]:
