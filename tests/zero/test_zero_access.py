@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_compressopt import Lamb, ZeroConfig, ZeroOptimizer, estimate_zero_memory
 from hf_compressopt.zero.memory import memory_report, release_memory
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.zero_runs import (
     Case,
     Net,
@@ -23,7 +23,9 @@ from tests.support.zero_runs import (
 )
 
 
-def read_and_write(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(3)
+def test_values_states_and_gradients_are_read_and_written(rank: int, world_size: int, dtype: torch.dtype) -> None:
     case = Case(options={"reduce_bucket_size": 300}, dtype=dtype)
     plain_model, plain = train_plain(rank, case)
     model, optimizer = train_zero(rank, case)
@@ -75,12 +77,8 @@ def read_and_write(rank: int, world_size: int, dtype: torch.dtype) -> None:
         optimizer.offload_states()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_states_and_gradients_are_read_and_written(dtype: torch.dtype) -> None:
-    run_ranks(3, read_and_write, dtype)
-
-
-def by_name(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_by_name(rank: int, world_size: int) -> None:
     model = Net()
     optimizer = ZeroOptimizer(model.named_parameters(), Lamb, lr=1e-2)
     loss_of(model, rank, 0).backward()
@@ -90,10 +88,6 @@ def by_name(rank: int, world_size: int) -> None:
     assert 0 < float(optimizer.get_full_state("norm.weight", "trust_ratio")) <= 10
     with pytest.raises(KeyError, match="legal are empty, never"):
         optimizer.get_full_grad("norm.wait")
-
-
-def test_by_name() -> None:
-    run_ranks(2, by_name)
 
 
 def report(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -155,7 +149,8 @@ def test_options_as_one_object() -> None:
         ZeroOptimizer(params, torch.optim.AdamW, 2)  # type: ignore[arg-type]
 
 
-def low_precision(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_low_precision_on_the_wire_and_in_memory(rank: int, world_size: int) -> None:
     reference, _ = train_zero(rank, Case())
     found: dict[str, tuple[list[Tensor], Any]] = {}
     for name, dtype, options in (
@@ -179,7 +174,3 @@ def low_precision(rank: int, world_size: int) -> None:
         _, optimizer = train_zero(rank, Case(options={"communication_data_type": dtype}))
         sent[dtype] = optimizer.traffic.bytes["all_to_all"]
     assert sent["bf16"] * 2 == sent[None]
-
-
-def test_low_precision_on_the_wire_and_in_memory() -> None:
-    run_ranks(2, low_precision)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 
 
 class Odd(torch.optim.Optimizer):
@@ -58,33 +58,29 @@ def stepped(kind: str) -> tuple[nn.Parameter, ZeroOptimizer]:
     return weight, optimizer
 
 
-def refused(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_state_that_a_checkpoint_cannot_hold_is_refused_on_all_ranks(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     for number, (kind, message) in enumerate(REFUSED.items()):
         _, optimizer = stepped(kind)
         with pytest.raises((ValueError, OSError), match=message):
-            save_state(optimizer, f"{folder}/{number}")
+            save_state(optimizer, tmp_path / str(number))
         torch.distributed.barrier()
-        assert not list(Path(folder, str(number)).iterdir())
+        assert not list((tmp_path / str(number)).iterdir())
 
 
-def test_state_that_a_checkpoint_cannot_hold_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(2, refused, str(tmp_path))
-
-
-def numbers(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_numbers_come_back_in_their_own_kind(rank: int, world_size: int, tmp_path: Path) -> None:
     _, optimizer = stepped("numbers")
-    save_state(optimizer, folder)
+    save_state(optimizer, tmp_path)
     again = ZeroOptimizer([("weight", nn.Parameter(torch.zeros(3000)))], Odd, kind="numbers")
-    load_state(again, folder)
+    load_state(again, tmp_path)
     for bucket, piece in again.partition.parts():
         state = bucket.state_of(piece)
         assert torch.equal(state.pop("step"), torch.tensor(2.0))
         assert state == {"seen": True, "unseen": False, "count": 3, "mean": 0.5}
         assert [type(state[key]) for key in ("seen", "unseen", "count", "mean")] == [bool, bool, int, float]
-
-
-def test_numbers_come_back_in_their_own_kind(tmp_path: Path) -> None:
-    run_ranks(2, numbers, str(tmp_path))
 
 
 def test_state_in_blocks_of_a_whole_optimizer_does_not_load_into_parts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.flat import FLOAT_BYTES
-from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
+from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
 from tests.support.trainer_runs import same_on_all_ranks
 from tests.support.zero_runs import (
     INT4,
@@ -89,7 +89,8 @@ def test_both_kinds_of_checkpointing(world_size: int) -> None:
     run_ranks(world_size, checkpointed)
 
 
-def watched(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(rank: int, world_size: int) -> None:
     """At each gradient that arrives: the messages that have left, and the elements of gradients that are alive."""
     model, bucket = Stack(layers=16), 2 * 32 * 33
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=bucket)
@@ -114,12 +115,9 @@ def watched(rank: int, world_size: int) -> None:
     assert max(alive) <= total / world_size + 2 * bucket < total
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(world_size: int) -> None:
-    run_ranks(world_size, watched)
-
-
-def overflow(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(13)
+@on_ranks(2, 3)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int, world_size: int) -> None:
     case = Case(options={"reduce_bucket_size": 300, "loss_scale": "dynamic", "initial_loss_scale": 16.0})
     model, optimizer = train_zero(rank, case)
     before, state = bits(model), optimizer.get_full_state(model.first.weight, "exp_avg")
@@ -135,13 +133,8 @@ def overflow(rank: int, world_size: int) -> None:
     torch.testing.assert_close(bits(whole), bits(model), rtol=0, atol=0)
 
 
-@pytest.mark.invariant(13)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
-    run_ranks(world_size, overflow)
-
-
-def scaled_by_torch(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_gradient_scaler(rank: int, world_size: int) -> None:
     model = Net()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100)
@@ -157,10 +150,6 @@ def scaled_by_torch(rank: int, world_size: int) -> None:
     assert scaler.get_scale() == 512.0
     plain, _ = train_plain(rank, Case(clip=0.1))
     assert not list(different(bits(plain), bits(model)))
-
-
-def test_torchs_gradient_scaler() -> None:
-    run_ranks(2, scaled_by_torch)
 
 
 def stop(grad: Tensor) -> Tensor:
@@ -225,7 +214,8 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Any) -> None:
     _pool.kill()
 
 
-def broken_pass_then_good_ones(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_pass_that_raised_on_all_ranks_leaves_no_trace(rank: int, world_size: int) -> None:
     model = Stack()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=64)
     for stop_at, drop in ((0, True), (5, True), (3, False)):
@@ -240,10 +230,6 @@ def broken_pass_then_good_ones(rank: int, world_size: int) -> None:
         stack_loss(model, rank, 10 * step).backward()
         optimizer.step()
     assert not list(different(bits(model), train_stack(rank, {})))
-
-
-def test_a_pass_that_raised_on_all_ranks_leaves_no_trace() -> None:
-    run_ranks(2, broken_pass_then_good_ones)
 
 
 def _note(calls: list[str], what: str, *_: Any) -> None:
@@ -262,7 +248,12 @@ def _closure(model: nn.Module, optimizer: Any, rank: int, calls: list[str], part
     return loss
 
 
-def groups_and_more(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(3)
+@pytest.mark.invariant(10)
+@pytest.mark.invariant(11)
+@pytest.mark.invariant(19)
+@on_ranks(2)
+def test_groups_added_later_closures_schedulers_and_hooks(rank: int, world_size: int) -> None:
     """add_param_group, a tensor lr, a scheduler, a closure and hooks, beside the plain optimizer."""
     results = []
     for partitioned in (False, True):
@@ -290,14 +281,6 @@ def groups_and_more(rank: int, world_size: int) -> None:
     assert not list(different(*results))
 
 
-@pytest.mark.invariant(3)
-@pytest.mark.invariant(10)
-@pytest.mark.invariant(11)
-@pytest.mark.invariant(19)
-def test_groups_added_later_closures_schedulers_and_hooks() -> None:
-    run_ranks(2, groups_and_more)
-
-
 def saved(pair: Any) -> Any:
     torch.save(pair, file := io.BytesIO())
     file.seek(0)
@@ -307,7 +290,10 @@ def saved(pair: Any) -> Any:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "torch.save": saved}
 
 
-def copied(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.invariant(20)
+@pytest.mark.parametrize("how", COPIES)
+@on_ranks(2)
+def test_copies(rank: int, world_size: int, how: str) -> None:
     """A copy trains its own parameters, from where the original was, gradients included if it is a deep one."""
     for options in ({"reduce_bucket_size": 300}, INT4):
         case = Case(options=options, groups=True)
@@ -330,13 +316,9 @@ def copied(rank: int, world_size: int, how: str) -> None:
         pickle.dumps(own)
 
 
-@pytest.mark.invariant(20)
-@pytest.mark.parametrize("how", COPIES)
-def test_copies(how: str) -> None:
-    run_ranks(2, copied, how)
-
-
-def uneven(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(6)
+@on_ranks(3)
+def test_ranks_that_run_out_of_inputs(rank: int, world_size: int) -> None:
     """Rank r has 2 + r batches; who has no more contributes zeros."""
     for options, same in (({"reduce_bucket_size": 64}, {}), (INT4, INT4)):
         stacks = [Stack(), Stack()]
@@ -355,12 +337,9 @@ def uneven(rank: int, world_size: int) -> None:
         assert not list(different(*map(bits, stacks)))
 
 
-@pytest.mark.invariant(6)
-def test_ranks_that_run_out_of_inputs() -> None:
-    run_ranks(3, uneven)
-
-
-def mixed_dtypes(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(17)
+@on_ranks(2)
+def test_parameters_of_several_dtypes(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(32, 40), nn.Linear(40, 32).bfloat16(), nn.Linear(32, 7).double())
     for p in model.parameters():
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
@@ -383,12 +362,9 @@ def mixed_dtypes(rank: int, world_size: int) -> None:
     assert not list(different([m.detach().to(p.dtype) for m, p in zip(masters, twin, strict=True)], [*twin]))
 
 
-@pytest.mark.invariant(17)
-def test_parameters_of_several_dtypes() -> None:
-    run_ranks(2, mixed_dtypes)
-
-
-def experts(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"reduce_bucket_size": 100}, INT4], ids=str)
+@on_ranks(4)
+def test_groups_with_process_groups_of_their_own(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Four ranks: the dense part is averaged over all, expert e over the two ranks that hold it."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(0)
@@ -409,12 +385,8 @@ def experts(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert "process_group" not in optimizer.state_dict()["param_groups"][1]
 
 
-@pytest.mark.parametrize("options", [{"reduce_bucket_size": 100}, INT4], ids=str)
-def test_groups_with_process_groups_of_their_own(options: dict[str, Any]) -> None:
-    run_ranks(4, experts, options)
-
-
-def model_parallel(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_parallel_group_agrees_on_norm_and_overflow(rank: int, world_size: int) -> None:
     """Two ranks hold halves of one weight and copies of another; each is alone in its data-parallel group."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     split, copied = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(50))
@@ -431,11 +403,10 @@ def model_parallel(rank: int, world_size: int) -> None:
     assert optimizer.step_was_skipped
 
 
-def test_a_model_parallel_group_agrees_on_norm_and_overflow() -> None:
-    run_ranks(2, model_parallel)
-
-
-def more_ranks_than_elements(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(4)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@on_ranks(4)
+def test_more_ranks_than_elements(rank: int, world_size: int) -> None:
     p, empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(0))
     optimizer = ZeroOptimizer([p, p, empty], torch.optim.AdamW, lr=0.1)
     (p.sum() * (rank + 1) + empty.sum()).backward()
@@ -446,9 +417,3 @@ def more_ranks_than_elements(rank: int, world_size: int) -> None:
     other.step()
     assert torch.equal(plain, p)
     ZeroOptimizer([{"params": []}], torch.optim.AdamW).step()
-
-
-@pytest.mark.invariant(4)
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_more_ranks_than_elements() -> None:
-    run_ranks(4, more_ranks_than_elements)

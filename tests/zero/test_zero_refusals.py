@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_compressopt import CompressOptPlugin, FusedAdam, OnebitAdam, ZeroOptimizer, guard_torch_clipping
 from hf_compressopt.collectives import torch_clipping
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.logs import log_lines
 from tests.support.zero_runs import INT4, bits, different
 from tests.zero.test_zero_several import loss_of, net
@@ -142,17 +142,15 @@ def train(rank: int, **options: Any) -> list[Tensor]:
     return bits(model)
 
 
-def clipped_alike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks(rank: int, world_size: int) -> None:
     clipped = train(rank, clip_grad=1e-3)
     assert not list(different(clipped, train(rank, max_grad_norm=1e-3)))
     assert list(different(clipped, train(rank, max_grad_norm=0.0)))
 
 
-def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks() -> None:
-    run_ranks(2, clipped_alike)
-
-
-def torchs_clipping(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_clipping_is_refused_by_name(rank: int, world_size: int) -> None:
     guard_torch_clipping()
     model, other = net(3), net(3)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
@@ -167,10 +165,6 @@ def torchs_clipping(rank: int, world_size: int) -> None:
     assert float(optimizer.clip_grad_norm_(0.1)) == pytest.approx(float(norm))
     del optimizer
     assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)) == 0
-
-
-def test_torchs_clipping_is_refused_by_name() -> None:
-    run_ranks(2, torchs_clipping)
 
 
 def owners(kind: str, params: Any, **options: Any) -> Any:

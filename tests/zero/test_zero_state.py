@@ -12,7 +12,7 @@ import torch
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.zero_runs import (
     INT4,
     OPTIMIZERS,
@@ -121,7 +121,9 @@ def test_the_plain_optimizers_state_crosses_over() -> None:
     assert run_ranks(2, cross_over) == [[], []]
 
 
-def load_what_does_not_fit(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.invariant(27)
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_and_changes_nothing(rank: int, world_size: int, tmp_path: Path) -> None:
     case = Case("adamw", {"reduce_bucket_size": 500})
     _, optimizer = train_zero(rank, case)
     before = copy.deepcopy(optimizer.state_dict()["state"])
@@ -141,17 +143,12 @@ def load_what_does_not_fit(rank: int, world_size: int, folder: str) -> None:
         optimizer.load_state_dict(stub)
     with pytest.raises(ValueError, match="parameter groups"):
         torch.optim.AdamW(Net().parameters()).load_state_dict(stub)
-    save_state(optimizer, folder)
+    save_state(optimizer, tmp_path)
     with pytest.raises(CheckpointError, match="class"):
-        load_state(other, folder)
+        load_state(other, tmp_path)
     for key, row in optimizer.state_dict()["state"].items():
         for now, then in zip(row["pieces"], before[key]["pieces"], strict=True):
             assert all(torch.equal(now["state"][n], then["state"][n]) for n in then["state"])
-
-
-@pytest.mark.invariant(27)
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(2, load_what_does_not_fit, str(tmp_path))
 
 
 def header(key: str, value: Any) -> Any:
@@ -212,21 +209,18 @@ def test_a_hostile_index_is_refused_by_name_and_changes_nothing(damage: Any, tmp
     assert all(torch.equal(mine["state"][name], its["state"][name]) for name in mine["state"])
 
 
-def other_dtypes(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_state_loads_into_another_state_dtype(rank: int, world_size: int, tmp_path: Path) -> None:
     """Moments that were kept in 16 bits go on in the weight's 32, and the other way."""
     for saved, loaded in (({"state_dtype": "bf16"}, {}), ({}, {"state_dtype": "bf16"})):
         case = Case("adamw", saved)
         model, optimizer = fresh(case)
         run_steps(rank, case, model, optimizer, range(3))
-        save_state(optimizer, folder)
+        save_state(optimizer, tmp_path)
         case = Case("adamw", loaded)
         model, optimizer = fresh(case)
-        load_state(optimizer, folder)
+        load_state(optimizer, tmp_path)
         run_steps(rank, case, model, optimizer, range(3, 5))
         wanted = torch.bfloat16 if loaded else torch.float32
         states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
         assert {state["exp_avg"].dtype for state in states if state} == {wanted}
-
-
-def test_state_loads_into_another_state_dtype(tmp_path: Path) -> None:
-    run_ranks(2, other_dtypes, str(tmp_path))
