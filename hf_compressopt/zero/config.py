@@ -307,26 +307,24 @@ def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] | Non
             f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, got "
             f"{optimizer_class!r}; its options follow as keyword arguments"
         )
+    name, options, reason = optimizer_class.__name__, options or {}, None
     if issubclass(optimizer_class, CompressedOptimizer):
-        raise ValueError(
-            f"{optimizer_class.__name__} cannot be partitioned: its error feedback needs whole buckets on every rank; "
-            "use ZeroOptimizer with torch.optim.AdamW or Lamb, or OnebitAdam, which has an option zero_stage of its own"
+        reason = (
+            "its error feedback needs whole buckets on every rank; use ZeroOptimizer with torch.optim.AdamW or Lamb, "
+            "or OnebitAdam, which has an option zero_stage of its own"
         )
-    if issubclass(optimizer_class, Lamb):
-        return
-    for name in [cls.__name__ for cls in optimizer_class.__mro__ if cls.__name__ != _NO_FAMILY]:
-        reasons = [_WHOLE_TENSORS.get(name), *(reason for part, reason in _FAMILIES.items() if part in name)]
-        if any(reasons):
-            raise ValueError(f"{optimizer_class.__name__} cannot be partitioned: {next(filter(None, reasons))}")
-    options = options or {}
-    if options.get("optim_bits", 32) != 32:
-        raise ValueError(
-            f"{optimizer_class.__name__} with optim_bits={options['optim_bits']} cannot be partitioned: {_IN_BLOCKS}"
-        )
+    elif options.get("optim_bits", 32) != 32:
+        name, reason = f"{name} with optim_bits={options['optim_bits']}", _IN_BLOCKS
+    elif not issubclass(optimizer_class, Lamb):
+        bases = [base.__name__ for base in optimizer_class.__mro__ if base.__name__ != _NO_FAMILY]
+        families = [why for base in bases for part, why in _FAMILIES.items() if part in base]
+        reason = next((_WHOLE_TENSORS[base] for base in bases if base in _WHOLE_TENSORS), next(iter(families), None))
+    if reason:
+        raise ValueError(f"{name} cannot be partitioned: {reason}")
     if options.get("percentile_clipping", 100) != 100:
         raise ValueError(
-            f"percentile_clipping must be 100, got {options['percentile_clipping']}: {optimizer_class.__name__} would "
-            "clip by the norms of this rank's parts of tensors; use clip_grad"
+            f"percentile_clipping must be 100, got {options['percentile_clipping']}: {name} would clip by the norms of "
+            "this rank's parts of tensors; use clip_grad"
         )
 
 

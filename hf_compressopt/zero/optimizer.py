@@ -97,7 +97,6 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         model_parallel_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        """See the class."""
         self.config, self._given = ZeroConfig.split(config, options)
         check_optimizer_class(optimizer_class, self._given)
         self._inner_options, self.clip_grad = take_clipping(optimizer_class, self._given, self.config.clip_grad)
@@ -509,17 +508,14 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             work.wait()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the steps that a rank without inputs takes."""
         return _ShadowSteps(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Device of the Join context's own small tensors."""
         return self.communicator.device
 
     @property
     def join_process_group(self) -> Any:
-        """The ranks."""
         return getattr(self.communicator, "process_group", None) or torch.distributed.group.WORLD
 
     # -- state dict ---------------------------------------------------------------------------------------------------
@@ -639,6 +635,5 @@ class _ShadowSteps(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        """Take part in one pass and one step, without gradients of this rank."""
         self._optimizer.partition.reducer.empty_pass()
         self._optimizer.step()
