@@ -24,8 +24,7 @@ from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
-from hf_compressopt.optim.agreement import Consensus, report_switch, write_log
-from hf_compressopt.optim.gradients import CLIPS, ESTIMATE, Grads
+from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, report_switch, write_log
 from hf_compressopt.optim.group import (
     STATE,
     ExtraState,
@@ -768,7 +767,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             levels both on the link of a node); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
             gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
-            :mod:`~hf_compressopt.optim.gradients`).
+            :mod:`~hf_compressopt.optim.agreement`).
         """
         counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use

@@ -1,22 +1,40 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962), with the moments and decay of Adam and one trust ratio per tensor.
+"""LAMB (You et al. 2020, arXiv 1904.00962), and 1-bit LAMB (Li et al. 2021, arXiv 2104.06069).
 
-For every tensor:
+LAMB has the moments and decay of Adam and one trust ratio per tensor. For every tensor:
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     update = m^ / (sqrt(v^) + eps) + wd p
     coeff = clamp(||p|| / ||update||, min_coeff, max_coeff), and 1 if a norm is 0
     p <- p - lr coeff update
+
+1-bit LAMB:
+
+Warmup stage, t <= freeze_step: LAMB, and for every tensor whose coefficient is not 1
+    c = coeff_beta c + (1 - coeff_beta) coeff                                               (1)
+At the end of step freeze_step, once: bias corrections and variance floor as in 1-bit Adam; v_fresh = v; per tensor
+    momentum_scale = ||m|| / sqrt(numel);  scaling_coeff = mean(momentum_scale) / momentum_scale  (2)
+Compressed stage, t > freeze_step:
+    m_r = b1 m + (1 - b1) g_r;  m' = compressed_all_reduce(m_r scaling_coeff) / scaling_coeff     (3)
+    g' = (m' - b1 m) / (1 - b1);  v_fresh = b2 v_fresh + (1 - b2) g'^2                            (4)
+    factor = max((sqrt(v) + eps) / (sqrt(v_fresh) + eps)), bounded                                (5)
+    update = m' / (sqrt(v) + eps) + wd p;  p <- p - lr c factor update                            (6)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import sum_of_squares
-from hf_compressopt.optim.base import evaluate
+from hf_compressopt import kernels
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.flat import Bucket, Span
+from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
+from hf_compressopt.optim.base import CompressedOptimizer, evaluate
+from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
     AdamOptions,
     adam_options,
@@ -27,6 +45,7 @@ from hf_compressopt.optim.math import (
     trust_ratio,
 )
 from hf_compressopt.optim.options import check_at_least, check_last_group
+from hf_compressopt.schedules import OnebitSchedule, StepPlan
 
 
 class Lamb(torch.optim.Optimizer):
@@ -204,3 +223,203 @@ def check_coefficients(min_coeff: float, max_coeff: float) -> None:
     """
     check_at_least("min_coeff", min_coeff, 0)
     check_at_least("max_coeff", max_coeff, min_coeff)
+
+
+@dataclass(frozen=True)
+class OnebitLambSchedule(OnebitSchedule):
+    """The schedule of 1-bit Adam, with a longer warmup if that sends low-bit gradients: it learns trust ratios too."""
+
+    low_bit_freeze_share: ClassVar[float] = 0.3
+
+
+class OnebitLamb(CompressedOptimizer):
+    """LAMB whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
+
+    Norms, coefficients and factors stay on the device: a step synchronises with the host no more often for many
+    tensors than for one.
+
+    Args:
+        params: As for OnebitAdam.
+        lr: Learning rate.
+        max_coeff: Upper bound of the trust ratio in the warmup stage.
+        min_coeff: Lower bound of it, >= 0.
+        coeff_beta: Coefficient of its running average, in [0, 1).
+        factor_max: Upper bound of the factor on that average in the compressed stage.
+        factor_min: Lower bound of it, >= 0.
+        factor_threshold: Largest relative change of the factor in one step, >= 0.
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that no option can make work.
+    """
+
+    schedule_class = OnebitLambSchedule
+    extra_state = (
+        ExtraState("exp_avg_sq_fresh", "element"),
+        ExtraState("scaling_coeff", "parameter", 1.0),
+        ExtraState("lamb_coeff_freeze", "parameter"),
+        ExtraState("lamb_coeff_updates", "parameter"),
+        ExtraState("last_factor", "parameter", 1.0),
+        ExtraState("lamb_coeff", "parameter", 1.0, always=True),
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        **options: Any,
+    ) -> None:
+        """See the class."""
+        check_coefficients(min_coeff, max_coeff)
+        if options.get("max_update"):
+            raise ValueError(
+                f"max_update is not supported with OnebitLamb, got {options['max_update']}: the step of a tensor is "
+                "scaled by trust ratios that were measured on updates without such a bound. Use factor_max"
+            )
+        options.pop("max_update", None)
+        check_at_least("factor_min", factor_min, 0)
+        check_at_least("factor_max", factor_max, factor_min)
+        check_at_least("factor_threshold", factor_threshold, 0)
+        if not 0 <= coeff_beta < 1:
+            raise ValueError(f"coeff_beta must be in [0, 1), got {coeff_beta}")
+        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
+        self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self._sums: dict[GroupState, Tensor] = {}  # of the step under way; see kernels.lamb_moments_
+        super().__init__(params, lr, **options)
+        # native kernels and the reference round LAMB's norms differently
+        self._alike = (f"kernels={kernels.implementation(self.communicator.device).split()[0]}",)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return a copy of the last coefficients, one per trainable tensor, group by group."""
+        return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
+
+    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+        options = adam_options(state.options)
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            moments = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index)
+            param, step = state.params[index], state.steps[index]
+            coeff = lamb_step_(param, grad, *moments, step, options, self.min_coeff, self.max_coeff)
+            state.extra["lamb_coeff"][index] = coeff
+            if not state.compressed:
+                continue
+            moved = coeff != 1
+            average = state.extra["lamb_coeff_freeze"][index]
+            average.copy_(torch.where(moved, self.coeff_beta * average + (1 - self.coeff_beta) * coeff, average))  # (1)
+            state.extra["lamb_coeff_updates"][index] += moved
+
+    def _end_warmup(self, plan: StepPlan) -> None:
+        super()._end_warmup(plan)
+        scales: list[Tensor] = []
+        places: list[tuple[GroupState, int]] = []
+        for state in self._states:
+            if not state.compressed:
+                continue
+            state.extra["exp_avg_sq_fresh"].copy_(state.exp_avg_sq)
+            for index, numel in enumerate(state.layout.numels):
+                if numel:
+                    square = sum_of_squares([state.view(state.exp_avg, index)], state.device)
+                    scales.append((square / numel).sqrt())
+                    places.append((state, index))
+        united = _united_scale(scales, [state for state, _ in places], self._states, self.communicator)
+        for scale, (state, index) in zip(scales, places, strict=True):
+            one = torch.ones_like(scale)
+            state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
+        for state in self._states:
+            if state.compressed:
+                state.errors.scale_(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
+
+    def _prepare(
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
+    ) -> Combination:
+        beta1, _ = state.options["betas"]
+        gradients = state.gradient_segments(bucket, grads)
+        exp_avg, scaling = state.exp_avg[bucket.start : bucket.stop], state.extra["scaling_coeff"]
+        return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1, scaling)  # (3)
+
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
+        flat, options = slice(bucket.start, bucket.stop), _lamb_options(state.options)
+        if bucket.start == 0:
+            self._sums[state] = torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
+        moments = state.exp_avg[flat], state.extra["exp_avg_sq_fresh"][flat], state.variance(bucket)
+        scaling, sums = state.extra["scaling_coeff"], self._sums[state]
+        with state.parameter_segments(bucket) as params:
+            update = LambMoments(average, *moments, params, scaling, sums, options)
+            kernels.on(state.device).lamb_moments_(update)  # (3), (4)
+        whole = [piece.index for piece in bucket.pieces if piece.stop == state.layout.numels[piece.index]]
+        if whole:  # tensors whose last part has arrived
+            self._apply_tensors(state, range(whole[0], whole[-1] + 1))
+
+    def _rows_of(self, tensors: tuple[int, ...], device: torch.device) -> Tensor:
+        """Return the numbers of tensors, [n] int64 on the device, which gets each once."""
+        rows = self._rows.get((tensors, device))
+        if rows is None:
+            rows = self._rows[tensors, device] = torch.tensor(tensors, dtype=torch.int64, device=device)
+        return rows
+
+    def _apply_tensors(self, state: GroupState, tensors: range) -> None:
+        """Move consecutive tensors, with coefficients that are computed for all of them at once."""
+        options = _lamb_options(state.options)
+        moving = [i for i in tensors if state.layout.numels[i] and state.params[i].requires_grad]
+        rows = self._rows_of(tuple(moving), state.device)
+        direction, update, factor = self._sums[state][rows].unbind(dim=1)  # (5)
+        if options.weight_decay > 0:
+            share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)
+            factor = factor * share + 1 - share
+        last = state.extra["last_factor"][rows]
+        factor = factor.float().clamp(self.factor_min, self.factor_max)
+        factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
+        coeff = _frozen_coeffs(state, self.coeff_beta)[rows] * factor
+        state.extra["last_factor"][rows], state.extra["lamb_coeff"][rows] = factor, coeff
+        rates = torch.zeros_like(state.extra["lamb_coeff"])
+        rates[rows] = coeff * state.options["lr"]
+        pieces = tuple(
+            Span(i, 0, state.layout.numels[i], state.layout.starts[i]) for i in tensors if state.layout.numels[i]
+        )
+        span = Bucket(pieces[0].offset, pieces[-1].offset + pieces[-1].numel, pieces)
+        exp_avg, variance = state.exp_avg[span.start : span.stop], state.variance(span)
+        with state.parameter_segments(span, moving) as params:
+            kernels.on(state.device).lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
+
+
+def _united_scale(
+    scales: Sequence[Tensor], holders: Sequence[GroupState], states: Sequence[GroupState], communicator: Communicator
+) -> Tensor:
+    """Return the mean of the tensors' momentum scales; a tensor that only some of the ranks hold counts once.
+
+    Args:
+        scales: [] float64 each, of this rank's tensors.
+        holders: For each of them its param group.
+        states: All param groups.
+        communicator: All ranks.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=communicator.device)
+    if not has_own_groups(states):
+        return torch.stack(list(scales)).mean() if scales else total[0]
+    for scale, holder in zip(scales, holders, strict=True):
+        once = torch.stack([scale.to(total.device), torch.ones_like(total[0])])
+        total += once * (1 / holder.communicator.world_size)
+    communicator.all_reduce(total).wait()
+    return total[0] / total[1]
+
+
+def _frozen_coeffs(state: GroupState, coeff_beta: float) -> Tensor:
+    average, updates = state.extra["lamb_coeff_freeze"], state.extra["lamb_coeff_updates"]
+    if state.options["bias_correction"]:
+        average = average / (1 - coeff_beta**updates)
+    return torch.where(updates > 0, average, 1.0)
+
+
+def _lamb_options(group: dict[str, Any]) -> LambOptions:
+    beta1, beta2 = group["betas"]
+    return LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"])

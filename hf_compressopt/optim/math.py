@@ -21,8 +21,6 @@ _CHUNK = 1 << 18  # elements of which a wider copy may be made
 
 @dataclass(frozen=True)
 class AdamOptions:
-    """Hyperparameters of one param group for Adam's arithmetic."""
-
     lr: float | Tensor
     beta1: float
     beta2: float
@@ -33,7 +31,6 @@ class AdamOptions:
 
 
 def adam_options(group: dict[str, Any]) -> AdamOptions:
-    """Return the options of a param group for Adam's arithmetic."""
     beta1, beta2 = group["betas"]
     return AdamOptions(
         lr=group["lr"],
@@ -243,7 +240,6 @@ def grad_square_sum(params: Sequence[Tensor]) -> Tensor | None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, without an import of torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")  # a DTensor has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 

@@ -25,7 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_at_least(name: str, value: Any, low: float) -> None:
-    """Check value >= low."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(f"{name} must be a number >= {low}, got {value!r}")
     if not bool(value >= low):
@@ -41,7 +40,6 @@ def check_max_update(value: Any) -> None:
 
 
 def check_count(name: str, value: Any, low: int = 1) -> None:
-    """Check that value is an int >= low."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int >= {low}, got {value!r}")
     if value < low:
@@ -70,7 +68,6 @@ def resolve_communicator(
 
 
 def check_betas(betas: Any) -> None:
-    """Check the coefficients of Adam's running averages."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for index, beta in enumerate(betas):
@@ -79,7 +76,6 @@ def check_betas(betas: Any) -> None:
 
 
 def check_names(names: Sequence[str], count: int) -> None:
-    """Check that there is a different name for each of the trainable parameters."""
     if len(names) != count or len(set(names)) != len(names):
         raise ValueError(
             f"there must be a different name for each of the {count} trainable parameters, got {len(names)} names, "
@@ -88,7 +84,6 @@ def check_names(names: Sequence[str], count: int) -> None:
 
 
 def check_group(group: dict[str, Any], number: int) -> None:
-    """Check the options and parameters of a param group."""
     for name in ("lr", "eps", "weight_decay"):
         check_at_least(name, group[name], 0)
     check_betas(group["betas"])
@@ -128,7 +123,6 @@ def _check_one_device(groups: list[dict[str, Any]]) -> None:
 
 
 def check_parameter(param: Tensor, dtypes: tuple[torch.dtype, ...], number: int) -> None:
-    """Check that an optimizer can update a parameter in place."""
     if param.dtype not in dtypes:
         raise TypeError(f"parameters must be one of {dtypes}, got {param.dtype} in param group {number}")
     if (problem := why_not_dense(param)) is not None:
@@ -172,7 +166,6 @@ def in_lists(params: Any) -> tuple[Any, torch.device]:
 
 
 def check_last_group(groups: list[dict[str, Any]], *, one_device: bool = False) -> None:
-    """Check the param group that was added last; remove it if it is not valid."""
     try:
         check_group(groups[-1], len(groups) - 1)
         if one_device:

@@ -58,11 +58,10 @@ from hf_compressopt.kernels import Average, Combination, Errors, IntegerFormat, 
 from hf_compressopt.kernels.errors import like_errors, tensor_of
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
-from hf_compressopt.optim.gradients import Grads, MeanNorm, StepGradients, find_fault
-from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
+from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
 from hf_compressopt.optim.late import Early, EarlyMessages, Key, Prepare
 from hf_compressopt.optim.math import adam_options, adam_step_, correct_bias_, sum_of
-from hf_compressopt.optim.moment_shards import MomentShards, part_of
 from hf_compressopt.schedules import StepPlan
 
 _Counts = tuple[Sequence[float], Sequence[float]]

@@ -31,9 +31,8 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, LocalUpdate, ParameterSync
-from hf_compressopt.optim.agreement import digest_of, write_log
+from hf_compressopt.optim.agreement import Grads, digest_of, write_log
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import bit_sum, descent
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update

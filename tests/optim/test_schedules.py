@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam
-from hf_compressopt.optim.onebit_lamb import OnebitLambSchedule
+from hf_compressopt.optim.lamb import OnebitLambSchedule
 from hf_compressopt.schedules import AUTO, OnebitSchedule, Schedule, Stage, Warmup, ZeroOneSchedule
 from tests.support.logs import log_lines
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
-from hf_compressopt.optim.gradients import sketch_size
+from hf_compressopt.optim.agreement import sketch_size
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 SHAPES = [(300, 41), (77,), (0,), (5, 6, 7), (900,)]
