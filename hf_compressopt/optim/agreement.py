@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,9 +66,7 @@ class GradientNoise:
         """Take up a measurement of (1), alike on all ranks; NaN and infinity are none."""
         if math.isfinite(common):
             state = self._tensors.setdefault(NOISE, torch.zeros(2, dtype=torch.float64, device="cpu"))
-            state.mul_(MEMORY)
-            for place, value in enumerate((common, 1.0)):
-                state[place].add_(value, alpha=1 - MEMORY)
+            state.mul_(MEMORY).add_(torch.tensor([common, 1.0], dtype=torch.float64, device="cpu"), alpha=1 - MEMORY)
 
     @property
     def common(self) -> float | None:
@@ -103,12 +101,12 @@ ESTIMATE = "an estimate of that of the mean gradient, within some per cent"
 
 
 class Sketch(NamedTuple):
-    """The sketch of the gradients of the parameters that the ranks of a communicator hold."""
+    """The sketch of the gradients that the ranks of a communicator hold."""
 
     communicator: Communicator
-    y: Tensor
-    square: Tensor
-    size: int
+    y: Tensor  # [4096] float32, of this rank
+    square: Tensor  # [] float64, the sum of squares of this rank's gradients
+    size: int  # the numbers that are sent
 
 
 def sketch_size(numel: int) -> int:
@@ -117,27 +115,68 @@ def sketch_size(numel: int) -> int:
 
 
 class MeanNorm:
-    """This rank's part of the norm of the mean gradient, and the noise that the norms show."""
+    """This rank's part of the norm of the mean gradient, and the noise that the norms show.
 
-    def __init__(self, everyone: Communicator, device: torch.device) -> None:
+    Attributes:
+        sketches: One for each group of ranks whose gradients are each rank's own.
+        averaged: [] float64, the share-weighted sum of squares of gradients that are alike on the ranks that hold them.
+        squares: The sums of squares of all these gradients, [] float64, by their share: 1 over the number of ranks that
+            hold the parameter.
+        common: (1), after :meth:`square`; NaN if there is none.
+        mean_square: The mean over ranks of the squared norms of their gradients, after :meth:`square`.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[GroupState],
+        gradients: Sequence[Sequence[Tensor | None]],
+        parameters: Sequence[Tensor] | None,
+        everyone: Communicator,
+        seed: int,
+        *,
+        averaged: bool,
+    ) -> None:
+        """Measure this rank's gradients; if ``averaged``, those that all ranks hold are alike on all."""
         self.everyone = everyone
         self.sketches: list[Sketch] = []
-        self.averaged = torch.zeros((), dtype=torch.float64, device=device)
+        self.averaged = torch.zeros((), dtype=torch.float64, device=states[0].device if states else everyone.device)
         self.squares: dict[float, Tensor] = {}
         self.common = self.mean_square = math.nan
+        chosen = None if parameters is None else {id(p) for p in parameters}
+        groups = by_communicator(states)
+        if not any(communicator is everyone for communicator, _ in groups):
+            groups.insert(0, (everyone, []))
+        for communicator, together in sorted(groups, key=lambda group: group[0] is not everyone):
+            rows: list[tuple[int, Tensor | None]] = []
+            for state in together if gradients else ():
+                for param, grad in zip(state.params, gradients[state.number], strict=True):
+                    rows.append((param.numel(), grad if chosen is None or id(param) in chosen else None))
+            if communicator is everyone and parameters and gradients:
+                known = {id(param) for state in states for param in state.params}
+                for param in (param for param in parameters if id(param) not in known):
+                    grad = None if param.grad is None else param.grad.to(self.averaged.device, torch.float32)
+                    rows.append((param.numel(), grad))
+            alike = communicator.world_size == 1 or (averaged and communicator is everyone)
+            size = sketch_size(sum(state.layout.numel for state in together))
+            self._add(communicator, rows, None if alike else seed, size)
 
-    def add(
-        self, communicator: Communicator, tensors: Sequence[tuple[int, Tensor | None]], seed: int | None, size: int
+    def _add(
+        self, communicator: Communicator, rows: Sequence[tuple[int, Tensor | None]], seed: int | None, size: int
     ) -> None:
-        """Measure the gradients of the parameters of a communicator."""
         device, share = self.averaged.device, 1 / communicator.world_size
-        if seed is None or communicator.world_size == 1:
-            square = sum_of_squares([grad for _, grad in tensors if grad is not None], device)
+        if seed is None:
+            square = sum_of_squares([grad for _, grad in rows if grad is not None], device)
             self.averaged = self.averaged + square * share
         else:
-            sketch = _sketch_of(tensors, seed, device)
-            self.sketches.append(Sketch(communicator, *sketch, size))
-            square = sketch[1]
+            y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
+            square = torch.zeros((), dtype=torch.float64, device=device)
+            segments = [
+                Segment(None if grad is None else in_memory("the gradient", grad), 0, numel, index)
+                for index, (numel, grad) in enumerate(rows)
+            ]
+            if any(segment.numel for segment in segments):
+                sketch_(segments, 0, seed, y, square)
+            self.sketches.append(Sketch(communicator, y, square, size))
         self.squares[share] = self.squares.get(share, 0) + square
 
     @property
@@ -157,7 +196,7 @@ class MeanNorm:
                 shared = y
             else:
                 communicator.all_reduce(y).wait()
-                own = own + _square_of_mean(y.double(), communicator.world_size) * share
+                own = own + y.double().div(communicator.world_size).square().sum() * share
         return [self.averaged, own, local, divided], shared
 
     def square(self, sums: Sequence[float]) -> float:
@@ -167,56 +206,6 @@ class MeanNorm:
         self.common = (mean - divided) / (local - divided) if local != divided else math.nan
         self.mean_square = averaged + local
         return averaged + mean
-
-
-def measure(
-    states: Sequence[GroupState],
-    gradients: Sequence[Sequence[Tensor | None]],
-    parameters: Sequence[Tensor] | None,
-    everyone: Communicator,
-    seed: int,
-    *,
-    averaged: bool,
-) -> MeanNorm:
-    """Measure this rank's gradients for the norm of their mean."""
-    chosen: Collection[int] | None = None if parameters is None else {id(p) for p in parameters}
-    found = MeanNorm(everyone, states[0].device if states else everyone.device)
-    tensors: dict[int, list[tuple[int, Tensor | None]]] = {id(everyone): []}
-    communicators, sizes = {id(everyone): everyone}, {id(everyone): 0}
-    for communicator, together in by_communicator(states):
-        communicators[id(communicator)] = communicator
-        rows = tensors.setdefault(id(communicator), [])
-        sizes[id(communicator)] = sum(state.layout.numel for state in together)
-        for state in together if gradients else ():
-            for param, grad in zip(state.params, gradients[state.number], strict=True):
-                rows.append((param.numel(), grad if chosen is None or id(param) in chosen else None))
-    known = {id(param) for state in states for param in state.params}
-    for param in parameters or ():
-        if id(param) not in known and gradients:
-            grad = None if param.grad is None else param.grad.to(found.averaged.device, torch.float32)
-            tensors[id(everyone)].append((param.numel(), grad))
-    for key, communicator in communicators.items():
-        alike = averaged and communicator is everyone
-        found.add(communicator, tensors[key], None if alike else seed, sketch_size(sizes[key]))
-    return found
-
-
-def _sketch_of(tensors: Sequence[tuple[int, Tensor | None]], seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a sketch, [4096] float32, and a sum of squares, [] float64."""
-    y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    segments = [
-        Segment(None if grad is None else in_memory("the gradient", grad), 0, numel, index)
-        for index, (numel, grad) in enumerate(tensors)
-    ]
-    if any(segment.numel for segment in segments):
-        sketch_(segments, 0, seed, y, square)
-    return y, square
-
-
-def _square_of_mean(sum_of_sketches: Tensor, world_size: int) -> Tensor:
-    """Return the squared norm of the mean. sum_of_sketches: [size] float64, or [0]. Returns [] float64."""
-    return sum_of_sketches.div(world_size).square().sum()
 
 
 Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
@@ -306,10 +295,6 @@ class StepGradients:
                 self._local_squares[share] = self._local_squares.get(share, 0) + square
         return self._local_squares
 
-    def take_squares(self, squares: dict[float, Tensor]) -> None:
-        """Take over what :meth:`local_squares` returns, if someone has computed it."""
-        self._local_squares = squares
-
     def reuse(self, measured: StepGradients | None) -> bool:
         """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients."""
         same = measured is not None and measured.measured_signature == self.signature()
@@ -333,7 +318,7 @@ class StepGradients:
     ) -> Any:
         """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers."""
         part = part or self
-        weight = _share_of if self.ask else ratio or _whole
+        weight = None if self.ask else ratio or (lambda share: 1.0)
         own = [each._own_square(overflow, weight) for each in (self, *([] if part is self else [part]))]
         alike: list[bool] = []
         if self.ask:
@@ -356,13 +341,13 @@ class StepGradients:
         self.measured_signature = self.signature()
         return alike
 
-    def _own_square(self, overflow: bool, weight: Callable[[float], float]) -> Tensor:
-        """This rank's contribution to the sum of squares, [] float64; ``weight`` returns the factor of each share."""
+    def _own_square(self, overflow: bool, weight: Callable[[float], float] | None) -> Tensor:
+        """Return this rank's contribution to the sum of squares, [] float64; the share itself is the default weight."""
         square = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
         if overflow:
             return square + math.inf
         for share, local in self.local_squares().items() if self.fault is None else ():
-            square = square + local * weight(share)
+            square = square + local * (share if weight is None else weight(share))
         return square
 
     def square_norm(self) -> float:
@@ -404,20 +389,6 @@ class StepGradients:
 
     def _scaled(self, grad: Tensor | None, factor: float) -> Tensor | None:
         return grad if grad is None or id(grad) in self.left else grad * factor
-
-    def after_clipping(self, part: StepGradients) -> None:
-        """Record that a part of the gradients was clipped: they are finite as before, and their norm is another one."""
-        if part is not self:
-            self._local_squares = None
-            self.measured_signature = self.signature()
-
-
-def _share_of(share: float) -> float:
-    return share
-
-
-def _whole(share: float) -> float:
-    return 1.0
 
 
 def _scale_(grads: Sequence[Tensor], factor: float) -> None:
@@ -518,15 +489,12 @@ class Comparison:
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
         self._states, self._communicator = states, communicator
-        self._checked = False
+        self.checked = False
         self._compared_at = 0  # the step before which the ranks were compared last
-
-    def check_anew(self) -> None:
-        self._checked = False
 
     def check(self, plan: StepPlan, before: StepPlan | None, alike: Callable[[], Sequence[Any]]) -> None:
         """Check, before the first step and before the first one of a stage, that the ranks are alike."""
-        if not self._checked:
+        if not self.checked:
             own = [state.own_rank is not None for state in self._states]
             self._communicator.require_equal(
                 "optimizer, step, options, or param groups with a process_group of their own", [*alike(), own]
@@ -534,8 +502,10 @@ class Comparison:
             self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
             self.require_same_hyperparameters()
             if plan.agree:  # else each rank has parameters of its own
-                self._require_equal("the bits of their parameters (are they alike at the start?)", _parameter_bits)
-            self._checked, self._compared_at = True, plan.step
+                self._require_equal(
+                    "the bits of their parameters (are they alike at the start?)", lambda s: _bits(s.params)
+                )
+            self.checked, self._compared_at = True, plan.step
         elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
             self.require_same_hyperparameters()
             self._align(plan.step)
@@ -556,7 +526,7 @@ class Comparison:
         apart: list[tuple[Communicator, list[GroupState]]] = []
         with self._communicator.traffic.paused():
             for communicator, states in by_communicator(self._states):
-                everyone = communicator.all_gather_object([_replicated_bits(state) for state in states])
+                everyone = communicator.all_gather_object([_bits(_replicated(state)) for state in states])
                 if any(bits != everyone[0] for bits in everyone):
                     apart.append((communicator, states))
                     if _largest_difference(states, step - 1, communicator) > 1:
@@ -592,14 +562,8 @@ class Comparison:
             raise error
 
 
-def _parameter_bits(state: GroupState) -> int:
-    """Return a sum of the bits of a group's parameters."""
-    return int(sum(bit_sum(param) for param in state.params))
-
-
-def _replicated_bits(state: GroupState) -> int:
-    """Return a sum of the bits of what ranks hold alike after the warmup stage: parameters, moments, coefficients."""
-    return int(sum(bit_sum(tensor) for tensor in _replicated(state)))
+def _bits(tensors: Iterable[Tensor]) -> int:
+    return int(sum(bit_sum(tensor) for tensor in tensors))
 
 
 def _largest_difference(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
@@ -727,7 +691,9 @@ class Consensus:
         part = gradients if chosen is None else gradients.of(chosen, self.states)
         self._agree(gradients, plan, part, chosen, sketched=True)
         norm = part.clip_(max_norm, in_place=True)
-        gradients.after_clipping(part)
+        if part is not gradients:  # those are finite as before, but their norm is another one
+            gradients._local_squares = None
+            gradients.measured_signature = gradients.signature()
         self.measured = gradients
         self.early.note_norm(norm, max_norm, self._usual, whole=whole)
         return norm
@@ -811,11 +777,11 @@ class Consensus:
         if gradients.freed is not None and not (self.freed and self.freed.knows_norm):
             return None
         groups = [] if gradients.fault is not None else gradients.groups
-        mean = measure(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
+        mean = MeanNorm(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
         if gradients.freed is not None and self.freed is not None:
             self.freed.contribute(mean)
         if gradients.fault is None:
-            part.take_squares(mean.squares)
+            part._local_squares = mean.squares
         return mean
 
     def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, list[bool]]:

@@ -27,6 +27,7 @@ from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, report_switch, write_log
 from hf_compressopt.optim.group import (
     STATE,
+    STATES,
     ExtraState,
     GroupState,
     ParamGroups,
@@ -35,12 +36,13 @@ from hf_compressopt.optim.group import (
     mean_variance_norm,
 )
 from hf_compressopt.optim.late import EarlyMessages
-from hf_compressopt.optim.math import adam_options, adam_step_, descent
+from hf_compressopt.optim.math import adam_step_, descent
 from hf_compressopt.optim.options import (
+    check_at_least,
     check_count,
-    check_family_options,
     check_last_group,
     check_names,
+    check_scale_block,
     check_zero_stage,
     in_lists,
     resolve_communicator,
@@ -195,16 +197,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
             check_count("total_steps", total_steps)
         if freeze_step == AUTO or total_steps is not None:
             self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
-        check_family_options(
-            max_grad_norm=max_grad_norm,
-            variance_floor=variance_floor,
-            freeze_threshold=freeze_threshold,
-            scale_block=scale_block,
-            state=state,
-            clip=clip,
-            clips=self._clips,
-            amsgrad=amsgrad,
-        )
+        for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
+            check_at_least(name, value, 0)
+        check_scale_block(scale_block)
+        if state not in STATES:
+            raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
+        if amsgrad:
+            raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
+        if clip not in self._clips:
+            only = ", which only OnebitAdam has" if clip == "late" else ""
+            raise ValueError(f"clip must be one of {list(self._clips)}, got {clip!r}{only}")
+        if not 0 < freeze_threshold <= 1:
+            raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
         check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state, clip)
         self.zero_stage = zero_stage
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
@@ -275,7 +279,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             [state.view(state.exp_avg, index) for index in rows],
             [state.view(state.exp_avg_sq, index) for index in rows],
             [state.steps[index] for index in rows],
-            adam_options(state.options),
+            state.options,
             fused=self._fused_warmup,
         )
 
@@ -445,8 +449,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
         self.skipped_steps += 1
         self._end_step(self.plan, taken=False)
-        if self.communicator.rank == 0:
-            write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
+        self._log(logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
 
     def join_hook(self, **_: Any) -> Any:
         """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
@@ -490,23 +493,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def freeze_step(self, step: int | str) -> None:
         self.schedule = self.schedule.frozen_at(step)
 
-    @property
-    def max_freeze_step(self) -> int:
-        """Bound on the step that "auto" finds."""
-        return self.schedule.max_freeze_step
-
-    @max_freeze_step.setter
-    def max_freeze_step(self, step: int) -> None:
-        self.schedule = replace(self.schedule, max_freeze_step=step)  # type: ignore[type-var]
-
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
-        Returns:
-            A description of the choice, for the log.
-
-        Raises:
-            RuntimeError: After the first step.
+        Returns a description of the choice, for the log. Raises a RuntimeError after the first step.
         """
         given = {_OLD_NAMES.get(name, name) for name in given}
         if self._step > 0 and not self.schedule.is_given(given):
@@ -530,11 +520,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def fit_schedule(self, max_steps: int) -> str:
         """Fit an open schedule to a run of ``max_steps`` steps; one that was given, or resumed, stays as it is.
 
-        Whoever knows the run's length calls it, before the first step. It warns, on rank 0, if a ``freeze_step`` that
-        was given is beyond the end of the run.
-
-        Until the first step a call with another length fits the schedule again: a Trainer with auto_find_batch_size
-        learns the length of the run again with every batch size.
+        Whoever knows the run's length calls it before the first step, and may call it again with another length. It
+        warns, on rank 0, if a ``freeze_step`` that was given is beyond the end of the run.
 
         Returns:
             A description of the choice, for the log; "" if nothing has changed.
@@ -545,10 +532,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._open is not None:
             found = self.scale_schedule(max_steps, self._open)
         freeze_step = self.schedule.freeze_step
-        if isinstance(freeze_step, int) and freeze_step > max_steps and self.communicator.rank == 0:
+        if isinstance(freeze_step, int) and freeze_step > max_steps:
             message = "freeze_step=%d is beyond the end of the run, which has %d steps: all of them belong to the "
             message += "%s stage. Give a smaller freeze_step, or 'auto'"
-            write_log(logger, logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
+            self._log(logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
         return found
 
     def _ends_first_stage(self, plan: StepPlan) -> bool:
@@ -557,48 +544,44 @@ class CompressedOptimizer(torch.optim.Optimizer):
         "auto" ends the stage where the variance is stable, at the latest at ``max_freeze_step``; but not before
         ``min_freeze_step``, and not before the learning rate's warmup is over (:class:`Warmup`).
         """
-        schedule, threshold = self.schedule, self.freeze_threshold
+        schedule, threshold, step = self.schedule, self.freeze_threshold, plan.step
         if plan.stage.number:
             return False
         group = self.param_groups[0]
-        self.lr_warmup = self.lr_warmup.after(plan.step, float(group["lr"]))
-        warmup_is_over = self.lr_warmup.is_over(plan.step, round(1 / (1 - group["betas"][1])))
+        self.lr_warmup = self.lr_warmup.after(step, float(group["lr"]))
+        warmup_is_over = self.lr_warmup.is_over(step, round(1 / (1 - group["betas"][1])))
         if schedule.freeze_step != AUTO:
-            if plan.ends_stage and self.communicator.rank == 0:
-                self._warn_of_early_freeze(plan.step, warmup_is_over)
+            early = [f"earlier than step {schedule.min_freeze_step} (min_freeze_step)"]
+            reasons = early if step < schedule.min_freeze_step else []
+            if not warmup_is_over:
+                reasons.append("within the learning rate's warmup, or too soon after it")
+            if plan.ends_stage and reasons:
+                message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; "
+                self._log(logging.WARNING, message + "'auto' waits longer", step, ", and ".join(reasons))
             return plan.ends_stage
         detector = FreezeDetector(self._tensors[HISTORY], threshold, schedule.last_warmup_step)
         norm = 0.0
-        if detector.needs_norm(plan.step):
+        if detector.needs_norm(step):
             norm = mean_variance_norm(self._states, self._bias_counts, self.communicator)
-        stability = detector.stability(plan.step, norm, float(group["lr"]))
-        if plan.step < schedule.min_freeze_step or not warmup_is_over:
+        stability = detector.stability(step, norm, float(group["lr"]))
+        if step < schedule.min_freeze_step or not warmup_is_over:
             return False
-        if stability < threshold and plan.step < schedule.max_freeze_step:
+        if stability < threshold and step < schedule.max_freeze_step:
             return False
-        self.schedule = schedule.frozen_at(plan.step)
+        self.schedule = schedule.frozen_at(step)
         if stability >= threshold:
             why = f"stability {stability:.3f}"
-        elif plan.step <= schedule.max_freeze_step:
+        elif step <= schedule.max_freeze_step:
             why = "its bound, max_freeze_step"
         else:
-            late = plan.step > schedule.min_freeze_step
-            why = "the learning rate's warmup" if late else "its bound, min_freeze_step"
-        if self.communicator.rank == 0:
-            write_log(logger, logging.INFO, "freeze_step=auto: found %d (%s)", plan.step, why)
+            why = "the learning rate's warmup" if step > schedule.min_freeze_step else "its bound, min_freeze_step"
+        self._log(logging.INFO, "freeze_step=auto: found %d (%s)", step, why)
         return True
 
-    def _warn_of_early_freeze(self, step: int, warmup_is_over: bool) -> None:
-        """Warn that a freeze step that was given is earlier than "auto" would choose it."""
-        least, reasons = self.schedule.min_freeze_step, []
-        if step < least:
-            reasons.append(f"earlier than step {least} (min_freeze_step)")
-        if not warmup_is_over:
-            reasons.append("within the learning rate's warmup, or too soon after it")
-        if reasons:
-            message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; 'auto' "
-            message += "waits longer"
-            write_log(logger, logging.WARNING, message, step, ", and ".join(reasons))
+    def _log(self, level: int, message: str, *args: object) -> None:
+        """Log a line on rank 0."""
+        if self.communicator.rank == 0:
+            write_log(logger, level, message, *args)
 
     def _make_room_for_history(self) -> None:
         """Allocate the norms that "auto" compares, unless the end of the first stage is known."""
@@ -629,20 +612,25 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         take_over(group["params"], type(self).__name__)
         device = group["params"][0].device if group["params"] else self.communicator.device
+        ranks = self.communicator
+        if own is not None:  # param groups with the same process group share a communicator
+            known = (s.communicator for s in self._states if s.device == device)
+            same = next((found for found in known if found.process_group is own), None)
+            ranks = same or make_communicator(process_group=own, device=device, **self._chosen)
         state = GroupState(
             group,
             len(self._states),
             bucket_numel=self.bucket_numel,
             scale_block=self.scale_block,
             compact=self.compact,
-            communicator=communicator_of(own, device, self.communicator, self._states, self._chosen),
+            communicator=ranks,
             extras=self.extra_state,
             own_rank=None if own is None else self.communicator.rank,
             shared_out=self.zero_stage > 0,
         )
         self._states.append(state)
         self.state.update(state.torch_states())
-        self._consensus.comparison.check_anew()
+        self._consensus.comparison.checked = False
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
@@ -651,7 +639,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 state.to(state.params[0].device)
                 self.communicator.device = state.communicator.device = state.device
                 self.state.update(state.torch_states())
-                self._consensus.comparison.check_anew()
+                self._consensus.comparison.checked = False
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -665,8 +653,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.
 
-        Raises:
-            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        Raises a ValueError if their number is not that of the trainable parameters, or one occurs twice.
         """
         counts = [len(state.params) for state in self._states]
         if names is None:
@@ -744,7 +731,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the first stage every parameter moves."""
-        self._consensus.comparison.check_anew()
+        self._consensus.comparison.checked = False
         follow_moments(self.state.values())
         self.early_messages.state_loaded()
         for state in self._states:
@@ -797,8 +784,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._bytes_compared = True
         numbers = self.metrics()
         if numbers["bytes_sent_step"] > 0 and numbers["compression_ratio"] < FOUR_BITS_RATIO:
-            write_log(
-                logger,
+            self._log(
                 logging.WARNING,
                 "a step sends %.0f bytes, full precision only %.1f times as many, and gradients in 4 bits %.1f times "
                 "fewer than full precision: the model has too few parameters (%d) for what messages carry beside "
@@ -825,30 +811,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
             f"{everyone.name}{nodes}, scale_block={self.scale_block}, kernels: "
             f"{kernels.implementation(everyone.device)}"
         )
-
-
-def communicator_of(
-    own: dist.ProcessGroup | None,
-    device: torch.device,
-    everyone: Communicator,
-    states: Sequence[GroupState],
-    chosen: dict[str, Any],
-) -> Communicator:
-    """Return the communicator of a param group.
-
-    Args:
-        own: The group's own process group, or None.
-        device: Device of its parameters.
-        everyone: The optimizer's communicator.
-        states: The param groups so far: groups with the same process group share a communicator.
-        chosen: Options of :func:`make_communicator`.
-    """
-    if own is None:
-        return everyone
-    for state in states:
-        if state.communicator.process_group is own and state.device == device:
-            return state.communicator
-    return make_communicator(process_group=own, device=device, **chosen)
 
 
 def evaluate(closure: Callable[[], float] | None) -> float | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.optim.base import evaluate
 from hf_compressopt.optim.math import clip_factor, grad_square_sum
-from hf_compressopt.optim.options import check_at_least, check_betas, check_parameter
+from hf_compressopt.optim.options import check_at_least, check_betas, check_last_group, check_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_LOADED = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable")
@@ -111,11 +111,7 @@ class FusedAdam(torch.optim.Optimizer):
             TypeError: For a parameter that is complex or sparse.
         """
         super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1], len(self.param_groups) - 1)
-        except (ValueError, TypeError):
-            self.param_groups.pop()
-            raise
+        check_last_group(self.param_groups, _check_group)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -21,7 +21,7 @@ Compressed stage, t > freeze_step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -30,14 +30,11 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import Bucket, Span
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
 from hf_compressopt.optim.base import CompressedOptimizer, evaluate
 from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
-    AdamOptions,
-    adam_options,
     advance_moments_,
     apply_update_,
     corrected_moments,
@@ -81,7 +78,7 @@ class Lamb(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         """See the class."""
-        check_coefficients(min_coeff, max_coeff)
+        _check_coefficients(min_coeff, max_coeff)
         self.max_coeff, self.min_coeff = max_coeff, min_coeff
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt})
@@ -104,22 +101,30 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. Returns the closure's return value."""
         loss = evaluate(closure)
-        for group in self.param_groups:
-            options = adam_options(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    moments, step = self._moments(param)
-                    ratio = lamb_step_(param, param.grad, *moments, step, options, self.min_coeff, self.max_coeff)
-                    self.state[param]["trust_ratio"] = ratio
+        for group, param, update in self._updates(advance=True):
+            ratio = trust_ratio(_square(param), _square(update), self.min_coeff, self.max_coeff)
+            self._apply(group, param, update, ratio)
         return loss
 
-    def _moments(self, param: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        return (state["exp_avg"], state["exp_avg_sq"]), state["step"]
+    def _updates(self, *, advance: bool) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+        """Yield the group, the parameter and the update of each gradient, after it has moved the moments."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+                moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
+                if advance:
+                    advance_moments_(param.grad, *moments, group)
+                yield group, param, _lamb_update(param, *moments, group)
+
+    def _apply(self, group: dict[str, Any], param: Tensor, update: Tensor, ratio: Tensor) -> None:
+        apply_update_(param, update, ratio * group["lr"])
+        self.state[param]["trust_ratio"] = ratio
 
     @torch.no_grad()
     def measure(self) -> list[tuple[Tensor, Tensor]]:
@@ -129,28 +134,14 @@ class Lamb(torch.optim.Optimizer):
             Each parameter that has a gradient, and [2] float64: the squares of the norms of it and of its update,
             to be summed over the parts of a tensor.
         """
-        measured = []
-        for group in self.param_groups:
-            options = adam_options(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    moments, step = self._moments(param)
-                    advance_moments_(param.grad, *moments, step, options)
-                    update = lamb_update(param, *moments, step, options)
-                    measured.append((param, torch.stack([_square(param), _square(update)])))
-        return measured
+        rows = self._updates(advance=True)
+        return [(param, torch.stack([_square(param), _square(update)])) for _, param, update in rows]
 
     @torch.no_grad()
     def apply(self, ratios: dict[Tensor, Tensor]) -> None:
         """Take the second half of a step: the update, with these trust ratios ([] float32 each)."""
-        for group in self.param_groups:
-            options = adam_options(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    moments, step = self._moments(param)
-                    update = lamb_update(param, *moments, step, options)
-                    apply_update_(param, update, ratios[param] * options.lr)
-                    self.state[param]["trust_ratio"] = ratios[param]
+        for group, param, update in self._updates(advance=False):
+            self._apply(group, param, update, ratios[param])
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the last trust ratio of every tensor that has taken a step."""
@@ -170,44 +161,12 @@ class Lamb(torch.optim.Optimizer):
                     self.state[param][name] = value.detach().to(param.device, torch.float32, copy=True)
 
 
-def lamb_step_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    options: AdamOptions,
-    min_coeff: float,
-    max_coeff: float,
-) -> Tensor:
-    """Take one step of LAMB on one tensor, in place, without a host synchronisation.
-
-    Args:
-        param: Any shape; float32, bfloat16 or float16.
-        grad: Shaped like param.
-        exp_avg: float32, shaped like param.
-        exp_avg_sq: float32, shaped like param.
-        step: [] float32 on the CPU: steps of the parameter so far; incremented.
-        options: The group's hyperparameters.
-        min_coeff: Lower bound of the trust ratio.
-        max_coeff: Upper bound of the trust ratio.
-
-    Returns:
-        [] float32, the trust ratio.
-    """
-    advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
-    update = lamb_update(param, exp_avg, exp_avg_sq, step, options)
-    coeff = trust_ratio(_square(param), _square(update), min_coeff, max_coeff)
-    apply_update_(param, update, coeff * options.lr)
-    return coeff
-
-
-def lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> Tensor:
+def _lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
     """Return LAMB's update of a tensor or of a part of one, before the trust ratio: float32, shaped like param."""
-    m_hat, v_hat = corrected_moments(exp_avg, exp_avg_sq, step, options)
-    update = m_hat / denominator(v_hat, options.eps, options.eps_inside_sqrt)
-    if options.weight_decay != 0:
-        update.add_(param, alpha=options.weight_decay)
+    m_hat, v_hat = corrected_moments(exp_avg, exp_avg_sq, step, group)
+    update = m_hat / denominator(v_hat, group["eps"], group["eps_inside_sqrt"])
+    if group["weight_decay"] != 0:
+        update.add_(param, alpha=group["weight_decay"])
     return update
 
 
@@ -215,12 +174,7 @@ def _square(tensor: Tensor) -> Tensor:
     return sum_of_squares([tensor], tensor.device)
 
 
-def check_coefficients(min_coeff: float, max_coeff: float) -> None:
-    """Check the bounds of the trust ratio.
-
-    Raises:
-        ValueError: If min_coeff is negative or max_coeff less than min_coeff.
-    """
+def _check_coefficients(min_coeff: float, max_coeff: float) -> None:
     check_at_least("min_coeff", min_coeff, 0)
     check_at_least("max_coeff", max_coeff, min_coeff)
 
@@ -278,7 +232,7 @@ class OnebitLamb(CompressedOptimizer):
         **options: Any,
     ) -> None:
         """See the class."""
-        check_coefficients(min_coeff, max_coeff)
+        _check_coefficients(min_coeff, max_coeff)
         if options.get("max_update"):
             raise ValueError(
                 f"max_update is not supported with OnebitLamb, got {options['max_update']}: the step of a tensor is "
@@ -303,41 +257,49 @@ class OnebitLamb(CompressedOptimizer):
         return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
 
     def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
-        options = adam_options(state.options)
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
-            moments = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index)
-            param, step = state.params[index], state.steps[index]
-            coeff = lamb_step_(param, grad, *moments, step, options, self.min_coeff, self.max_coeff)
+            param = state.params[index]
+            moments = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index), state.steps[index]
+            advance_moments_(grad, *moments, state.options)
+            update = _lamb_update(param, *moments, state.options)
+            coeff = trust_ratio(_square(param), _square(update), self.min_coeff, self.max_coeff)
+            apply_update_(param, update, coeff * state.options["lr"])
             state.extra["lamb_coeff"][index] = coeff
-            if not state.compressed:
-                continue
-            moved = coeff != 1
-            average = state.extra["lamb_coeff_freeze"][index]
-            average.copy_(torch.where(moved, self.coeff_beta * average + (1 - self.coeff_beta) * coeff, average))  # (1)
-            state.extra["lamb_coeff_updates"][index] += moved
+            if state.compressed:
+                moved, average = coeff != 1, state.extra["lamb_coeff_freeze"][index]
+                learnt = self.coeff_beta * average + (1 - self.coeff_beta) * coeff
+                average.copy_(torch.where(moved, learnt, average))  # (1)
+                state.extra["lamb_coeff_updates"][index] += moved
 
     def _end_warmup(self, plan: StepPlan) -> None:
         super()._end_warmup(plan)
-        scales: list[Tensor] = []
-        places: list[tuple[GroupState, int]] = []
-        for state in self._states:
-            if not state.compressed:
-                continue
+        compressed = [state for state in self._states if state.compressed]
+        rows: list[tuple[GroupState, int, Tensor]] = []
+        for state in compressed:
             state.extra["exp_avg_sq_fresh"].copy_(state.exp_avg_sq)
             for index, numel in enumerate(state.layout.numels):
                 if numel:
                     square = sum_of_squares([state.view(state.exp_avg, index)], state.device)
-                    scales.append((square / numel).sqrt())
-                    places.append((state, index))
-        united = _united_scale(scales, [state for state, _ in places], self._states, self.communicator)
-        for scale, (state, index) in zip(scales, places, strict=True):
+                    rows.append((state, index, (square / numel).sqrt()))
+        united = self._united_scale(rows)
+        for state, index, scale in rows:
             one = torch.ones_like(scale)
             state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
-        for state in self._states:
-            if state.compressed:
-                state.errors.scale_(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
+        for state in compressed:
+            state.errors.scale_(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
+
+    def _united_scale(self, rows: Sequence[tuple[GroupState, int, Tensor]]) -> Tensor:
+        """Return the mean of the tensors' momentum scales; a tensor that only some of the ranks hold counts once."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.communicator.device)
+        if not has_own_groups(self._states):
+            return torch.stack([scale for _, _, scale in rows]).mean() if rows else total[0]
+        for state, _, scale in rows:
+            once = torch.stack([scale.to(total.device), torch.ones_like(total[0])])
+            total += once * (1 / state.communicator.world_size)
+        self.communicator.all_reduce(total).wait()
+        return total[0] / total[1]
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
@@ -360,18 +322,13 @@ class OnebitLamb(CompressedOptimizer):
         if whole:  # tensors whose last part has arrived
             self._apply_tensors(state, range(whole[0], whole[-1] + 1))
 
-    def _rows_of(self, tensors: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the numbers of tensors, [n] int64 on the device, which gets each once."""
-        rows = self._rows.get((tensors, device))
-        if rows is None:
-            rows = self._rows[tensors, device] = torch.tensor(tensors, dtype=torch.int64, device=device)
-        return rows
-
     def _apply_tensors(self, state: GroupState, tensors: range) -> None:
         """Move consecutive tensors, with coefficients that are computed for all of them at once."""
         options = _lamb_options(state.options)
         moving = [i for i in tensors if state.layout.numels[i] and state.params[i].requires_grad]
-        rows = self._rows_of(tuple(moving), state.device)
+        key = tuple(moving), state.device
+        if (rows := self._rows.get(key)) is None:  # the device gets the numbers of tensors once
+            rows = self._rows[key] = torch.tensor(moving, dtype=torch.int64, device=state.device)
         direction, update, factor = self._sums[state][rows].unbind(dim=1)  # (5)
         if options.weight_decay > 0:
             share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)
@@ -390,27 +347,6 @@ class OnebitLamb(CompressedOptimizer):
         exp_avg, variance = state.exp_avg[span.start : span.stop], state.variance(span)
         with state.parameter_segments(span, moving) as params:
             kernels.on(state.device).lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
-
-
-def _united_scale(
-    scales: Sequence[Tensor], holders: Sequence[GroupState], states: Sequence[GroupState], communicator: Communicator
-) -> Tensor:
-    """Return the mean of the tensors' momentum scales; a tensor that only some of the ranks hold counts once.
-
-    Args:
-        scales: [] float64 each, of this rank's tensors.
-        holders: For each of them its param group.
-        states: All param groups.
-        communicator: All ranks.
-    """
-    total = torch.zeros(2, dtype=torch.float64, device=communicator.device)
-    if not has_own_groups(states):
-        return torch.stack(list(scales)).mean() if scales else total[0]
-    for scale, holder in zip(scales, holders, strict=True):
-        once = torch.stack([scale.to(total.device), torch.ones_like(total[0])])
-        total += once * (1 / holder.communicator.world_size)
-    communicator.all_reduce(total).wait()
-    return total[0] / total[1]
 
 
 def _frozen_coeffs(state: GroupState, coeff_beta: float) -> Tensor:

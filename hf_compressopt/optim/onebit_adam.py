@@ -28,7 +28,7 @@ from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.agreement import CLIPS
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import GroupState, ParamGroups
-from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
+from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
 from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.schedules import StepPlan
 
@@ -74,7 +74,8 @@ class OnebitAdam(CompressedOptimizer):
         """See the class."""
         if fused_warmup is not None and not isinstance(fused_warmup, bool):
             raise TypeError(f"fused_warmup must be True, False or None, got {fused_warmup!r}")
-        check_max_update(max_update)
+        if max_update is not None:
+            check_at_least("max_update", max_update, 0)
         self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
         if not isinstance(overlap_comm, bool):

@@ -35,7 +35,7 @@ from hf_compressopt.optim.agreement import Grads, digest_of, write_log
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import bit_sum, descent
-from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
+from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
 
@@ -121,11 +121,7 @@ class LocalInterval:
 
     @contextmanager
     def stand_in(self, fill: Callable[[GroupState], None]) -> Iterator[bool]:
-        """Inside, other parameters, written by ``fill``, are in the place of this rank's own.
-
-        Yields:
-            Whether the ranks are apart; else the parameters stay as they are.
-        """
+        """Inside, other parameters, written by ``fill``, are in the place of this rank's own."""
         if not self.is_apart():
             yield False
             return
@@ -281,7 +277,8 @@ class ZeroOneAdam(CompressedOptimizer):
         **options: Any,
     ) -> None:
         """See the class."""
-        check_max_update(max_update)
+        if max_update is not None:
+            check_at_least("max_update", max_update, 0)
         self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
         if var_freeze_step is not None:
