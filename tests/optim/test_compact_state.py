@@ -1,11 +1,9 @@
-"""state="compact": its arithmetic against float64 simulations, its bytes, and what users see of it."""
+"""state="compact": its bytes, and what users see of it."""
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,57 +11,10 @@ from torch import nn
 import hf_compressopt
 from hf_compressopt import average_gradients
 from hf_compressopt.kernels.errors import tensor_of
-from tests.optim.test_warmup_gradients import CASES as LOW_BIT_CASES
-from tests.optim.test_warmup_gradients import options_of, simulate
 from tests.oracles.cases import (
-    Case,
-    Problem,
     bucket_cap,
-    first_safe,
-    make_params,
 )
-from tests.oracles.simulation_compact import CompactOnebitAdam, CompactOnebitLamb, CompactZeroOneAdam
-from tests.oracles.steps import take_steps_of_own_gradients
 from tests.support.harness import run_ranks
-from tests.support.spreading import Share, spread
-
-SIMULATIONS = {"OnebitAdam": CompactOnebitAdam, "OnebitLamb": CompactOnebitLamb, "ZeroOneAdam": CompactZeroOneAdam}
-CASES = [*LOW_BIT_CASES, Case("blocks", [{"shapes": [(11, 13), (150,)]}], {"scale_block": 64, "lr": 0.01, "eps": 1e-3})]
-
-
-def solve(rank: int, problem: Problem, name: str) -> dict[str, Any]:
-    params, groups = make_params(problem)
-    options = {**problem.case.kwargs, **options_of(problem, name), "state": "compact", "max_update": 0}
-    optimizer = getattr(hf_compressopt, name)(groups, **options)
-    history = take_steps_of_own_gradients(problem, optimizer, params, rank)
-    errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]
-    return {"history": history, "errors": errors}
-
-
-def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str]]) -> list[dict[str, Any]]:
-    return [solve(rank, *row) for row in rows]
-
-
-@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3, 4, 1)))
-def test_equals_the_simulation_in_both_stages(world_size: int, share: Share) -> None:
-    rows, expected = [], []
-    for case, name in share.of((case, name) for name in SIMULATIONS for case in CASES):
-        problem, *solution = first_safe(
-            case, world_size, Problem, partial(simulate, name=name, bits=4, simulations=SIMULATIONS)
-        )
-        rows.append((problem, name))
-        expected.append(solution)
-    ranks = run_ranks(world_size, solve_all, rows, timeout=240)
-    for (problem, name), (simulation, history), results in zip(rows, expected, zip(*ranks, strict=True), strict=True):
-        for rank, got in enumerate(results):
-            context = f"{name}, case {problem.case.name}, rank {rank}"
-            mine = np.stack([row[rank] for row in history])
-            np.testing.assert_allclose(got["history"], mine, rtol=0, atol=4e-6, err_msg=context)
-            for g, group in enumerate(simulation.groups if world_size > 1 else ()):
-                for number, key in enumerate(("worker_errors", "server_errors")):
-                    errors = np.concatenate([np.zeros(0), *(bucket[rank] for bucket in getattr(group, key))])
-                    np.testing.assert_allclose(got["errors"][g][number], errors, rtol=1e-5, atol=5e-6, err_msg=context)
-
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt import average_gradients
-from tests.oracles.cases import Problem, flat_params, set_gradients
+from tests.oracles.cases import Problem, flat_params, set_gradients, set_rates
 from tests.oracles.simulation import chunk_bounds
 
 #: An optimizer and its parameters, [group][parameter].
@@ -17,16 +17,13 @@ Run = tuple[Any, list[list[torch.nn.Parameter]]]
 
 
 def take_steps_of_own_gradients(problem: Problem, optimizer: Any, params: Any, rank: int) -> np.ndarray:
-    """Take a problem's steps with this rank's gradients, which average_gradients averages. Returns the parameters then.
-
-    Returns:
-        [steps, elements] float32.
-    """
+    """Take a problem's steps with this rank's gradients, and return the parameters after each, [steps, elements]."""
     history = []
     for t in range(1, problem.case.steps + 1):
         for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
             for p, grad in zip(group, grads, strict=True):
                 p.grad = None if grad is None else torch.from_numpy(grad.copy())
+        set_rates(problem, optimizer, t)
         average_gradients(optimizer)
         optimizer.step()
         history.append(flat_params(params))
