@@ -171,25 +171,6 @@ def test_checkpoints_cross_to_the_other_form_and_to_adamw(stop: int, tmp_path: P
         assert all(found)
 
 
-def with_a_bad_gradient(rank: int, world_size: int, stop: int) -> list[str]:
-    params, optimizer = make(rank, stop)
-    before = [t.clone() for t in values_of(params, optimizer)]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    if rank == world_size - 1:
-        params[0].grad.view(-1)[7] = torch.nan  # type: ignore[union-attr]
-    average_gradients(optimizer)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    return [] if same(before, values_of(params, optimizer)) else ["changed"]
-
-
-@pytest.mark.invariant(13)
-@pytest.mark.parametrize("stop", [2, 3, 5])
-def test_a_gradient_that_is_not_finite_changes_nothing(stop: int) -> None:
-    assert run_ranks(2, with_a_bad_gradient, stop) == [[], []]
-
-
 def refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"state must be one of \['compact', 'float32'\], got 'small'"):
         make(rank, 0, state="small")

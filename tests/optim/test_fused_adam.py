@@ -265,8 +265,54 @@ def test_memory_layout_does_not_matter(kernels: str) -> None:
     assert_close(strange, plain, rtol=1e-6, atol=1e-7)
 
 
-CHANGES = ["gradient", "data", "smaller", "swapped", "emptied", "order", "key", "dtype", "parameter", "group", "step"]
-CHANGES += [f"{name} {how}" for name in MOMENTS for how in ("replaced", "moved", "transposed")] + ["transposed"]
+def _resize(row: Any, owner: Any) -> None:
+    row[0].data, row[0].grad = row[0].data[:3], None
+    for name in MOMENTS:
+        owner.state[row[0]][name] = owner.state[row[0]][name][:3]
+
+
+def _swap(row: Any, owner: Any) -> None:  # the same states and keys, of other parameters
+    owner.state[row[1]], owner.state[row[3]] = owner.state[row[3]], owner.state[row[1]]
+
+
+def _transpose(row: Any, owner: Any) -> None:
+    state = owner.state.pop(row[2])
+    row[2] = owner.param_groups[0]["params"][2] = nn.Parameter(row[2].detach().t())
+    owner.state[row[2]] = state
+
+
+def _add_group(row: Any, owner: Any) -> None:
+    row.append(nn.Parameter(torch.ones(5, dtype=row[0].dtype)))
+    owner.add_param_group({"params": row[-1:], "lr": 0.02})
+
+
+def _replace(row: Any, owner: Any) -> None:
+    row[2] = owner.param_groups[0]["params"][2] = nn.Parameter(torch.ones(2, 2, dtype=row[2].dtype))
+
+
+#: What happens to parameters, and to the state of their optimizer, before the fourth of six steps.
+CHANGES: dict[str, Any] = {
+    "gradient": lambda row, owner: None,
+    "data": lambda row, owner: setattr(row[0], "data", row[0].data * 2),
+    "smaller": _resize,
+    "swapped": _swap,
+    "emptied": lambda row, owner: owner.state.update({row[1]: {}}),
+    "order": lambda row, owner: owner.state.update({row[1]: owner.state.pop(row[1])}),
+    # the states in their order, the last one of no parameter any more
+    "key": lambda row, owner: owner.state.update({nn.Parameter(torch.ones(5)): owner.state.pop(row[3])}),
+    "dtype": lambda row, owner: setattr(row[1], "data", row[1].data.double()),
+    "parameter": _replace,
+    "group": _add_group,
+    "step": lambda row, owner: owner.state[row[1]].update({"step": torch.full((), 100.0)}),
+    "transposed": _transpose,
+}
+for _name in MOMENTS:
+    CHANGES |= {
+        f"{_name} replaced": lambda row, owner, n=_name: owner.state[row[2]].update({n: torch.ones_like(row[2])}),
+        f"{_name} moved": lambda row, owner, n=_name: setattr(owner.state[row[2]][n], "data", torch.ones_like(row[2])),
+        # at the same address
+        f"{_name} transposed": lambda row, owner, n=_name: owner.state[row[2]].update({n: owner.state[row[2]][n].t()}),
+    }
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -276,55 +322,8 @@ def test_nothing_is_remembered_that_has_changed(change: str, kernels: str) -> No
     params, exact = parameters(shapes), parameters(shapes, torch.float64)
     optimizer, reference = FusedAdam(params, lr=0.01), torch.optim.AdamW(exact, lr=0.01, weight_decay=0.0)
     for t in range(6):
-        if t == 3 and change == "data":
-            for row in (params, exact):
-                row[0].data = row[0].data * 2
-        elif t == 3 and change == "smaller":
-            for row, owner in ((params, optimizer), (exact, reference)):
-                row[0].data = row[0].data[:3]
-                row[0].grad = None
-                for name in ("exp_avg", "exp_avg_sq"):
-                    owner.state[row[0]][name] = owner.state[row[0]][name][:3]
-        elif t == 3 and change.startswith(MOMENTS):
-            name, how = change.split()
-            for row, owner in ((params, optimizer), (exact, reference)):
-                state = owner.state[row[2]]
-                if how == "replaced":
-                    state[name] = torch.ones_like(row[2])
-                elif how == "moved":
-                    state[name].data = torch.ones_like(row[2])
-                else:  # at the same address
-                    state[name] = state[name].t()
-        elif t == 3 and change == "transposed":
-            for row, owner in ((params, optimizer), (exact, reference)):
-                state = owner.state.pop(row[2])
-                row[2] = owner.param_groups[0]["params"][2] = nn.Parameter(row[2].detach().t())
-                owner.state[row[2]] = state
-        elif t == 3 and change == "step":
-            for row, owner in ((params, optimizer), (exact, reference)):
-                owner.state[row[1]]["step"] = torch.full((), 100.0)
-        elif t == 3 and change == "swapped":  # the same states and keys, of other parameters
-            for row, owner in ((params, optimizer), (exact, reference)):
-                state = owner.state
-                state[row[1]], state[row[3]] = state[row[3]], state[row[1]]
-        elif t == 3 and change == "emptied":
-            for row, owner in ((params, optimizer), (exact, reference)):
-                owner.state[row[1]] = {}
-        elif t == 3 and change == "order":
-            for row, owner in ((params, optimizer), (exact, reference)):
-                owner.state[row[1]] = owner.state.pop(row[1])
-        elif t == 3 and change == "key":  # the states in their order, the last one of no parameter any more
-            for row, owner in ((params, optimizer), (exact, reference)):
-                owner.state[nn.Parameter(torch.ones(5))] = owner.state.pop(row[3])
-        elif t == 3 and change == "dtype":
-            params[1].data = params[1].data.double()
-        elif t == 3 and change == "group":
-            for row, owner in ((params, optimizer), (exact, reference)):
-                row.append(nn.Parameter(torch.ones(5, dtype=row[0].dtype)))
-                owner.add_param_group({"params": row[-1:], "lr": 0.02})
-        elif t == 3 and change == "parameter":
-            for row, owner in ((params, optimizer), (exact, reference)):
-                row[2] = owner.param_groups[0]["params"][2] = nn.Parameter(torch.ones(2, 2, dtype=row[2].dtype))
+        for row, owner in ((params, optimizer), (exact, reference)) if t == 3 else ():
+            CHANGES[change](row, owner)
         for row in (params, exact):
             for p in row:
                 p.grad = None

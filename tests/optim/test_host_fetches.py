@@ -14,6 +14,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {  # the most fetches of a s
     "OnebitAdam": ("OnebitAdam", {}, 1),
     "OnebitAdam, float32": ("OnebitAdam", {"state": "float32"}, 1),
     "OnebitLamb": ("OnebitLamb", {}, 1),
+    "OnebitLamb, decay": ("OnebitLamb", {"weight_decay": 0.1}, 1),
+    "OnebitLamb, warmup": ("OnebitLamb", {"freeze_step": 40}, 2),
     "ZeroOneAdam, sync": ("ZeroOneAdam", {"local_step_clipper": 1}, 4),
     "ZeroOneAdam, 1-bit gradients": ("ZeroOneAdam", {"freeze_step": 40, "var_update_scaler": 1}, 2),
 }

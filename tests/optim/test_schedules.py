@@ -47,16 +47,6 @@ def test_the_warmup_lasts_until_the_highest_rate_and_as_long_after_it(name: str,
         assert warmup.is_over(step, window) == seen_enough(rates[:step], window), step
 
 
-@pytest.mark.parametrize("warmup", [1, 10, 100, 200])
-def test_a_linear_warmup_is_over_after_twice_its_steps(warmup: int) -> None:
-    found, steps = Warmup(), 1000
-    over = []
-    for step, rate in enumerate(linear(warmup, steps), 1):
-        found = found.after(step, rate)
-        over.append(found.is_over(step, 1000))
-    assert over.index(True, 1) + 1 == max(3, 2 * warmup) and all(over[2 * warmup :])
-
-
 def given_sets(schedule: type[Schedule]) -> Iterator[dict[str, Any]]:
     yield {}
     for options in ({"max_freeze_step": 37}, {"min_freeze_step": 5}, {"max_freeze_step": 250, "min_freeze_step": 40}):
