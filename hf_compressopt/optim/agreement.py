@@ -87,12 +87,6 @@ class GradientNoise:
         return common + (1 - common) * share
 
 
-def check_noise(tensor: Tensor) -> None:
-    """Check the moving average of a checkpoint."""
-    if tensor.dtype != torch.float64 or tensor.shape != (2,):
-        raise ValueError(f"{NOISE!r} must be float64 [2], got {tensor.dtype} {list(tensor.shape)}")
-
-
 #: Legal values of ``clip``; "late" clips by the last step's norm, which "sketch" finds.
 CLIPS = ("sketch", "local", "late")
 _LEAST_BITS = 6
@@ -376,7 +370,8 @@ class StepGradients:
             if in_place:
                 _scale_([grad for grad in self.present() if id(grad) not in self.left], factor)
             else:
-                self.groups = [[self._scaled(grad, factor) for grad in grads] for grads in self.groups]
+                clipped = {id(grad): grad * factor for grad in self.present() if id(grad) not in self.left}
+                self.groups = [[clipped.get(id(grad), grad) for grad in grads] for grads in self.groups]
             if self.freed is not None:
                 self.freed.scale_(factor)
             if self.left:
@@ -386,9 +381,6 @@ class StepGradients:
                 self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
         self.measured_signature = self.signature()
         return norm
-
-    def _scaled(self, grad: Tensor | None, factor: float) -> Tensor | None:
-        return grad if grad is None or id(grad) in self.left else grad * factor
 
 
 def _scale_(grads: Sequence[Tensor], factor: float) -> None:
@@ -453,28 +445,6 @@ def write_log(logger: logging.Logger, level: int, message: str, *args: object) -
         logger.log(level, message, *args)
 
 
-def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int, sent: str, norm: str) -> None:
-    """Log the end of the first stage, and warn of parameters that do not move after it."""
-    message = "step %d: %s ends, the variance is frozen; "
-    if world_size > 1:
-        message += f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
-    else:
-        message += "with one rank nothing is sent, and so nothing is compressed"
-    write_log(logger, logging.INFO, message, plan.step, plan.stage.value)
-    names = [name for state in states for name, still in zip(state.labels, state.still, strict=True) if still]
-    if names:
-        write_log(
-            logger,
-            logging.WARNING,
-            "%d parameter(s) have no variance after the warmup stage and are not updated any more, since their "
-            "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a group "
-            "with non_freeze=True)",
-            len(names),
-            ", ".join(names[:8]),
-            ", ..." if len(names) > 8 else "",
-        )
-
-
 _CHUNK = 1 << 20  # elements that are compared, or sent, at a time
 _MOST = 0.01
 
@@ -512,8 +482,12 @@ class Comparison:
             self._compared_at = plan.step
 
     def hyperparameters(self) -> list[list[Any]]:
-        """Return the hyperparameters of the param groups that all ranks hold."""
-        return [_plain_options(state.options) for state in self._states if state.own_rank is None]
+        """Return the hyperparameters of the param groups that all ranks hold, as JSON holds them."""
+        found: list[list[Any]] = []
+        for group in (state.options for state in self._states if state.own_rank is None):
+            numbers = *(group[name] for name in ("lr", "eps", "weight_decay")), *group["betas"]
+            found.append([*map(float, numbers), bool(group["bias_correction"]), bool(group["eps_inside_sqrt"])])
+        return found
 
     def require_same_hyperparameters(self) -> None:
         """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed."""
@@ -597,15 +571,6 @@ def _take_first_ranks(states: Sequence[GroupState], communicator: Communicator) 
 def _replicated(state: GroupState) -> Iterator[Tensor]:
     held = (*state.params, state.exp_avg, state.exp_avg_sq, *state.extra.values())
     yield from (tensor.detach() for tensor in held if tensor.numel())
-
-
-def _plain_options(group: dict[str, Any]) -> list[Any]:
-    """The hyperparameters of a param group that all ranks must share, as JSON holds them."""
-    return [
-        *(float(group[name]) for name in ("lr", "eps", "weight_decay")),
-        *map(float, group["betas"]),
-        *(bool(group[name]) for name in ("bias_correction", "eps_inside_sqrt")),
-    ]
 
 
 class Consensus:

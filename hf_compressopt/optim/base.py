@@ -24,7 +24,7 @@ from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
-from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, report_switch, write_log
+from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, write_log
 from hf_compressopt.optim.group import (
     STATE,
     STATES,
@@ -248,10 +248,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.fit_schedule(total_steps)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything: copies share the process group, and views stay views of the copied buffers.
-
-        A ``step`` in the instance is left out: schedulers and Accelerate put one there that steps the original.
-        """
+        """Return everything but a ``step`` that a scheduler put into the instance: it steps the original."""
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     # -- what an algorithm defines -------------------------------------------------------------------------------------
@@ -400,10 +397,23 @@ class CompressedOptimizer(torch.optim.Optimizer):
         clipped = 1.0 if self.freed is None else self.freed.clipped
         end_first_stage(self._states, self._bias_counts, self.variance_floor, clipped)
         follow_moments(self.state.values())
-        if self.communicator.rank == 0:
-            sent, norm = self._after_the_switch
-            norm = ESTIMATE if self._consensus.clip == "sketch" else norm
-            report_switch(plan, self._states, self.communicator.world_size, sent, norm)
+        sent, norm = self._after_the_switch
+        norm = ESTIMATE if self._consensus.clip == "sketch" else norm
+        told = "with one rank nothing is sent, and so nothing is compressed"
+        if self.communicator.world_size > 1:
+            told = f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
+        self._log(logging.INFO, "step %d: %s ends, the variance is frozen; %s", plan.step, plan.stage.value, told)
+        names = [name for s in self._states for name, still in zip(s.labels, s.still, strict=True) if still]
+        if names:
+            self._log(
+                logging.WARNING,
+                "%d parameter(s) have no variance after the warmup stage and are not updated any more, since their "
+                "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a "
+                "group with non_freeze=True)",
+                len(names),
+                ", ".join(names[:8]),
+                ", ..." if len(names) > 8 else "",
+            )
 
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
@@ -452,11 +462,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._log(logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
 
     def join_hook(self, **_: Any) -> Any:
-        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""
         raise ValueError(
             f"{type(self).__name__} does not support uneven inputs (torch's Join, Accelerate's join_uneven_inputs): "
             "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
@@ -466,10 +472,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     # -- the schedule --------------------------------------------------------------------------------------------------
 
     def plan_at(self, step: int) -> StepPlan:
-        """Return the plan of step ``step``: a pure function of the step, the schedule and the options.
-
-        With ``zero_stage`` step() itself averages the gradients of the first stage.
-        """
+        """Return the plan of step ``step``. With ``zero_stage`` step() averages the gradients of the first stage."""
         plan = self.schedule.plan(step)
         shared_out = self.zero_stage > 0 and self.communicator.world_size > 1 and plan.stage.number == 0
         return replace(plan, reduce_grads=False, synchronize=True) if shared_out else plan
@@ -506,10 +509,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self.schedule.describe(max_steps, given)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
-        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``.
-
-        The schedule of an optimizer whose ``freeze_step`` was not given as a number is open anyway.
-        """
+        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
         self._open, self._fitted_to = {_OLD_NAMES.get(name, name) for name in given}, None
 
     @property
@@ -723,8 +723,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the buffers: one of this class and rank, or a plain one of torch's Adam or AdamW.
 
-        Raises:
-            ValueError: If it does not fit; nothing has changed then.
+        Raises a ValueError if it does not fit; nothing has changed then.
         """
         self._follow_parameters()
         load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)

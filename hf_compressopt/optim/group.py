@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
-from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of, variance_norm
+from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of
 from hf_compressopt.schedules import StepPlan
 
 #: The entry of ``optimizer.state`` that holds this rank's part of a parameter's moments.
@@ -496,7 +495,7 @@ class GroupState:
         }
         for extra in self.extras:
             if extra.per == "element":
-                readers[extra.name] = partial(self._extra_of, extra.name, index)
+                readers[extra.name] = partial(lambda name: self.view(self.extra[name], index), extra.name)
             elif extra.per == "parameter":
                 readers[extra.name] = partial(self.extra[extra.name].__getitem__, index)
         return readers
@@ -506,9 +505,6 @@ class GroupState:
         shape = tuple(self.params[index].shape)
         extras = {e.name: shape if e.per == "element" else () for e in self.extras if e.per != "group"}
         return {"step": (), "exp_avg": shape, "exp_avg_sq": shape, **extras}
-
-    def _extra_of(self, name: str, index: int) -> Tensor:
-        return self.view(self.extra[name], index)
 
     def torch_states(self) -> dict[Tensor, dict[str, Any]]:
         return {param: self.torch_state(index) for index, param in enumerate(self.params)}
@@ -598,22 +594,40 @@ class GroupState:
             segments.append(Segment(tensor, piece.start, piece.numel, piece.index, self.still[piece.index]))
         return segments
 
-    @contextmanager
-    def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> Iterator[list[Segment]]:
-        """Give the parts of parameters that lie in a bucket, to be changed in place inside."""
-        copies: dict[int, Tensor] = {}
-        segments = []
+    def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> ParameterSegments:
+        """Give the parts of parameters that lie in a bucket, to be changed in place inside a ``with``.
+
+        A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
+        it change.
+        """
+        found = ParameterSegments()
         for piece in bucket.pieces:
             index, values, param = piece.index, None, self.params[piece.index]
             if param.requires_grad and (moving is None or index in moving):
                 own = param.detach()
                 values = dense_values("the parameter", own)
                 if values is not own:
-                    copies[index] = values
-            segments.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
-        yield segments
-        for index, values in copies.items():
-            self.params[index].copy_(values)
+                    found.copies.append((param, values))
+            found.segments.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
+        return found
+
+
+class ParameterSegments:
+    """Parts of parameters, which are written back at the end if kernels cannot change them in place."""
+
+    __slots__ = ("copies", "segments")
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> list[Segment]:
+        return self.segments
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            for param, values in self.copies:
+                param.copy_(values)
 
 
 class ParamGroups(NamedTuple):
@@ -646,10 +660,13 @@ def mean_variance_norm(
     norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for state in states:
         count = max(counts(state)[1], default=0.0) if state.compressed else 0.0
-        shards, ranks = state.moments.shards, state.communicator.world_size
-        norm += variance_norm(state.exp_avg_sq, count, state.options)
-        for part in () if shards is None else shards.exp_avg_sq:
-            norm += variance_norm(part, count, state.options) * ranks  # a part of the norm, not one rank's view of it
+        if count == 0:
+            continue
+        correction = 1 - state.options["betas"][1] ** count if state.options["bias_correction"] else 1.0
+        norm += sum_of(state.exp_avg_sq) / correction
+        for part in () if state.moments.shards is None else state.moments.shards.exp_avg_sq:
+            # a part of the norm, not one rank's view of it
+            norm += sum_of(part) / correction * state.communicator.world_size
     norm /= everyone.world_size
     everyone.all_reduce(norm).wait()
     return float(norm)

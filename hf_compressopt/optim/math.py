@@ -101,13 +101,6 @@ def is_zero(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or not any(map(bool, torch.aminmax(tensor)))
 
 
-def variance_norm(exp_avg_sq: Tensor, count: float, group: dict[str, Any]) -> Tensor:
-    """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so."""
-    if count == 0:
-        return torch.zeros((), dtype=torch.float64, device=exp_avg_sq.device)
-    return sum_of(exp_avg_sq) / (1 - group["betas"][1] ** count if group["bias_correction"] else 1.0)
-
-
 def bit_sum(tensor: Tensor) -> Tensor:
     """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter."""
     flat = in_memory("the tensor", tensor).view(-1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.optim.agreement import NOISE, check_noise, write_log
+from hf_compressopt.optim.agreement import NOISE, write_log
 from hf_compressopt.optim.group import PIECES, GroupState, check_pieces, take_pieces
 from hf_compressopt.optim.late import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.math import is_zero
@@ -184,8 +184,9 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
     if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
         raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
-    if NOISE in tensors:
-        check_noise(tensors[NOISE])
+    noise = tensors.get(NOISE)
+    if noise is not None and (noise.dtype != torch.float64 or noise.shape != (2,)):
+        raise ValueError(f"{NOISE!r} must be float64 [2], got {noise.dtype} {list(noise.shape)}")
     if LATE_CLIP in tensors:
         check_late_clip(tensors[LATE_CLIP])
 
