@@ -32,6 +32,7 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket, Span
 from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
+from hf_compressopt.optim.agreement import Grads
 from hf_compressopt.optim.base import CompressedOptimizer, evaluate
 from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
@@ -247,7 +248,7 @@ class OnebitLamb(CompressedOptimizer):
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-        self._sums: dict[GroupState, Tensor] = {}  # of the step under way; see kernels.lamb_moments_
+        self._begun: dict[int, tuple[LambOptions, Tensor]] = {}  # of the step under way; see kernels.lamb_moments_
         super().__init__(params, lr, **options)
         # native kernels and the reference round LAMB's norms differently
         self._alike = (f"kernels={kernels.implementation(self.communicator.device).split()[0]}",)
@@ -309,53 +310,51 @@ class OnebitLamb(CompressedOptimizer):
         exp_avg, scaling = state.exp_avg[bucket.start : bucket.stop], state.extra["scaling_coeff"]
         return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1, scaling)  # (3)
 
-    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
-        flat, options = slice(bucket.start, bucket.stop), _lamb_options(state.options)
-        if bucket.start == 0:
-            self._sums[state] = torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
-        moments = state.exp_avg[flat], state.extra["exp_avg_sq_fresh"][flat], state.variance(bucket)
-        scaling, sums = state.extra["scaling_coeff"], self._sums[state]
-        with state.parameter_segments(bucket) as params:
-            update = LambMoments(average, *moments, params, scaling, sums, options)
-            kernels.on(state.device).lamb_moments_(update)  # (3), (4)
-        whole = [piece.index for piece in bucket.pieces if piece.stop == state.layout.numels[piece.index]]
-        if whole:  # tensors whose last part has arrived
-            self._apply_tensors(state, range(whole[0], whole[-1] + 1))
+    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
+        for state in states:
+            group, sums = state.options, torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
+            beta1, beta2 = group["betas"]
+            options = LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"])
+            self._begun[state.number] = options, sums
 
-    def _apply_tensors(self, state: GroupState, tensors: range) -> None:
-        """Move consecutive tensors, with coefficients that are computed for all of them at once."""
-        options = _lamb_options(state.options)
-        moving = [i for i in tensors if state.layout.numels[i] and state.params[i].requires_grad]
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
+        flat, (options, sums) = slice(bucket.start, bucket.stop), self._begun[state.number]
+        moments = state.exp_avg[flat], state.extra["exp_avg_sq_fresh"][flat], state.variance(bucket)
+        with state.parameter_segments(bucket) as params:
+            update = LambMoments(average, *moments, params, state.extra["scaling_coeff"], sums, options)
+            kernels.on(state.device).lamb_moments_(update)  # (3), (4)
+
+    def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
+        super()._compressed_step(plan, states, gradients)
+        for state in states:
+            self._move(state)
+
+    def _move(self, state: GroupState) -> None:
+        """Move the tensors of a group, with coefficients that are computed for all of them at once."""
+        layout, (options, sums) = state.layout, self._begun.pop(state.number)
+        if not layout.numel:
+            return
+        moving = [i for i, p in enumerate(state.params) if layout.numels[i] and p.requires_grad]
         key = tuple(moving), state.device
         if (rows := self._rows.get(key)) is None:  # the device gets the numbers of tensors once
             rows = self._rows[key] = torch.tensor(moving, dtype=torch.int64, device=state.device)
-        direction, update, factor = self._sums[state][rows].unbind(dim=1)  # (5)
+        direction, update, factor = sums[rows].unbind(dim=1)  # (5)
         if options.weight_decay > 0:
             share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)
             factor = factor * share + 1 - share
-        last = state.extra["last_factor"][rows]
+        extra = state.extra
+        last, average, updates = (
+            extra[name][rows] for name in ("last_factor", "lamb_coeff_freeze", "lamb_coeff_updates")
+        )
         factor = factor.float().clamp(self.factor_min, self.factor_max)
         factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
-        coeff = _frozen_coeffs(state, self.coeff_beta)[rows] * factor
-        state.extra["last_factor"][rows], state.extra["lamb_coeff"][rows] = factor, coeff
-        rates = torch.zeros_like(state.extra["lamb_coeff"])
+        if state.options["bias_correction"]:
+            average = average / (1 - self.coeff_beta**updates)
+        coeff = torch.where(updates > 0, average, 1.0) * factor
+        extra["last_factor"][rows], extra["lamb_coeff"][rows] = factor, coeff
+        rates = torch.zeros_like(extra["lamb_coeff"])
         rates[rows] = coeff * state.options["lr"]
-        pieces = tuple(
-            Span(i, 0, state.layout.numels[i], state.layout.starts[i]) for i in tensors if state.layout.numels[i]
-        )
-        span = Bucket(pieces[0].offset, pieces[-1].offset + pieces[-1].numel, pieces)
-        exp_avg, variance = state.exp_avg[span.start : span.stop], state.variance(span)
-        with state.parameter_segments(span, moving) as params:
-            kernels.on(state.device).lamb_apply_(exp_avg, variance, params, rates, options)  # (6)
-
-
-def _frozen_coeffs(state: GroupState, coeff_beta: float) -> Tensor:
-    average, updates = state.extra["lamb_coeff_freeze"], state.extra["lamb_coeff_updates"]
-    if state.options["bias_correction"]:
-        average = average / (1 - coeff_beta**updates)
-    return torch.where(updates > 0, average, 1.0)
-
-
-def _lamb_options(group: dict[str, Any]) -> LambOptions:
-    beta1, beta2 = group["betas"]
-    return LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"])
+        spans = (Span(i, 0, numel, layout.starts[i]) for i, numel in enumerate(layout.numels) if numel)
+        whole = Bucket(0, layout.numel, tuple(spans))
+        with state.parameter_segments(whole, moving) as params:
+            kernels.on(state.device).lamb_apply_(state.exp_avg, state.variance(whole), params, rates, options)  # (6)

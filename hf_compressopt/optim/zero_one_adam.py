@@ -375,11 +375,23 @@ class ZeroOneAdam(CompressedOptimizer):
             message = "step %d: a gradient of rank %d is not finite; the rank steps with its momentum"
             write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
         for state in states:
-            bounded = descent(state.options, self.max_update)
-            _local_step(state, None if gradients is None else gradients[state.number], bounded)
+            self._local_step(state, None if gradients is None else gradients[state.number])
         if plan.synchronize:
             self._sync(plan, states, gradients)
         self._interval.expect()
+
+    def _local_step(self, state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
+        """Take (4) and (5) of one group."""
+        how, (beta1, _), on = descent(state.options, self.max_update), state.options["betas"], kernels.on(state.device)
+        for bucket in state.layout.buckets:
+            flat = slice(bucket.start, bucket.stop)
+            gradients = None if grads is None else state.gradient_segments(bucket, grads)
+            moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
+            with state.parameter_segments(bucket) as params:
+                on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))
+        state.extra["lr_sum"] += how.lr
+        state.extra["decay"] *= how.decay
+        state.steps += 1
 
     def _sync(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take (6) and (7), or plain averages if someone else has written parameters since the last sync."""
@@ -509,28 +521,3 @@ def _corrections(state: GroupState, counted: bool) -> Tensor:
         second = 1 - beta2 ** updates.clamp(min=1)
     first = torch.where(updates > 0, first, torch.inf)  # without a variance it does not move
     return torch.stack([first, second], dim=1).float()
-
-
-def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None, how: Descent) -> None:
-    """Take (4) and (5) of one group."""
-    options = state.options
-    lr, decay, (beta1, _) = float(options["lr"]), options["weight_decay"], options["betas"]
-    for bucket in state.layout.buckets:
-        flat = slice(bucket.start, bucket.stop)
-        gradients = None if grads is None else state.gradient_segments(bucket, grads)
-        local_update = state.extra["local_update"][flat]
-        with state.parameter_segments(bucket) as params:
-            kernels.on(state.device).local_step_(
-                LocalUpdate(
-                    state.exp_avg[flat],
-                    state.variance(bucket),
-                    local_update,
-                    gradients,
-                    params,
-                    beta1,
-                    how,
-                )
-            )
-    state.extra["lr_sum"] += lr
-    state.extra["decay"] *= 1 - lr * decay
-    state.steps += 1

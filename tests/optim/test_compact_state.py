@@ -14,6 +14,7 @@ from hf_compressopt.kernels.errors import tensor_of
 from tests.oracles.cases import (
     bucket_cap,
 )
+from tests.oracles.steps import same
 from tests.support.harness import run_ranks
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -23,10 +24,10 @@ def bytes_per_parameter(optimizer: Any) -> float:
     """Bytes of all storages that the state of a run lies in, each counted once."""
     tensors = [*optimizer._tensors.values()]
     for state in optimizer._states:
-        moments, errors = state.moments, state.errors
+        moments, errors, shards = state.moments, state.errors, state.moments.shards
         messages = [average.messages for average in moments.last.values()]
         tensors += [moments.exp_avg, moments.exp_avg_sq, moments.codes, moments.tops, errors.worker, errors.server]
-        tensors += [*messages, *state.extra.values()]
+        tensors += [*messages, *state.extra.values(), *(() if shards is None else shards.exp_avg + shards.exp_avg_sq)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()) / sum(p.numel() for p in optimizer.trainable_parameters)
 
@@ -93,10 +94,6 @@ def values_of(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
     entries = [dict(optimizer.state[p]) for p in params]
     errors = [error for state in optimizer._states for error in state.errors.values()]
     return [*(p.detach().clone() for p in params), *(t.clone() for e in entries for t in e.values()), *errors]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def look_at_the_state(rank: int, world_size: int) -> None:

@@ -22,6 +22,7 @@ from hf_compressopt.optim.state import check_tensors
 from hf_compressopt.schedules import OnebitSchedule
 from tests.optim.test_warmup_hook import Net, data
 from tests.oracles.cases import bucket_cap
+from tests.oracles.steps import same
 from tests.support.harness import run_ranks
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
 from tests.support.spreading import Share, spread
@@ -53,10 +54,6 @@ def tensors_of(net: nn.Module, optimizer: OnebitAdam) -> list[torch.Tensor]:
         for index in range(len(state.params)):
             found += [state.torch_state(index)[name] for name in ("exp_avg", "exp_avg_sq")]
     return [t.clone() for t in found]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # -- the bits of the path without overlap -----------------------------------------------------------------------------

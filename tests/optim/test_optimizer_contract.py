@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, set_gradients
+from tests.oracles.steps import tensors_in
 from tests.support.harness import run_ranks
 
 FREEZE_STEP = 3
@@ -47,15 +48,6 @@ def train(params, optimizer, first=1, last=STEPS):
 def assert_same(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
-
-
-def tensors_in(value):
-    """Every tensor of a nested state dict, copied, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value.clone()]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for entry in value for t in tensors_in(entry)] if isinstance(value, (list, tuple)) else []
 
 
 def through_a_file(state_dict):

@@ -22,6 +22,7 @@ from tests.optim.test_late_clip import data as late_data
 from tests.optim.test_late_clip import make as late_clip
 from tests.optim.test_late_clip import tensors_of
 from tests.oracles.cases import bucket_cap
+from tests.oracles.steps import same
 from tests.support.harness import run_ranks
 
 Form = tuple[str, str]  # the optimizer, form of the state
@@ -60,10 +61,6 @@ def bits(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
     moments = [torch.as_tensor(value) for row in state["state"].values() for value in row.values()]
     own = state["compressopt"]
     return [*(p.detach().clone() for p in params), *moments, *own["worker_error"], *own["server_error"]]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def everywhere(optimizer: Any) -> tuple[np.ndarray, np.ndarray]:

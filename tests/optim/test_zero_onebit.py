@@ -24,23 +24,12 @@ from hf_compressopt import (
 from hf_compressopt.optim import sharded
 from hf_compressopt.optim.group import mean_variance_norm
 from tests.checkpoint.test_resharding import stored
-from tests.optim.test_compact_state import go_on, make, same
+from tests.optim.test_compact_state import bytes_per_parameter, go_on, make
+from tests.oracles.steps import same, tensors_in
 from tests.support.harness import run_ranks
 from tests.support.memory import MIB, peak_beyond
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def bytes_per_parameter(optimizer: OnebitAdam) -> float:
-    """Bytes of all storages that the state lies in, each counted once."""
-    tensors = [*optimizer._tensors.values()]
-    for state in optimizer._states:
-        moments, errors, shards = state.moments, state.errors, state.moments.shards
-        messages = [average.messages for average in moments.last.values()]
-        tensors += [moments.exp_avg, moments.exp_avg_sq, moments.codes, moments.tops, errors.worker, errors.server]
-        tensors += [*messages, *state.extra.values(), *(() if shards is None else shards.exp_avg + shards.exp_avg_sq)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values()) / sum(p.numel() for p in optimizer.trainable_parameters)
 
 
 def memory_of_a_run(rank: int, world_size: int, freeze: int) -> tuple[list[float], list[float]]:
@@ -113,14 +102,6 @@ def test_the_peak_of_a_run_is_a_third_below_adamw() -> None:
 # -- state ------------------------------------------------------------------------------------------------------------
 
 ZERO = {"zero_stage": 1}
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors of nested dicts and lists, copied."""
-    if isinstance(value, torch.Tensor):
-        return [value.detach().clone()]
-    rows = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for row in rows for tensor in tensors_in(row)]
 
 
 def everything(params: list[nn.Parameter], optimizer: OnebitAdam) -> list[torch.Tensor]:

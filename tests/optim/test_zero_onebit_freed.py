@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp, load_state, save_state
 from hf_compressopt.optim.late import LATE_CLIP
-from tests.optim.test_compact_state import go_on, same
+from tests.optim.test_compact_state import go_on
 from tests.optim.test_compact_state import make as make_by_hand
 from tests.optim.test_late_clip import CLIP, FREEZE, STEPS, make
 from tests.optim.test_warmup_hook import Net, data
 from tests.optim.test_zero_onebit import everything
+from tests.oracles.steps import same
 from tests.support.harness import run_ranks
 from tests.support.spreading import Share
 

@@ -1,7 +1,7 @@
 """Steps of any compressed optimizer on a rank: a skip, low precision, and the comparison of all bits."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,18 @@ def everything(optimizer: Any, params: Any) -> dict[str, torch.Tensor]:
     if hasattr(optimizer, "get_lamb_coeffs"):
         values["coeffs"] = torch.tensor(optimizer.get_lamb_coeffs())
     return values | {"step": torch.tensor(optimizer.plan.step)}
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors of nested dicts and lists, copied, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().clone()]
+    rows = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for row in rows for tensor in tensors_in(row)]
+
+
+def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def different(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
