@@ -91,12 +91,7 @@ class Schedule(ABC):
         """Return the plan of a step."""
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            ValueError: For an option outside its range.
-            TypeError: For an option that is no int.
-        """
+        """Check the options."""
         for name, value in self.options().items():
             if name == "freeze_step" and isinstance(value, str):
                 if value != AUTO:
@@ -113,12 +108,7 @@ class Schedule(ABC):
 
     @classmethod
     def of(cls: type[_Schedule], options: Any) -> _Schedule:
-        """Return the schedule with these options, as :meth:`options` returns them, or an earlier version did.
-
-        Raises:
-            ValueError: If they are not those of such a schedule, or outside their ranges.
-            TypeError: For an option that is no int.
-        """
+        """Return the schedule with these options, as :meth:`options` returns them, or an earlier version did."""
         legal = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         if isinstance(options, dict):
             options = {"freeze_step" if name == "var_freeze_step" else name: value for name, value in options.items()}

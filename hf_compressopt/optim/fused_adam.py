@@ -104,12 +104,7 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group.
-
-        Raises:
-            ValueError: For an option outside its range.
-            TypeError: For a parameter that is complex or sparse.
-        """
+        """Add a param group."""
         super().add_param_group(param_group)
         check_last_group(self.param_groups, _check_group)
 

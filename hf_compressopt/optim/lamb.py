@@ -85,12 +85,7 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group.
-
-        Raises:
-            ValueError: For an option outside its range.
-            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
-        """
+        """Add a param group."""
         super().add_param_group(param_group)
         check_last_group(self.param_groups)
 
@@ -152,14 +147,14 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as torch does; the moments stay float32 for parameters of any dtype."""
+        """Load a state dict, which is copied; the moments stay float32 for parameters of any dtype."""
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for param, key in zip(params, keys, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name != "step":
-                    self.state[param][name] = value.detach().to(param.device, torch.float32, copy=True)
+                device = torch.device("cpu") if name == "step" else param.device
+                self.state[param][name] = value.detach().to(device, torch.float32, copy=True)
 
 
 def _lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:

@@ -459,13 +459,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     @contextmanager
     def synced_parameters(self) -> Iterator[bool]:
-        """Inside, the parameters are those of the last sync, alike on all ranks; at the end this rank's own again.
-
-        No collective call: a rank may use it alone.
-
-        Yields:
-            Whether the ranks are apart, so that the parameters inside are not those of the last step.
-        """
+        """Inside, the parameters are those of the last sync, alike on all ranks; at the end this rank's own again."""
         with self._interval.stand_in(self._interval.fill_with_anchor) as apart:
             yield apart
 

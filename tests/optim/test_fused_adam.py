@@ -583,28 +583,6 @@ def test_copies(kernels: str) -> None:
 # -- an ordinary optimizer --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.invariant(10)
-def test_closure(kernels: str) -> None:
-    params = parameters()
-    others = twins(params)
-    optimizer, reference = FusedAdam(params, lr=0.01), FusedAdam(others, lr=0.01)
-
-    def closure() -> torch.Tensor:
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        loss = sum((p**2).sum() for p in params)
-        loss.backward()
-        return loss.detach()
-
-    for _ in range(3):
-        expected = sum((p.detach() ** 2).sum() for p in params)
-        torch.testing.assert_close(optimizer.step(closure), expected)
-        for p in others:
-            p.grad = 2 * p.detach()
-        assert reference.step() is None
-    assert_same(params, others)
-
-
 @pytest.mark.invariant(11)
 @pytest.mark.parametrize("lr", [torch.tensor(0.0625), torch.full((1,), 0.0625), torch.tensor(0.0625).double()])
 def test_tensor_lr(lr: torch.Tensor, kernels: str) -> None:
@@ -633,27 +611,6 @@ def test_zero_grad() -> None:
             optimizer.zero_grad() if given is None else optimizer.zero_grad(set_to_none=given)
             for p in params:
                 assert p.grad is None if (default if given is None else given) else not p.grad.any()
-
-
-@pytest.mark.invariant(19)
-def test_hooks_fire_in_torchs_order(kernels: str) -> None:
-    def events(cls: type[torch.optim.Optimizer]) -> list[str]:
-        params, seen = parameters(), []
-        optimizer = cls(params, lr=0.01)
-        optimizer.register_step_pre_hook(lambda *_: seen.append(f"before {params[0].sum():.3f}"))
-        optimizer.register_step_post_hook(lambda *_: seen.append(f"after {params[0].sum():.3f}"))
-        optimizer.register_state_dict_pre_hook(lambda *_: seen.append("before state_dict"))
-        optimizer.register_state_dict_post_hook(lambda *_: seen.append("after state_dict"))
-        optimizer.register_load_state_dict_pre_hook(lambda *_: seen.append("before load"))
-        optimizer.register_load_state_dict_post_hook(
-            lambda owner: seen.append(f"after load {owner.state[params[1]]['exp_avg'].sum():.3f}")
-        )
-        draw(0, params)
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        return seen
-
-    assert events(FusedAdam) == events(lambda params, lr: torch.optim.AdamW(params, lr=lr, weight_decay=0.0))
 
 
 def test_a_load_hook_may_change_the_state() -> None:
@@ -696,22 +653,6 @@ def test_deepcopy_pickle_and_repr(how: Any, kernels: str) -> None:
     other.zero_grad()
     assert others[0].grad is not None
     assert "FusedAdam" in repr(optimizer) and "adam_w_mode: True" in repr(optimizer)
-
-
-@pytest.mark.invariant(3)
-def test_group_added_later_and_named_parameters(kernels: str) -> None:
-    names = ["a", "b", "c"]
-    params = parameters(SHAPES[:3])
-    others = twins(params)
-    late = FusedAdam([("a", params[0])], lr=0.01)
-    late.add_param_group({"params": list(zip(names[1:], params[1:], strict=True)), "lr": 0.02})
-    early = FusedAdam([{"params": others[:1]}, {"params": others[1:], "lr": 0.02}], lr=0.01)
-    for t in range(3):
-        draw(t, params, others)
-        late.step()
-        early.step()
-    assert_same(params, others)
-    assert late.state_dict()["param_groups"][1]["param_names"] == ["b", "c"]
 
 
 def test_compiled_step(kernels: str) -> None:
