@@ -189,7 +189,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         cuda_aware: bool = False,
         amsgrad: bool = False,
     ) -> None:
-        """See the class."""
         chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
         given = {name: value for name, value in chosen.items() if value is not None}
         schedule = self.schedule_class(**{"freeze_step": freeze_step, **given})
@@ -248,7 +247,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.fit_schedule(total_steps)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but a ``step`` that a scheduler put into the instance: it steps the original."""
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     # -- what an algorithm defines -------------------------------------------------------------------------------------
@@ -479,17 +477,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> StepPlan:
-        """Plan of the coming step."""
         return self.plan_at(self._step + 1)
 
     @property
     def last_plan(self) -> StepPlan:
-        """Plan of the last step; before the first one its own."""
         return self.plan_at(max(self._step, 1))
 
     @property
     def freeze_step(self) -> int | str:
-        """Last step of the first stage, or "auto"."""
         return self.schedule.freeze_step
 
     @freeze_step.setter
@@ -643,11 +638,9 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
-        """The parameters that have state, group by group."""
         return list(chain.from_iterable(state.params for state in self._states))
 
     def own_parameters(self) -> list[Tensor]:
-        """Return the parameters of the groups with a process group of their own."""
         return list(chain.from_iterable(state.params for state in self._states if state.own_rank is not None))
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:

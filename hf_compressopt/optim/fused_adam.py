@@ -83,7 +83,6 @@ class FusedAdam(torch.optim.Optimizer):
         fp32_moments: bool = True,
         write_grads: bool = True,
     ) -> None:
-        """See the class."""
         check_at_least("max_grad_norm", max_grad_norm, 0)
         self.max_grad_norm, self.set_grad_none = max_grad_norm, set_grad_none
         self.master_weights, self.fp32_moments, self.write_grads = master_weights, fp32_moments, write_grads
@@ -104,7 +103,6 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group."""
         super().add_param_group(param_group)
         check_last_group(self.param_groups, _check_group)
 
@@ -114,7 +112,6 @@ class FusedAdam(torch.optim.Optimizer):
         return self._last_found_inf is not None and bool(self._last_found_inf)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Reset the gradients: drop them, or fill them with 0. None means the option ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -206,12 +203,10 @@ class FusedAdam(torch.optim.Optimizer):
     # -- copies and state dicts ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the contents of a copy or a pickle: torch's part, and the options that are not in param groups."""
         own = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "write_grads", "copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, without the plans and overflows of the original."""
         super().__setstate__(state)
         self._plans, self._last_found_inf = {}, None
 

@@ -78,19 +78,16 @@ class Lamb(torch.optim.Optimizer):
         bias_correction: bool = True,
         weight_decay: float = 0.0,
     ) -> None:
-        """See the class."""
         _check_coefficients(min_coeff, max_coeff)
         self.max_coeff, self.min_coeff = max_coeff, min_coeff
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group."""
         super().add_param_group(param_group)
         check_last_group(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything, so that a copy has the bounds too."""
         return dict(self.__dict__)
 
     @torch.no_grad()
@@ -227,7 +224,6 @@ class OnebitLamb(CompressedOptimizer):
         factor_threshold: float = 0.1,
         **options: Any,
     ) -> None:
-        """See the class."""
         _check_coefficients(min_coeff, max_coeff)
         if options.get("max_update"):
             raise ValueError(

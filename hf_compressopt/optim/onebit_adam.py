@@ -71,7 +71,6 @@ class OnebitAdam(CompressedOptimizer):
         state: str = "compact",
         **options: Any,
     ) -> None:
-        """See the class."""
         if fused_warmup is not None and not isinstance(fused_warmup, bool):
             raise TypeError(f"fused_warmup must be True, False or None, got {fused_warmup!r}")
         if max_update is not None:
@@ -98,7 +97,6 @@ class OnebitAdam(CompressedOptimizer):
             self._consensus.freed = self.freed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`~hf_compressopt.optim.base.Scheduled.add_param_group`."""
         super().add_param_group(param_group)
         if self.freed is not None:
             self.freed.attach()

@@ -51,7 +51,6 @@ class LocalInterval:
     """
 
     def __init__(self, states: Sequence[GroupState], traffic: Traffic) -> None:
-        """Watch these states, a list that may grow."""
         self.states, self._traffic = states, traffic
         self._mark: Tensor | None = None  # [parameters] int64; None: whatever the parameters are, they are expected
         self._written: Tensor | None = None  # [] bool
@@ -65,7 +64,6 @@ class LocalInterval:
     # -- values that others write -------------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Record the present parameters as expected."""
         self._mark = self._fingerprint()
 
     def expect_anything(self) -> None:
@@ -103,7 +101,6 @@ class LocalInterval:
         return inside and not self._alike and any(state.communicator.world_size > 1 for state in self._compressed)
 
     def begin_step(self) -> None:
-        """Put this rank's own parameters in place, and look for writes."""
         self.put_back()
         self.look()
         self._alike = False
@@ -276,7 +273,6 @@ class ZeroOneAdam(CompressedOptimizer):
         max_update: float | None = MAX_UPDATE,
         **options: Any,
     ) -> None:
-        """See the class."""
         if max_update is not None:
             check_at_least("max_update", max_update, 0)
         self.max_update = max_update
@@ -428,11 +424,9 @@ class ZeroOneAdam(CompressedOptimizer):
 
     @property
     def ranks_are_apart(self) -> bool:
-        """True if each rank has its own parameters at this moment. No collective call; alike on all ranks."""
         return self._interval.is_apart()
 
     def own_parameters_restorer(self) -> Callable[[], None]:
-        """Return a function that puts this rank's parameters back as they are now."""
         if self.last_plan.stage is not Stage.LOCAL_STEP:
             return super().own_parameters_restorer()
         own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
