@@ -11,6 +11,7 @@ from tests.support.harness import run_ranks_expecting_error
 BAD = {
     "complex": (lambda p: torch.zeros(p.shape, dtype=torch.complex64), "complex64; legal are real floating-point"),
     "float64": (lambda p: torch.zeros(p.shape, dtype=torch.float64), "torch.float64; legal are"),
+    "sparse": (lambda p: torch.ones(p.shape).to_sparse(), "is sparse (torch.sparse_coo); only dense gradients"),
     "integer": (lambda p: torch.zeros(p.shape, dtype=torch.int32), "int32; legal are real floating-point"),
     "shape": (lambda p: torch.zeros(3), "has shape (3,); legal is the parameter's, (5, 4)"),
     "device": (lambda p: torch.zeros(p.shape, device="meta"), "is on meta, its parameter on cpu"),

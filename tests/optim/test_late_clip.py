@@ -453,13 +453,9 @@ def record(rank: int, world_size: int) -> list[str]:
     return events_of_backward(attach, steps=3)
 
 
-def test_the_first_message_leaves_before_the_last_gradient_is_there() -> None:
+def test_messages_leave_before_the_last_gradient_is_there_and_are_awaited_in_the_step() -> None:
     for events in run_ranks(2, record):
         check_overlap(events)
-
-
-def test_the_last_messages_are_awaited_in_the_step() -> None:
-    for events in run_ranks(2, record):
         over = events.index("backward is over")
         assert events.count("message") == events.count("answer") == events[:over].count("message")
         assert events[:over].count("answer") == events.count("message") - 1

@@ -15,7 +15,6 @@ from tests.oracles.cases import (
     ODD,
     Case,
     Problem,
-    bucket_cap,
     make_optimizer,
     make_params,
     safe_problem,
@@ -32,11 +31,10 @@ from tests.oracles.comparing import (
 from tests.oracles.steps import (
     bytes_of_a_compressed_step,
     check_low_precision,
-    different,
     everything,
     problems_of_a_skip,
 )
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import run_ranks
 from tests.support.spreading import spread
 
 CASES = [
@@ -188,59 +186,12 @@ def trajectory(**kwargs):
     return torch.stack(history)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"bias_correction": False},
-        {"eps_inside_sqrt": True, "eps": 0.1},
-        {"max_grad_norm": 0.1, "eps": 0.1},
-        {"variance_floor": 1.0},
-        {"weight_decay": 0.1},
-        {"freeze_step": 4},
-    ],
-    ids=lambda option: next(iter(option)),
-)
-def test_option_has_an_effect(option):
-    assert not torch.allclose(trajectory(**option), trajectory(eps=option.get("eps", 1e-8)), atol=1e-4)
-
-
 def test_bias_correction_outside_the_fast_path_agrees_with_it():
     """eps inside the root, of 1e-30, is no eps at all: the same numbers as torch's own arithmetic with eps = 0."""
     torch.testing.assert_close(trajectory(eps_inside_sqrt=True, eps=1e-30), trajectory(eps=0.0), rtol=0, atol=2e-6)
 
 
 # -- the switch -------------------------------------------------------------------------------------------------------
-
-
-def test_plan_follows_freeze_step():
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = OnebitAdam([p], freeze_step=2)
-    seen = []
-    for _ in range(4):
-        plan = optimizer.plan
-        seen.append((plan.step, plan.stage.value, plan.reduce_grads, plan.update_variance, plan.synchronize))
-        p.grad = torch.ones(3)
-        optimizer.step()
-    assert seen == [
-        (1, "warmup", True, True, False),
-        (2, "warmup", True, True, False),
-        (3, "compressed", False, False, True),
-        (4, "compressed", False, False, True),
-    ]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_parameter_has_its_error(world_size):
-    """The original reset the error buffers of the last parameter only, and one scale hid small tensors."""
-    shapes = [(40,), (6, 8), (40,)]
-    case = Case("errors", [{"shapes": shapes}, {"shapes": [(64,)]}], {"bucket_cap_mb": bucket_cap(50)}, steps=8)
-    results = run_ranks(world_size, solve_all, [Problem(case, world_size, 0)])
-    for (result,) in results:
-        pieces = np.split(result["worker_error"][0], np.cumsum([40, 48]))
-        assert all(np.count_nonzero(piece) == piece.size for piece in (*pieces, result["worker_error"][1]))
-        assert all(np.count_nonzero(error) == error.size > 0 for error in result["server_error"])
-    for g, numel in enumerate((128, 64)):
-        assert sum(result["server_error"][g].size for (result,) in results) == numel
 
 
 @pytest.mark.invariant(36)
@@ -395,33 +346,6 @@ def huge_on_a_rank(rank, world_size):
     return [key for key, value in everything(optimizer, params).items() if not value.isfinite().all()]
 
 
-@pytest.mark.parametrize("stage", ["warmup", "compressed"])
-def test_sparse_gradient_is_refused_by_all_ranks(stage):
-    """In the compressed stage one rank's is enough, and the others do not hang. Nothing has changed."""
-    errors = run_ranks_expecting_error(2, sparse_on_a_rank, stage)
-    assert "sparse" in errors[1] and "sparse=False" in errors[1] and errors[1].startswith("TypeError")
-    assert "another" in errors[0] or "other rank" in errors[0] or "sparse" in errors[0]
-
-
-def sparse_on_a_rank(rank, world_size, stage):
-    case = Case("sparse", [{"shapes": [(8, 4), (3,)]}], {}, 2, 4)
-    problem = Problem(case, world_size, 0)
-    optimizer, params = make_optimizer(problem)
-    for t in range(1, 2 if stage == "warmup" else 4):
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
-    set_gradients(problem, optimizer, params, rank, case.steps)
-    if rank == 1 or stage == "warmup":  # averaged gradients are alike on all ranks
-        params[0][0].grad = params[0][0].grad.to_sparse()
-    before = everything(optimizer, params)
-    try:
-        optimizer.step()
-    except (TypeError, RuntimeError) as error:
-        if changed := different(before, everything(optimizer, params)):
-            raise AssertionError(f"{changed} changed") from error
-        raise
-
-
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -525,18 +449,6 @@ def test_mask_that_does_not_fit_is_named():
         OnebitAdam([group])
     with pytest.raises(TypeError, match="exp_avg_mask.*list"):
         OnebitAdam([{"params": [torch.nn.Parameter(torch.zeros(3))], "exp_avg_mask": [1, 0, 1]}])
-
-
-def test_ranks_that_differ_are_refused_together():
-    errors = run_ranks_expecting_error(2, differ_on_a_rank)
-    assert all(error.startswith("ValueError") and "differ" in error for error in errors.values())
-
-
-def differ_on_a_rank(rank, world_size):
-    p = torch.nn.Parameter(torch.zeros(8 + rank))
-    optimizer = OnebitAdam([p], freeze_step=1)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
 
 
 # -- lower precision --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from hf_compressopt import OnebitLamb
 from hf_compressopt.kernels import library
-from tests.optim.test_oracle_simulation_family import LAMB_RECORDED, TENSORS, load_recorded
+from tests.optim.test_oracle_simulation import LAMB_RECORDED, TENSORS, load_recorded
 from tests.oracles.cases import (
     COSINE,
     MIXED,

@@ -609,15 +609,3 @@ def test_state_crosses_over_from_and_to_adamw():
     new_adamw.load_state_dict(through_a_file(optimizer.state_dict()))
     assert new_optimizer.plan.step == 5
     assert_same(train(params, new_optimizer, 5, 8), train(others, new_adamw, 5, 8))
-
-
-def test_zero_grad_and_scheduler():
-    params, optimizer = make_one()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (t + 1))
-    for t in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        assert all(p.grad is None for p in params)
-        train(params, optimizer, t, t)
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / (STEPS + 1))
-    assert optimizer.step_was_skipped is False

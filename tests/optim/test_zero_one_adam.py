@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
-from tests.optim.test_oracle_simulation_family import TENSORS, ZERO_ONE_RECORDED, load_recorded
+from tests.optim.test_oracle_simulation import TENSORS, ZERO_ONE_RECORDED, load_recorded
 from tests.oracles.cases import (
     MASK,
     MIXED,
@@ -223,24 +223,6 @@ def follow(rank, world_size, name):
 
 
 # -- schedule and bytes -----------------------------------------------------------------------------------------------
-
-
-def test_plan_follows_the_schedule():
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = ZeroOneAdam([p], **SCHEDULE)
-    learning, syncing = [], []
-    for t in range(1, STEPS + 1):
-        plan = optimizer.plan
-        assert plan.step == t
-        assert plan.stage.value == ("variance" if t <= FREEZE else "local-step")
-        assert plan.reduce_grads == plan.update_variance
-        assert plan.ends_stage == (t == FREEZE)
-        learning += [t] if plan.update_variance else []
-        syncing += [t] if plan.synchronize else []
-        p.grad = torch.ones(3)
-        optimizer.step()
-    assert learning == list(VARIANCE_STEPS)
-    assert syncing == [3, 5, 7, *SYNCS]
 
 
 @pytest.mark.parametrize("scaler", [1, 2, 3, 16])
