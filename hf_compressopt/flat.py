@@ -92,12 +92,14 @@ class FlatLayout:
         bucket_numel: Elements of every bucket but the last.
         starts: Offset of each parameter in the flat buffer.
         buckets: The buckets, in order; none if the group has no element.
+        numel: Elements of the whole flat buffer.
     """
 
     numels: tuple[int, ...]
     bucket_numel: int
     starts: tuple[int, ...]
     buckets: tuple[Bucket, ...]
+    numel: int
 
     @classmethod
     def build(cls, numels: Sequence[int], bucket_numel: int) -> FlatLayout:
@@ -114,12 +116,7 @@ class FlatLayout:
             Bucket(start, min(start + bucket_numel, total), tuple(_pieces(numels, starts, start, start + bucket_numel)))
             for start in range(0, total, bucket_numel)
         )
-        return cls(tuple(numels), bucket_numel, starts[:-1], buckets)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole flat buffer."""
-        return sum(self.numels)
+        return cls(tuple(numels), bucket_numel, starts[:-1], buckets, total)
 
 
 def _pieces(numels: Sequence[int], starts: Sequence[int], low: int, high: int) -> Iterator[Span]:

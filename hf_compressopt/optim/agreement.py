@@ -206,16 +206,7 @@ Grads = list[list["Tensor | None"]]  # one list per param group, one entry per t
 
 
 class StepGradients:
-    """The gradients of one step, and what is wrong with them.
-
-    Attributes:
-        groups: One list per param group, one entry per trainable parameter; None for a parameter without gradient.
-        fault: The error to raise on this rank, or None if the gradients are valid.
-        ask: Whether the ranks must agree on the norm, since some gradients are each rank's own.
-        left: Ids of gradients that are in messages already: they are not clipped.
-        freed: Gradients that have left and are freed, beside those of ``groups``; None if there are none.
-        measured_signature: The :meth:`signature` of the gradients when they were measured.
-    """
+    """The gradients of one step, and what is wrong with them."""
 
     def __init__(
         self,
@@ -226,9 +217,11 @@ class StepGradients:
         *,
         ask: bool,
     ) -> None:
-        self.groups, self.fault, self.ask = groups, fault, ask
-        self.left: frozenset[int] = frozenset()
-        self.freed: FreedGradients | None = None
+        self.groups = groups  # one entry per trainable parameter, None without gradient
+        self.fault = fault  # to raise on this rank
+        self.ask = ask  # whether the ranks must agree on the norm, since some gradients are each rank's own
+        self.left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
+        self.freed: FreedGradients | None = None  # sent and freed gradients, beside those of the groups
         self._communicator, self._shares = communicator, tuple(shares)
         self._local_squares: dict[float, Tensor] | None = None
         self._square: float | None = None
@@ -574,28 +567,18 @@ def _replicated(state: GroupState) -> Iterator[Tensor]:
 
 
 class Consensus:
-    """The small messages beside those of a step, and what the ranks know from them.
+    """The small messages beside those of a step, and what the ranks know from them."""
 
-    Attributes:
-        states: The param groups, a list that may grow.
-        communicator: All ranks.
-        clip: "sketch" to clip local gradients by the norm of their mean, "local" by the root of their mean square.
-        early: The messages that leave during backward; the optimizer sets it.
-        freed: The gradients that leave and are freed during backward, if the optimizer has such.
-        comparison: What must be alike on all ranks.
-        noise: The noise in the ranks' gradients.
-        measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
-        at_sync: The gradients of a step of 0/1 Adam whose message follows at its end, as they were before clipping.
-    """
-
-    early: EarlyMessages
+    early: EarlyMessages  # set by the optimizer, like the next
     freed: FreedGradients | None = None
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
         self.states, self.communicator = states, communicator
         self.noise = GradientNoise(tensors)
         self.clip = "sketch"
+        # the gradients of the coming step if their norm is known already, from clipping or a gradient scaler
         self.measured: StepGradients | None = None
+        # those of a step of 0/1 Adam whose message follows at its end, as they were before clipping
         self.at_sync: MeanNorm | None = None
         self._common = math.nan  # what the coming step's gradients say about noise
         self._usual = math.nan  # the root of the mean square of the ranks' own norms in the coming step

@@ -385,7 +385,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         grads: Sequence[Tensor | None],
     ) -> Task[None]:
         """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
-        average = self.early_messages.take(state, bucket, feedback)
+        early = self.early_messages
+        average = early.take(state, bucket, feedback) if early.enabled else None
         if average is None:  # the message was not sent during backward
             message = self._prepare(plan, state, bucket, grads)
             average = yield from all_reduce(message, feedback, state.form, state.communicator)
