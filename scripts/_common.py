@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-MIB = 2**20
+MIB, MB = 2**20, 1e6
 
 Variants = dict[str, Callable[[], object]]
 
@@ -84,6 +84,19 @@ def gloo_ranks(rank: int, world_size: int, store: str | Path, threads: int = 1) 
     dist.barrier()
     dist.destroy_process_group()
     time.sleep(0.3)  # gloo's threads come to rest
+
+
+def small_gpt2(layers: int, width: int, vocabulary: int, tokens: int) -> Any:
+    """Transformers' GPT-2 without dropout, alike on all ranks."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // 64), "vocab_size": vocabulary}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(n_positions=tokens, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes, **dropout)
+    )
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 TOTALS = {
     "modules of the package": 132,
     "lines of the package": 27409,
-    "lines of tests": 30899,
-    "lines of scripts": 6344,
+    "lines of tests": 30631,
+    "lines of scripts": 4781,
 }
 CALLED = {
     "OnebitAdam": 36,
