@@ -70,7 +70,6 @@ class Run:
         optimizer: "AdamW", "Lamb" or a key of PARTNER.
         options: Options of a compressed optimizer, or of low-bit gradients, beside the defaults.
         lr: Peak learning rate; the model's where None.
-        freeze: Last warmup step as a share of the steps; None leaves it to Trainer's default.
         gradients: Messages of an uncompressed optimizer's gradients: "int4", "int8", or "" for full precision.
         rival: A key of rivals.RIVALS, a method around AdamW, or "".
         rival_options: Its options.
@@ -85,7 +84,6 @@ class Run:
     optimizer: str
     options: dict[str, Any] = field(default_factory=dict)
     lr: float | None = None
-    freeze: float | None = None
     gradients: str = ""
     rival: str = ""
     rival_options: dict[str, Any] = field(default_factory=dict)
@@ -129,10 +127,6 @@ def every(name: str, names: Sequence[str] = ("AdamW", "Lamb", "int4", *PARTNER),
     ]
 
 
-def onebit(steps: int, name: str, freeze: float | None = None, **options: Any) -> Run:
-    return Run(f"OnebitAdam, {name}, {steps} steps", "OnebitAdam", FLOAT32 | options, freeze=freeze, steps=steps)
-
-
 def rates(rates_of: dict[str, Sequence[float]], title: str = "{}, lr {:g}", **kept: Any) -> dict[str, Run]:
     """Peak learning rates of uncompressed optimizers."""
     pairs = [(name, lr) for name, values in rates_of.items() for lr in values]
@@ -146,15 +140,6 @@ def rival(title: str, name: str, **options: Any) -> Run:
 #: By group; a run that stands in several groups is run once.
 RUNS: dict[str, dict[str, Run]] = {
     "optimizers": named(*every("")),
-    "state": named(
-        *(
-            Run(f"{name}{end}", name, state)
-            for name in PARTNER
-            for end, state in (("", FLOAT32), (", state=compact", COMPACT))
-        ),
-        INT4,
-        Run("AdamW, int4 gradients, state=compact", "AdamW", COMPACT, gradients="int4"),
-    ),
     "rivals": named(
         ADAMW,
         rival("AdamW, bfloat16 gradients", "bfloat16"),
@@ -184,25 +169,7 @@ RUNS: dict[str, dict[str, Run]] = {
     "fine-tuning rates": rates(
         {"AdamW": (2e-4, 5e-4, 1e-3, 2e-3)}, "{}, fine-tuning, lr {:g}, 200 steps", steps=200, **AFTER_LIBRARY
     ),
-    "warmup bits": named(
-        Run("AdamW, 600 steps", "AdamW", steps=600),
-        *(onebit(600, f"warmup_bits={bits}", warmup_bits=bits) for bits in (4, 8, 16, 32)),
-    ),
-    "short runs": named(
-        *(
-            run
-            for steps in (20, 60, 100, 200, 300, 400)
-            for run in (
-                Run(f"AdamW, {steps} steps", "AdamW", steps=steps),
-                onebit(steps, "defaults"),
-                *(onebit(steps, f"frozen at {share:.0%}", freeze=share) for share in (0.2, 0.4)),
-            )
-        )
-    ),
     "learning rates": rates({"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Lamb": (5e-3, 1e-2, 2e-2)}),
-    "learning rates, GPT-2": rates(
-        {"AdamW": (1e-3, 2e-3, 3e-3), "Lamb": (3e-3, 5e-3, 1e-2, 2e-2)}, "{}, lr {:g}, GPT-2", model=GPT2
-    ),
     "rivals, rates": named(
         *(
             Run(
@@ -218,12 +185,12 @@ RUNS: dict[str, dict[str, Run]] = {
     ),
 }
 #: Groups by which defaults were chosen: with seeds of their own.
-TUNING = ("learning rates", "fine-tuning rates", "rivals, rates", "warmup bits", "short runs")
-ONE_SEED = ("rivals, rates", "learning rates", "learning rates, GPT-2", "fine-tuning rates")
+TUNING = ("learning rates", "fine-tuning rates", "rivals, rates")
+ONE_SEED = TUNING
 #: Groups that run at some numbers of ranks only, whatever --world-sizes says.
 WORLD_SIZES = {
-    **dict.fromkeys(("learning rates", "learning rates, GPT-2", "fine-tuning rates"), (2,)),
-    **dict.fromkeys(("rivals, rates", "fine-tuning", "warmup bits", "short runs"), (4,)),
+    **dict.fromkeys(("learning rates", "fine-tuning rates"), (2,)),
+    **dict.fromkeys(("rivals, rates", "fine-tuning"), (4,)),
 }
 ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
 
@@ -406,11 +373,8 @@ class Training:
         if self.compressed or run.zero:
             options["communicator"] = self.ours
         if self.compressed:
-            given = dict(run.options)
-            if run.freeze is not None:
-                given["freeze_step"] = max(1, round(run.freeze * steps))
-            self.optimizer = getattr(hf_compressopt, run.optimizer)(groups, **options, **given)
-            self.optimizer.scale_schedule(steps, given=given)
+            self.optimizer = getattr(hf_compressopt, run.optimizer)(groups, **options, **run.options)
+            self.optimizer.scale_schedule(steps, given=run.options)
         elif run.zero:
             self.optimizer = hf_compressopt.ZeroOptimizer(groups, torch.optim.AdamW, **options, **run.zero)
         else:

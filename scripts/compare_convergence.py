@@ -173,8 +173,7 @@ CELLS: dict[str, Callable[[Rows, Rows], str]] = {
 COLUMNS = {
     **{group: [LOSS, DIFFERENCE, SENT] for group in RUNS},
     "optimizers": list(CELLS),
-    "state": [LOSS, DIFFERENCE],
-    **dict.fromkeys(("GPT-2", "fine-tuning", "short runs"), [LOSS, DIFFERENCE, SENT, SWITCH]),
+    **dict.fromkeys(("GPT-2", "fine-tuning"), [LOSS, DIFFERENCE, SENT, SWITCH]),
     **dict.fromkeys(ONE_SEED, [LOSS]),
 }
 
