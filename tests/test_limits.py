@@ -16,10 +16,10 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 
 TOTALS = {
-    "modules of the package": 132,
-    "lines of the package": 27409,
-    "lines of tests": 30631,
-    "lines of scripts": 4781,
+    "modules of the package": 98,
+    "lines of the package": 25493,
+    "lines of tests": 30954,
+    "lines of scripts": 4753,
 }
 CALLED = {
     "OnebitAdam": 36,

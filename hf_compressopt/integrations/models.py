@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt.collectives.ddp_hook import attach_ddp, find_sync
+from hf_compressopt.collectives.ddp import attach_ddp, find_sync
 from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions, compress_hook
 from hf_compressopt.integrations.algorithms import (
@@ -56,17 +56,7 @@ class DDPModels:
             self._models.append(weakref.ref(inner))
 
     def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any, loss_scale: Callable[[], float]) -> None:
-        """Give every model whose parameters a compressed optimizer owns the hook that follows its plan.
-
-        Args:
-            optimizers: All optimizers of the accelerator.
-            own_hook: The communication hook that the user asked Accelerate for, or None.
-            loss_scale: Returns the factor that the gradients of the coming step carry.
-
-        Raises:
-            ValueError: If a model's gradients must be averaged for one optimizer and stay local for another, or if the
-                model has another hook.
-        """
+        """Give every model whose parameters a compressed optimizer owns the hook that follows its plan."""
         for model in self:
             params = {id(p) for p in model.parameters() if p.requires_grad}
             owners: list[Any] = [o for o in optimizers if follows_plan(o) and shares(o.trainable_parameters, params)]
@@ -90,18 +80,7 @@ class DDPModels:
         messages: MessageOptions,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages.
-
-        Args:
-            optimizers: All optimizers of the accelerator.
-            own_hook: The communication hook that the user asked Accelerate for, or None.
-            compression: "int4" or "int8".
-            messages: The options of the messages.
-            loss_scale: Returns the factor that the gradients of the coming step carry.
-
-        Raises:
-            ValueError: If a model's parameters belong to a compressed optimizer, or if the model has another hook.
-        """
+        """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages."""
         for model in self:
             params = {id(p) for p in model.parameters() if p.requires_grad}
             owners = [o for o in optimizers if shares(all_parameters(o), params)]
@@ -113,9 +92,9 @@ class DDPModels:
             if owners and find_compression(model) is None:
                 check_no_hook(own_hook, "grad_compression")
                 named, group = model.module.named_parameters(), model.process_group
-                state = GradientCompression(
-                    named, compression, process_group=group, loss_scale=loss_scale, **asdict(messages)
-                )
+                cap = messages.bucket_cap_mb or model.bucket_bytes_cap / 2**20
+                options = {**asdict(messages), "bucket_cap_mb": cap, "loss_scale": loss_scale}
+                state = GradientCompression(named, compression, process_group=group, **options)
                 model.register_comm_hook(state, compress_hook)
 
     def hooked(self) -> list[DistributedDataParallel]:
@@ -159,19 +138,8 @@ class ShardedModels:
         messages: MessageOptions,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Give every model low-bit messages between its replicas, unless it has them.
-
-        Args:
-            models: Prepared models.
-            accelerator: The accelerator, for its mesh; a model that is loaded in shards has one of its own.
-            compression: "int4" or "int8".
-            messages: The options of the messages; the mesh alone says which ranks share a node.
-            loss_scale: Returns the factor that the gradients of the coming step carry.
-
-        Raises:
-            ValueError: For options of the topology, and if the model cannot have them.
-        """
-        if replace(messages, bucket_cap_mb=MessageOptions.bucket_cap_mb) != MessageOptions():
+        """Give every model low-bit messages between its replicas, unless it has them."""
+        if replace(messages, bucket_cap_mb=None) != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
@@ -183,7 +151,7 @@ class ShardedModels:
                 mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
             else:
                 mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-            cap = messages.bucket_cap_mb
+            cap = messages.bucket_cap_mb or 25.0
             state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale)
             self._found.append(weakref.ref(state))
 

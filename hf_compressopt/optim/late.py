@@ -1,36 +1,135 @@
-"""clip="late": messages of signs that leave during backward, from DistributedDataParallel's hook.
+"""clip="late": messages of signs that are sent during backward, from DistributedDataParallel's hook.
 
-The message of a bucket leaves as soon as its gradients are there, and travels while backward computes further ones:
+The message of a bucket is sent as soon as its gradients are there, and travels while backward computes further ones:
 
     u = b1 m + (1 - b1) c g_r + worker_error;  messages <- Q(u)                                 (1)
 
 The norm of g is not known then. So c is the clip coefficient of the last step that was taken, min(1, max_norm / norm).
 A rank whose gradient grows beyond twice the usual one meanwhile clips its further messages as if the norm had grown as
-much. :meth:`EarlyMessages.take` writes the errors in ``step()``, where all ranks know that the step is finite. There
-the messages are awaited, too: the norm is measured while the last ones travel.
+much. The new errors lie beside the old ones until ``step()``, where all ranks know that the step is taken. There the
+messages are awaited, too: the norm is measured while the last ones travel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.collectives.slots import Slot
+from hf_compressopt.collectives.ddp import GradientBucket
+from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import Average, Combination
+from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
 from hf_compressopt.optim.group import GroupState, ParamGroups
-from hf_compressopt.optim.sign_slots import Backward, Early, Grads, Key, LastNorm, Prepare, SignSlot
 from hf_compressopt.schedules import StepPlan
 
 #: Name of the tensor that holds what the next step's messages follow from: :class:`LastNorm`, and the loss scale.
 LATE_CLIP = "late_clip"
+#: How much larger than usual a rank's gradient may grow before the rank clips its messages by more than was predicted.
+GROWTH = 2.0
+
+Grads = Sequence["Tensor | None"]
+Prepare = Callable[[StepPlan, GroupState, Bucket, Grads], Combination]
+Key = tuple[int, int]  # number of the param group, first element of the bucket
+
+
+class LastNorm(NamedTuple):
+    """The norms that clipping found in the last step that was taken, alike on all ranks.
+
+    Attributes:
+        norm: The norm of the mean gradient, before clipping.
+        max_norm: The norm that it was clipped to.
+        usual: The root of the mean square of the ranks' own norms; NaN if it was not measured.
+    """
+
+    norm: float
+    max_norm: float
+    usual: float
+
+
+class Backward:
+    """One backward pass on one rank: the coefficient of the gradients that are sent in it.
+
+    Attributes:
+        loss_scale: Factor that the gradients carry.
+    """
+
+    def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
+        """Begin with no gradient. Without ``last`` gradients are not clipped."""
+        self.loss_scale = loss_scale
+        self._last, self._squares = last, list[float]()
+        # the ranks' own norms are at most so much larger than that of the mean if they are alike
+        self._usual = 0.0 if last is None else last.usual
+        if last is not None and not math.isfinite(last.usual):
+            self._usual = math.sqrt(world_size) * last.norm
+
+    @property
+    def square(self) -> float:
+        """The sum of squares of sent gradients, without loss scale, if they are clipped; in any order."""
+        return math.fsum(self._squares)
+
+    def coefficient(self, segments: Sequence[Segment], device: torch.device) -> float:
+        """Return the clip coefficient of gradients that are sent now; they carry the loss scale."""
+        if self._last is None:
+            return 1.0
+        parts = [segment.part for segment in segments if segment.tensor is not None]
+        self._squares.append(float(sum_of_squares(parts, device)) / self.loss_scale**2)
+        own, norm = math.sqrt(sum(self._squares)), self._last.norm
+        if own > GROWTH * self._usual:
+            norm = norm * own / self._usual if self._usual > 0 else own
+        return min(1.0, self._last.max_norm / (norm + 1e-6))
+
+
+@dataclass(frozen=True)
+class Early:
+    """A bucket whose messages are back before the step.
+
+    Attributes:
+        average: The compressed mean.
+        errors: The new errors.
+        finite: Whether the average is finite; alike on all ranks.
+    """
+
+    average: Average
+    errors: ErrorFeedback
+    finite: bool
+
+
+@dataclass
+class SignBucket(GradientBucket):
+    """A bucket of a param group whose momentum is sent as signs. Nothing is written into the gradients.
+
+    Attributes:
+        state: The param group.
+        feedback: The errors of the bucket, which are read only.
+        messages: The optimizer's messages.
+    """
+
+    waits_in_step: ClassVar[bool] = True
+    state: GroupState
+    feedback: ErrorFeedback
+    messages: EarlyMessages
+
+    def form(self) -> str:
+        return f"signs, {self.state.form.scale_block} to a scale"
+
+    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, Callable[[bool], None]]]:
+        messages, key = self.messages, (self.state.number, self.bucket.start)
+        grads: list[Tensor | None] = [None] * len(self.params)
+        for segment in segments:
+            grads[segment.index] = segment.tensor
+        z, new = messages.message(self.state, self.bucket, grads, segments), self.feedback.like()
+        messages.keep(key, None)
+        average = yield from all_reduce(z, self.feedback, self.state.form, self.communicator, new)
+        return ~all_finite(average), lambda finite: messages.keep(key, Early(average, new, finite))
+
+    def hand_over(self, finish: Callable[[], object]) -> None:
+        self.messages.await_later(finish)
 
 
 _UNCLIPPED = LastNorm(0.0, math.inf, math.inf)  # any gradient is below this
@@ -55,16 +154,16 @@ def _is_unchanged(made: _Made | None, grad: Tensor | None) -> bool:
 
 
 class EarlyMessages:
-    """The messages of one optimizer that leave during backward.
+    """The messages of one optimizer that are sent during backward.
 
-    A step takes a param group's messages only if all of them have left in the backward pass before it, and if its
-    gradients are on all ranks those that the backward pass has left behind: the same tensors, which nobody has changed
-    but a gradient scaler. Else, and in every other step, messages are made in ``step()``. What is changed after
-    the ranks have agreed on that, as they do when they clip, is taken up by the errors.
+    A step takes a param group's messages only if all of them were sent in the backward pass before it, and if its
+    gradients are on all ranks those that the backward pass has computed: the same tensors, which nobody has changed
+    but a gradient scaler. Else, and in every other step, messages are made in ``step()``. A change after the ranks have
+    agreed on that, as they do when they clip, comes too late for the step.
 
     Attributes:
-        enabled: Whether messages may leave early at all; in one rank's run none do.
-        always: Whether the messages of every step leave early, so that a step that is not clipped says so too.
+        enabled: Whether messages may be sent during backward at all; in one rank's run none do.
+        always: Whether the messages of every step are sent during backward, so that one without clipping says so.
         agreed: Whether the ranks have agreed on the messages that count, or there are none.
     """
 
@@ -77,14 +176,6 @@ class EarlyMessages:
         tensors: dict[str, Tensor],
         prepare: Prepare,
     ) -> None:
-        """Begin with no message.
-
-        Args:
-            enabled: See the class.
-            groups: The param groups of the optimizer.
-            tensors: State that is alike on all ranks, for checkpoints.
-            prepare: See :class:`SignSlot`.
-        """
         self.enabled, self._tensors, self._prepare = enabled, tensors, prepare
         self._states, self._communicator, self._follow = groups
         self.agreed = True
@@ -93,7 +184,8 @@ class EarlyMessages:
         self._finish: Callable[[], object] | None = None  # awaits what is on its way
         self._made_from: dict[int, list[_Made | None]] = {}  # the gradients after backward, by param group
         self._noted: LastNorm | None = None  # in the step under way
-        self._plan: StepPlan  # of the coming step, which due() gets
+        self._plan: StepPlan  # of the coming step
+        self.backward: Backward  # of the pass under way
         self._unclipped = False  # the last step of this process was not clipped
         self._loss_scale = self._assumed_scale = 1.0
 
@@ -105,14 +197,10 @@ class EarlyMessages:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def due(self, plan: StepPlan, before: StepPlan) -> bool:
-        """Return whether messages leave in the coming backward pass; alike on all ranks.
+        """Return whether messages are sent in the coming backward pass; alike on all ranks.
 
         They do in all compressed steps but the first, before which replicas may still be made alike, if it is known by
         which norm to clip, or that gradients are not clipped.
-
-        Args:
-            plan: Plan of the coming step.
-            before: Plan of the last step.
         """
         self._plan = plan
         sends = plan.agree and plan.synchronize and not plan.reduce_grads and before.stage is plan.stage
@@ -121,16 +209,16 @@ class EarlyMessages:
             return False
         return self._unclipped if LATE_CLIP not in self._tensors else self._last_norm() is not None
 
-    def slots(
+    def buckets(
         self, loss_scale: float | None = None, *, owner: int = 0, present: Collection[Tensor] | None = None
-    ) -> list[Slot]:
-        """Return the slots in which messages leave, and drop what an earlier backward pass has sent of these groups.
+    ) -> list[GradientBucket]:
+        """Return the buckets that are sent, and drop what an earlier backward pass has sent of these param groups.
 
-        See :meth:`~hf_compressopt.collectives.ddp_hook.HasSlots.slots` for the arguments.
+        See :meth:`~hf_compressopt.optim.warmup.WarmupGradients.buckets` for the arguments.
         """
-        backward = self.begin(loss_scale)
+        self.begin(loss_scale)
         here = None if present is None else set(present)
-        slots: list[Slot] = []
+        found: list[GradientBucket] = []
         for state in self._states:
             if not state.compressed or state.own_rank is not None:
                 continue
@@ -139,21 +227,27 @@ class EarlyMessages:
             self._drop(state)
             self._made_from.pop(state.number, None)
             for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                place = bucket, state.params, state.communicator, owner
-                prepare, later = self._prepare, self._await_later
-                slots.append(SignSlot(*place, self._plan, state, feedback, prepare, backward, self.keep, later))
-        return slots
+                found.append(SignBucket(bucket, state.params, state.communicator, owner, state, feedback, self))
+        return found
 
-    def begin(self, loss_scale: float | None) -> Backward:
-        """Begin a backward pass. ``loss_scale``: see :meth:`slots`."""
+    def begin(self, loss_scale: float | None, plan: StepPlan | None = None) -> Backward:
+        """Begin a backward pass, of the step of a plan or of the one that :meth:`due` was asked about."""
         self._await()
         self._follow()
         self.agreed = False
         self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
-        return Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
+        self._plan = plan or self._plan
+        self.backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
+        return self.backward
+
+    def message(self, state: GroupState, bucket: Bucket, grads: Grads, segments: Sequence[Segment]) -> Combination:
+        """Return what is sent of a bucket, (1): of gradients with the loss scale, as they are and as segments."""
+        coefficient = self.backward.coefficient(segments, state.device)
+        z = self._prepare(self._plan, state, bucket, grads)
+        return replace(z, beta=z.beta * coefficient / self.backward.loss_scale)
 
     def keep(self, key: Key, early: Early | None) -> None:
-        """Take note of a message that leaves, with None, and of one that has arrived, unless it has been dropped."""
+        """Record a sent message (None) or its result, unless the message has been dropped."""
         if early is None or key in self._arrived:
             self._arrived[key] = early
         if early is not None and key in self._finite:
@@ -161,17 +255,18 @@ class EarlyMessages:
         elif early is None:
             self._finite[key] = True
 
-    def _await_later(self, finish: Callable[[], object]) -> None:
+    def await_later(self, finish: Callable[[], object]) -> None:
+        """Take what awaits the messages, in the step."""
         self._finish = finish
 
     def _await(self) -> None:
-        """Await the messages that have left. All ranks call this at the same places, also ranks that dropped some."""
+        """Await the sent messages. All ranks call this at the same places, also ranks that dropped some."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
     def note_gradients(self) -> None:
-        """Take note of the gradients of the messages, as DistributedDataParallel leaves them behind after backward."""
+        """Record the gradients of the messages, as DistributedDataParallel has computed them after backward."""
         for state in self._states:
             new = state.number not in self._made_from
             if new and any(number == state.number for number, _ in self._arrived):
@@ -182,7 +277,7 @@ class EarlyMessages:
     def left(self, gradients: Sequence[Grads]) -> frozenset[int]:
         """Return the ids of the gradients, one list per param group, that are in messages already.
 
-        What has left of a param group without the rest of its buckets is dropped on this rank, and, until the ranks
+        What was sent of a param group without the rest of its buckets is dropped on this rank, and, until the ranks
         have agreed, what was made of other gradients; see :meth:`agree`.
         """
         found: set[int] = set()
@@ -209,7 +304,7 @@ class EarlyMessages:
 
     @property
     def not_finite(self) -> bool:
-        """True if an average that has left in backward is not finite, whether it still counts or not. Awaits them.
+        """True if an average that was sent during backward is not finite, whether it still counts or not. Awaits them.
 
         All ranks ask at the same places, and get the same answer.
         """
@@ -218,36 +313,22 @@ class EarlyMessages:
 
     @property
     def signature(self) -> list[Key]:
-        """The buckets whose messages have left and count, for ranks to compare."""
+        """The buckets whose sent messages count, for ranks to compare."""
         return sorted(self._arrived)
 
-    def take(self, state: GroupState, bucket: Bucket, z: Combination, feedback: ErrorFeedback) -> Average | None:
-        """Return the compressed mean of a bucket whose messages have left, and write its errors; None if none have.
-
-        Args:
-            state: The param group.
-            bucket: The bucket.
-            z: What this rank wants to send, by its gradients as they are now. If they were changed since the message
-                left, the error takes up the difference; in two levels the difference is lost.
-            feedback: The errors of this bucket, updated in place.
-        """
+    def take(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Average | None:
+        """Return the compressed mean of a bucket whose messages were sent, and write its errors; None if none were."""
+        if not self.enabled and not self._arrived:
+            return None
         self._await()
         early = self._arrived.pop((state.number, bucket.start), None)
         if early is None:
             return None
-        sent = replace(z, beta=z.beta * early.coefficient)
-        early.exchanged.renewed(sent, feedback.worker_error, feedback.server_error).commit()
-        return early.exchanged.average
+        feedback.copy_(early.errors)
+        return early.average
 
     def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None:
-        """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient.
-
-        Args:
-            norm: See :class:`LastNorm`.
-            max_norm: See :class:`LastNorm`.
-            usual: See :class:`LastNorm`.
-            whole: Whether all parameters of the optimizer were clipped together. Alike on all ranks.
-        """
+        """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient."""
         if self._noted is None:
             self._noted = LastNorm(norm if whole else math.nan, max_norm, usual)
         else:  # clipped twice: by the smaller norm
@@ -257,7 +338,7 @@ class EarlyMessages:
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
 
-        Messages that have left under another one are dropped: they leave once more, in the step. Others still count
+        Messages that were sent under another one are dropped: they are sent once more, in the step. Others still count
         after the scaler has divided their gradients; see :meth:`note_unscaled`.
         """
         if scale != self._assumed_scale:
@@ -280,7 +361,7 @@ class EarlyMessages:
             self._made_from[number] = [_Made.of(param.grad) for param in state.params]
 
     def drop(self) -> None:
-        """Drop the messages that have left, and keep the errors. The next step or backward pass awaits them."""
+        """Drop the sent messages, and keep the errors. The next step or backward pass awaits them."""
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True
 
@@ -327,10 +408,6 @@ class EarlyMessages:
 
 
 def check_late_clip(tensor: Tensor) -> None:
-    """Check the last norm of a checkpoint.
-
-    Raises:
-        ValueError: If no run could have saved it.
-    """
+    """Check the last norm of a checkpoint."""
     if tensor.dtype != torch.float64 or tensor.shape != (4,):
         raise ValueError(f"{LATE_CLIP!r} must be float64 [4], got {tensor.dtype} {list(tensor.shape)}")

@@ -1,0 +1,317 @@
+"""The check at the first use of native kernels on a device: each family against the reference, on 2003 elements.
+
+A family that differs gets the reference from then on, with a WARNING that says what to report;
+``HF_COMPRESSOPT_KERNELS=native`` makes it an error. What passed is remembered by the library's digest and the device,
+in the user's cache folder (``XDG_CACHE_HOME``): later processes check nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels import operands as o
+from hf_compressopt.kernels.errors import CompactErrors, Errors, keep_errors_, values_of_errors
+from hf_compressopt.kernels.messages import IntegerCode, SignCode
+from hf_compressopt.kernels.variance import LogVariance, encode_variance_
+
+logger = logging.getLogger(__name__)
+
+#: What a family writes, and by how much it may differ; 0: not in a bit.
+Written = Iterator[tuple[Tensor, float]]
+
+_SUMS = 1e-6  # what sums over many elements may differ by
+_CPU = torch.device("cpu")
+_RANKS = 6  # more than a group of messages that are summed by themselves
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_failed: dict[torch.device, frozenset[str]] = {}
+_mixed: dict[frozenset[str], SimpleNamespace] = {}
+
+
+class Data:
+    """Operands on a device, the same for a seed wherever they lie. shift: of tensors in their memory, in elements."""
+
+    def __init__(self, device: torch.device, numel: int, shift: int = 0, seed: int = 0) -> None:
+        """See the class. numel: elements of a bucket."""
+        self.device, self.numel, self.shift = device, numel, shift
+        self.random = torch.Generator().manual_seed(seed)
+
+    def normal(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return normal numbers, [numel]."""
+        count = self.numel if numel is None else numel
+        memory = torch.zeros(count + self.shift, dtype=dtype, device=self.device)
+        return memory[self.shift :].copy_(torch.randn(count, generator=self.random, dtype=torch.float32))
+
+    def positive(self, numel: int | None = None) -> Tensor:
+        """Return numbers above 0.01."""
+        return self.normal(numel).abs_().add_(0.01)
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return zeros, such as the memory of messages."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def tensors(self) -> list[o.Segment]:
+        """Return segments of three dtypes and odd lengths that cover a bucket, the third without a tensor."""
+        third, half = self.numel // 3 + 1, self.numel // 2 + 1
+        cuts = [0, third, half, half + 1, self.numel] if self.numel > 5 else [0, self.numel]
+        found = []
+        for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            tensor = None if k == 2 else self.normal(stop - start + k, _DTYPES[k % 3])
+            found.append(o.Segment(tensor, 0 if tensor is None else k, stop - start, k))
+        return found
+
+    def combination(self) -> o.Combination:
+        """Return what is to be sent of gradients and of a first term."""
+        return o.Combination(self.numel, self.device, self.normal(), 0.9, self.tensors(), 0.1)
+
+    def errors(self, world_size: int, compact: bool) -> Errors:
+        """Return errors, as values or in 8 bits."""
+        values = self.normal()
+        if not compact:
+            return values
+        errors = CompactErrors.zeros(self.numel, world_size)
+        keep_errors_(errors, values.cpu())
+        return replace(errors, messages=errors.messages.to(self.device))
+
+    def messages(self, code: SignCode | IntegerCode, numel: int, count: int) -> Tensor:
+        """Return the messages of a chunk of ``numel`` elements of ``count`` ranks."""
+        messages = torch.zeros(count * code.nbytes(numel), dtype=torch.uint8)
+        for message in messages.view(count, -1):
+            values = torch.randn(numel, generator=self.random, dtype=torch.float32)
+            code.encode_(values, message, code.common_scale(values))
+        return messages.to(self.device)
+
+
+def _signs(code: SignCode, messages: Tensor, error: Errors, chunks: int) -> Written:
+    """Yield scales, which are sums, signs, and errors; those in 8 bits are rounded to 1/127 of the largest."""
+    for start, stop, message in code.chunks(messages, error.numel(), chunks):
+        first, count = code.scales_at(stop - start)
+        yield code.scales(message, stop - start), _SUMS
+        yield message[first + count * code.scale_dtype.itemsize :], 0.0
+    yield values_of_errors(error), 0.05 if isinstance(error, CompactErrors) else 10 * _SUMS
+
+
+def _compress(kernels: Any, data: Data) -> Written:
+    for block, compact in product((512, 24, None), (False, True)):
+        code, error = SignCode(block), data.errors(3, compact)
+        messages = data.zeros(code.sizes(data.numel, 3)[1])
+        kernels.compress_(code, data.combination(), error, messages, 3, error)
+        yield from _signs(code, messages, error, 3)
+
+
+def _average(kernels: Any, data: Data) -> Written:
+    for block, compact in ((512, False), (24, True)):
+        code, error = SignCode(block), data.errors(1, compact)
+        out, received = data.zeros(code.nbytes(data.numel)), data.messages(code, data.numel, _RANKS)
+        kernels.average_compress_(code, received, error, error, out, _RANKS)
+        yield from _signs(code, out, error, 1)
+
+
+def _apply(kernels: Any, data: Data) -> Written:
+    descent, options = o.Descent(1e-2, 0.99, 1e-8, False, 3.0), o.LambOptions(0.9, 0.999, 1e-6, 0.1, False)
+    m, v, u, out, anchor = data.normal(), data.positive(), data.normal(), data.normal(), data.normal()
+    kernels.combine_(data.combination(), out)
+    code, chunk, params = SignCode(512), -(-data.numel // 16) * 8, data.tensors()
+    y, sums = o.Average.of(out), data.zeros(len(params), 3, dtype=torch.float64)
+    if data.numel > chunk:
+        y = o.Average(data.numel, None, data.messages(code, chunk, 2), 2, 512, code.nbytes(chunk))
+    codes = torch.zeros(data.numel, dtype=torch.uint8)
+    tops = data.zeros(len(params), dtype=torch.int32).fill_(encode_variance_(v.cpu(), codes))
+    kernels.apply_adam_(o.AdamUpdate(y, m, v, params, descent, 0.1))
+    kernels.apply_adam_(o.AdamUpdate(y, m, LogVariance(codes.to(data.device), tops), params, descent))
+    kernels.local_step_(o.LocalUpdate(m, v, u, data.tensors(), params, 0.9, descent))
+    kernels.sync_parameters_(o.ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
+    fresh, factors, rates = data.positive(), data.positive(len(params)), data.positive(len(params))
+    kernels.lamb_moments_(o.LambMoments(y, m, fresh, v, params, factors, sums, options))
+    kernels.lamb_apply_(m, v, params, rates, options)
+    values = data.normal()
+    kernels.decompress_(y, values)
+    yield from ((tensor, 0.0) for tensor in (out, values, m, u, anchor, fresh, *_tensors(params)))
+    yield sums / data.numel, _SUMS
+
+
+def _integers(kernels: Any, data: Data) -> Written:
+    for bits, compact in ((4, False), (8, True)):
+        code, z, outputs, mean = IntegerCode(bits), data.combination(), data.tensors(), data.normal()
+        (sizes, nbytes), error, left = code.sizes(data.numel, 3), data.errors(3, compact), data.errors(3, compact)
+        messages = data.zeros(nbytes)
+        kernels.compress_(code, z, error, messages, 3, left)
+        if min(sizes):  # chunks that are all there
+            kernels.add_(o.IntegerAverage(data.numel, messages, 3, bits, max(sizes)), outputs, 0.5, 2.0)
+        received, server = data.messages(code, data.numel, _RANKS), data.errors(1, compact)
+        out = data.zeros(code.nbytes(data.numel))
+        kernels.average_compress_(code, received, server, server, out, _RANKS)
+        kernels.mean_(code, received, mean, _RANKS, 0.5)
+        for tensor in (messages, values_of_errors(left), out, values_of_errors(server), mean, *_tensors(outputs)):
+            yield tensor, 0.0
+
+
+def _adam(kernels: Any, data: Data) -> Written:
+    from hf_compressopt.kernels.adam import AdamStep, AdamTable, AdamTensors, reference_
+
+    for adam_w in (True, False):
+        step, sizes = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, adam_w, maximize=not adam_w), [data.numel, 1, 7, 100]
+        grads, params = ([data.normal(n, _DTYPES[k % 3]) for k, n in enumerate(sizes)] for _ in range(2))
+        moments, squares = [data.normal(n) for n in sizes], [data.positive(n) for n in sizes]
+        steps = [data.zeros(dtype=torch.float32) for _ in sizes]
+        tensors = AdamTensors(grads, params, moments, squares, steps)
+        table = None if kernels is reference else AdamTable(tensors)
+        for _ in range(2):
+            reference_(tensors, step) if table is None else table.run(grads, step, data.device)
+        yield from ((tensor, 0.0) for tensor in (*params, *moments, *squares, *steps))
+
+
+def _sketch(kernels: Any, data: Data) -> Written:
+    from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_, reference_sketch_
+
+    y, squares = data.zeros(SKETCH_NUMEL, dtype=torch.float32), data.zeros(dtype=torch.float64)
+    segments = data.tensors()
+    (reference_sketch_ if kernels is reference else native_sketch_)(segments, 5, 7, y, squares)
+    yield y, 0.0
+    for sum_ in (squares, kernels.sum_of_squares([*_tensors(segments)], data.device)):
+        yield sum_ / data.numel, _SUMS
+
+
+def _tensors(segments: Sequence[o.Segment]) -> Iterator[Tensor]:
+    return (segment.tensor for segment in segments if segment.tensor is not None)
+
+
+#: The kernels by what switches to the reference together.
+FAMILIES: dict[str, Callable[[Any, Data], Written]] = dict(
+    compress=_compress, average=_average, apply=_apply, integers=_integers, adam=_adam, sketch=_sketch
+)
+_FAMILY = {
+    "compress_": "compress",
+    "commit_": "compress",
+    "average_compress_": "average",
+    "mean_": "integers",
+    "add_": "integers",
+}
+
+
+def difference(family: str, device: torch.device, numel: int = 2003, shift: int = 1, seed: int = 0) -> str:
+    """Run the kernels of a family on a device, and the reference on the CPU. Returns in what they differ, or ""."""
+    run = FAMILIES[family]
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        try:
+            expected = list(run(reference, Data(_CPU, numel, shift, seed)))
+            got = list(run(native, Data(device, numel, shift, seed)))
+        except RuntimeError as error:
+            return f"{error}"
+    for k, ((wanted, most), (found, _)) in enumerate(zip(expected, got, strict=True)):
+        here = found.cpu()
+        if most:
+            wrong = ~torch.isclose(here.double(), wanted.double(), rtol=most, atol=most)
+        else:
+            wrong = here.reshape(-1).view(torch.uint8) != wanted.reshape(-1).view(torch.uint8)
+        if bool(wrong.any()):
+            return f"result {k}: {int(wrong.sum())} of {wrong.numel()} places are different"
+    return ""
+
+
+def kernels(device: torch.device) -> Any:
+    """Return the kernels of a device that has native ones: those, with the reference for families that failed."""
+    failed = failures(device)
+    if not failed:
+        return native
+    if failed not in _mixed:
+        names = [name for name in vars(native) if name in vars(reference) and name.endswith(("_", "_squares"))]
+        _mixed[failed] = SimpleNamespace(**{name: _choosing(name, failed) for name in names})
+    return _mixed[failed]
+
+
+def _choosing(name: str, failed: frozenset[str]) -> Callable[..., Any]:
+    """Return a kernel that is the reference's for operands of a family that failed."""
+
+    def kernel(first: Any, *rest: Any) -> Any:
+        integers = isinstance(first, IntegerCode | o.IntegerAverage)
+        family = "integers" if integers else "sketch" if name == "sum_of_squares" else _FAMILY.get(name, "apply")
+        return getattr(reference if family in failed else native, name)(first, *rest)
+
+    return kernel
+
+
+def trusted(family: str, device: torch.device) -> bool:
+    """Return whether there are native kernels of a family that passed the check, which the first call makes."""
+    return library.available(device) and family not in failures(device)
+
+
+def failures(device: torch.device) -> frozenset[str]:
+    """Return the families that differ from the reference on a device that has native kernels.
+
+    Raises:
+        RuntimeError: If one does, and ``HF_COMPRESSOPT_KERNELS`` is "native".
+    """
+    found = _failed.get(device)
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return frozenset()  # a graph can hold no check; the next call makes it
+        found = _failed[device] = _first_use(device)
+    return found
+
+
+def _first_use(device: torch.device) -> frozenset[str]:
+    key, passed = _key(device), _cache()
+    if key in passed:
+        return frozenset()
+    with library.on_one_thread():
+        found = {family: words for family in FAMILIES if (words := difference(family, device))}
+    if not found:
+        _remember(passed, key)
+        return frozenset()
+    message = (
+        f"native kernels differ from the reference on {device} ({key}): "
+        + "; ".join(f"{family}: {words}" for family, words in found.items())
+        + ". Please report this with the output of `hf-compressopt selftest`"
+    )
+    if library.chosen() == "native":
+        raise RuntimeError(f"{library.VARIABLE}=native, but {message}")
+    logger.warning("%s. The reference, in PyTorch and slower, replaces these kernels", message)
+    errors_too = ("compress", "average") if "integers" in found else ()  # errors in 8 bits are integers
+    return frozenset((*found, *errors_too))
+
+
+def _key(device: torch.device) -> str:
+    """Return what a result holds for: the library, the machine code in it that runs, the device and its driver."""
+    digest = hashlib.sha256(library.path_of(device.type).read_bytes()).hexdigest()[:16]
+    if device.type == "cpu":
+        return f"{digest} {library.instruction_set('cpu')}"
+    driver = getattr(torch._C, "_cuda_getDriverVersion", int)()  # builds of torch without CUDA lack it
+    return f"{digest} {torch.cuda.get_device_name(device)} driver {driver}"
+
+
+def _place() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_compressopt" / "selfcheck.json"
+
+
+def _cache() -> list[str]:
+    try:
+        found = json.loads(_place().read_text())
+    except (OSError, ValueError, RuntimeError):  # there is none, it is damaged, or the user has no home
+        return []
+    return [str(key) for key in found] if isinstance(found, list) else []
+
+
+def _remember(passed: list[str], key: str) -> None:
+    """Keep the result of the last hundred libraries. Where nothing can be written, the next process checks again."""
+    try:
+        place = _place()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fresh = place.with_name(f"{place.name}.{os.getpid()}")
+        fresh.write_text(json.dumps([*passed, key][-100:]))
+        fresh.replace(place)
+    except (OSError, RuntimeError):
+        logger.debug("the result of the check of native kernels cannot be kept", exc_info=True)
