@@ -16,9 +16,9 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 
 TOTALS = {
-    "modules of the package": 98,
-    "lines of the package": 25493,
-    "lines of tests": 30954,
+    "modules of the package": 93,
+    "lines of the package": 24686,
+    "lines of tests": 30002,
     "lines of scripts": 4753,
 }
 CALLED = {

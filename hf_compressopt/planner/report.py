@@ -131,8 +131,14 @@ def memory_rows(
     the buckets' bytes. With ``zero_stage=2`` gradients are the means of this rank's chunks, and a bucket of gradients
     waits to be sent. ``node_size``: see :class:`Buckets`.
     """
-    kept: dict[str, Any] = {"states_per_parameter": states_per_parameter, "bucket_cap_mb": bucket_cap_mb}
-    estimate = partial(estimate_zero_memory, params, world_size, dtype=dtype, **kept)
+    estimate = partial(
+        estimate_zero_memory,
+        params,
+        world_size,
+        dtype=dtype,
+        states_per_parameter=states_per_parameter,
+        bucket_cap_mb=bucket_cap_mb,
+    )
     bucket_numel, full = bucket_numel_of(bucket_cap_mb), params * dtype.itemsize
     buckets = Buckets(params, world_size, bucket_numel, node_size)
     estimates = {name: estimate(stage) for stage, name in enumerate(("no ZeRO", "ZeRO-1", "ZeRO-2"))}
