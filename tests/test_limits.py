@@ -18,7 +18,7 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 TOTALS = {
     "modules of the package": 93,
     "lines of the package": 24686,
-    "lines of tests": 30002,
+    "lines of tests": 29996,
     "lines of scripts": 4753,
 }
 CALLED = {
