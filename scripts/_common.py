@@ -144,3 +144,13 @@ def pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def logarithmic(panel: Any) -> None:
+    """Make a panel's horizontal axis logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
+    from matplotlib.ticker import LogLocator
+
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter("{x:,g}")
+    panel.xaxis.set_minor_formatter("")

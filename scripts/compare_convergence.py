@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import MB, check_least, markdown, parser_of, pyplot
+from _common import MB, check_least, logarithmic, markdown, parser_of, pyplot
 from _convergence import ALL_RUNS, GLOBAL_BATCH, ONE_SEED, RUNS, TUNING, WORLD_SIZES, Run, partner, pretrain, train
 from _slow_network import ranks_on_links, serve
 
@@ -207,7 +207,7 @@ def plot(path: Path, results: Results, arguments: argparse.Namespace) -> None:
             panel.set(xlabel="optimizer steps" if key == "step" else "megabytes sent by each rank so far (logarithmic)")
             panel.grid(True, which="both", alpha=0.2)
         panels[0].legend()
-        panels[1].set(xscale="log")
+        logarithmic(panels[1])
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _common import MB, REPOSITORY, check_least, print_table, pyplot
+from _common import MB, REPOSITORY, check_least, logarithmic, print_table, pyplot
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm" / "train.py"
 BASELINE, COMPRESSED = "adamw_torch", "onebit_adam"
@@ -285,7 +285,7 @@ def plot(path: Path, runs: dict[str, Result], traffic: Traffic, ranks: int) -> N
     by_step.set(title="Loss against steps", xlabel="optimizer steps", ylabel="cross-entropy loss (nats per token)")
     by_step.set_xlim(left=0)
     by_bytes.set(title="Loss against bytes", xlabel="megabytes sent by each rank so far (logarithmic)")
-    by_bytes.set_xscale("log")
+    logarithmic(by_bytes)
     for panel in (by_step, by_bytes):
         panel.grid(True, alpha=0.25)
     by_step.legend()
