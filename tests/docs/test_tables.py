@@ -14,11 +14,9 @@ from tests.support.launching import REPO_ROOT
 
 sys.path.append(str(REPO_ROOT / "scripts"))
 
-import _convergence_report  # noqa: E402
-import _network_report  # noqa: E402
+import benchmark_network  # noqa: E402
 import benchmark_time_to_loss  # noqa: E402
-import make_comparison  # noqa: E402
-from _network_methods import Row  # noqa: E402
+import compare_convergence  # noqa: E402
 
 DOCS = REPO_ROOT / "docs"
 
@@ -27,37 +25,33 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return json.loads((DOCS / f"{name}.json").read_text())
 
 
+CONVERGENCE = Namespace(world_sizes=[2, 4, 8], seeds=[0, 1, 2], tuning_seeds=[10, 11, 12], steps=1000)
+
+
 def test_the_tables_of_convergence() -> None:
-    arguments = Namespace(
-        world_sizes=[2, 4, 8], seeds=[0, 1, 2], tuning_seeds=[10, 11, 12], steps=1000, ablation_steps=300
-    )
     page = (DOCS / "convergence.md").read_text()
-    results = _convergence_report.Results(rows_of("convergence"), arguments)
-    assert _convergence_report.rendered(page, results, arguments) == page
+    results = compare_convergence.Results(rows_of("convergence"), CONVERGENCE)
+    assert compare_convergence.rendered(page, results, CONVERGENCE) == page
 
 
-def test_the_tables_of_the_comparison() -> None:
-    page = (DOCS / "comparison.md").read_text()
-    assert make_comparison.rendered(page, rows_of("convergence"), rows_of("rivals")) == page
-
-
-@pytest.mark.parametrize("name", [*sorted(file.stem for file in DOCS.glob("network*.json")), "rivals", "avx512"])
-def test_the_tables_of_the_network(name: str) -> None:
-    page = (DOCS / ("nodes.md" if name in ("network_nodes", "network_hsdp") else f"{name}.md")).read_text()
-    rows = [Row(**row) for row in rows_of(name)]
+@pytest.mark.parametrize(
+    ("name", "page"), [("network", "network"), ("network_nodes", "nodes"), ("network_hsdp", "nodes")]
+)
+def test_the_tables_of_the_network(name: str, page: str) -> None:
+    text, rows = (DOCS / f"{page}.md").read_text(), benchmark_network.read_rows(DOCS / f"{name}.json")
+    assert len(rows) == len(rows_of(name))
     for place in {(row.model, row.ranks, row.per_node) for row in rows}:
-        lines = _network_report.table([row for row in rows if (row.model, row.ranks, row.per_node) == place])
-        assert "\n".join(lines) in page, place
+        lines = benchmark_network.table([row for row in rows if (row.model, row.ranks, row.per_node) == place])
+        assert "\n".join(lines) in text, place
 
 
-@pytest.mark.parametrize(("name", "links"), [("time_to_loss", ["1 Gbit/s", "100 Mbit/s"]), ("bytes_of_runs", [])])
-def test_the_tables_of_losses_over_time(name: str, links: list[str]) -> None:
-    page, rows = (DOCS / f"{name}.md").read_text(), [benchmark_time_to_loss.Row(**row) for row in rows_of(name)]
-    numbers = dict.fromkeys(("ranks", "threads", "batch_size", "tokens", "steps", "seed", "rounds", "window"), 0)
-    made = benchmark_time_to_loss.report(rows, Namespace(links=links, report=None, **numbers)).splitlines()
-    tables = [line for line in made if line.startswith(("|", "**"))]
+def test_the_table_of_bytes_of_runs() -> None:
+    page, rows = (DOCS / "bytes_of_runs.md").read_text(), benchmark_time_to_loss.read_rows(DOCS / "bytes_of_runs.md")
+    numbers = dict.fromkeys(("ranks", "threads", "batch_size", "tokens", "steps", "seed"), 0)
+    made = benchmark_time_to_loss.report(rows, Namespace(links=[], report=None, **numbers)).splitlines()
+    tables = [line for line in made if line.startswith("|")]
     assert len(tables) >= 5
-    assert [line for line in page.splitlines() if line.startswith(("|", "**"))] == tables
+    assert [line for line in page.splitlines() if line.startswith("|")] == tables
 
 
 def test_the_table_of_the_readme() -> None:
@@ -77,7 +71,8 @@ def test_the_table_of_the_readme() -> None:
 
 
 def test_the_times_of_the_readme() -> None:
-    rows = [benchmark_time_to_loss.Row(**row) for row in rows_of("time_to_loss") if row["link"] == "100 Mbit/s"]
+    rows = benchmark_time_to_loss.read_rows(DOCS / "time_to_loss.md")
+    rows = [row for row in rows if row.link == "100 Mbit/s"]
     target = benchmark_time_to_loss.NEAR * next(row for row in rows if row.method == "adamw").losses[-1]
     seconds = {row.method: benchmark_time_to_loss.seconds_to(row, target) or 0.0 for row in rows}
     readme = " ".join((REPO_ROOT / "README.md").read_text().split())
@@ -89,16 +84,12 @@ def test_the_times_of_the_readme() -> None:
 
 def test_the_losses_of_the_readme() -> None:
     """The least and the most that 1-bit Adam's means over the seeds lie below AdamW's, on 2, 4 and 8 ranks."""
-    rows = rows_of("convergence")
-    arguments = Namespace(seeds=[0, 1, 2], tuning_seeds=[], steps=1000, ablation_steps=300)
-    results, run = (
-        _convergence_report.Results(rows, arguments),
-        _convergence_report.ALL_RUNS["OnebitAdam, state=compact"],
-    )
+    results = compare_convergence.Results(rows_of("convergence"), CONVERGENCE)
+    run, seeds = compare_convergence.ALL_RUNS["OnebitAdam, state=compact"], CONVERGENCE.seeds
     found = []
     for ranks in (2, 4, 8):
-        mine = results(run, ranks, arguments.seeds)
-        difference = _convergence_report.differences(mine, results.partner_of(run, ranks, arguments.seeds))
+        mine = results(run, ranks, seeds)
+        difference = compare_convergence.differences(mine, results.partner_of(run, ranks, seeds))
         assert difference is not None and len(difference[1]) == 3
         found.append(-difference[0])
     said = re.search(r"(\d\.\d) to (\d\.\d) %\s+below", (REPO_ROOT / "README.md").read_text())
