@@ -176,7 +176,8 @@ class CheckpointIndex:
             )
             index.validate()
         except Exception as error:  # the file can hold anything
-            raise CheckpointError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
+            told = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path} is not a valid index: {told}") from error
         return index
 
     def validate(self) -> None:
