@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+import hf_compressopt
+from hf_compressopt import OnebitAdam, load_state, save_state
+from hf_compressopt.checkpoint.load import _Reading
 from hf_compressopt.format.index import sealed
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
@@ -20,8 +24,6 @@ RESUMED_AT = (2, FREEZE, 6)
 
 
 def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
-    import hf_compressopt
-
     torch.manual_seed(0)
     optimizer_class = getattr(hf_compressopt, options.pop("optimizer", "OnebitAdam"))
     named = [(f"layer.{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
@@ -36,8 +38,6 @@ def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any
 
 
 def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    import torch.distributed as dist
-
     for step in steps:
         generator = torch.Generator().manual_seed(100 * rank + step)
         for group in optimizer.param_groups:
@@ -57,8 +57,6 @@ def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
 
 
 def save_and_go_on(rank: int, world_size: int, directory: str, state: str) -> list[Tensor]:
-    from hf_compressopt import save_state
-
     params, optimizer = make(world_size, state=state)
     for step in range(STEPS):
         if step in RESUMED_AT:
@@ -73,8 +71,6 @@ def resume_each(rank: int, world_size: int, directory: str, state: str) -> list[
 
 
 def resume(rank: int, world_size: int, directory: str, at: int, state: str) -> list[Tensor]:
-    from hf_compressopt import load_state, save_state
-
     params, optimizer = make(world_size, state=state)
     optimizer.param_groups[0].pop("exp_avg_mask")  # the mask comes back with the checkpoint
     load_state(optimizer, directory)
@@ -111,8 +107,6 @@ def test_resume_is_the_uninterrupted_run(state: str, world_size: int, tmp_path: 
 
 
 def save_two_runs(rank: int, world_size: int, directory: str) -> None:
-    from hf_compressopt import save_state
-
     for run in ("one", "other"):
         params, optimizer = make(world_size)
         for at in (4, 6):
@@ -157,8 +151,6 @@ def test_the_files_are_those_of_the_last_save_and_open_with_safetensors(saved: P
 
 def load_and_compare(rank: int, world_size: int, directory: str, options: dict[str, Any]) -> None:
     """Load into an optimizer that has state; whatever happens, it must be unchanged after an error."""
-    from hf_compressopt import load_state
-
     params, optimizer = make(world_size, **options)
     train(rank, world_size, params, optimizer, range(5))
     before, step = everything(params, optimizer), optimizer.metrics()["step"]
@@ -237,8 +229,8 @@ def entry_of(header: dict[str, Any]) -> dict[str, Any]:
     return min(found, key=lambda e: e["data_offsets"])
 
 
-def remove_a_shard(folder: Path) -> str:
-    file = folder / read_index(folder)["shards"][1]["file"]
+def remove_a_shard(folder: Path, number: int = 1) -> str:
+    file = folder / read_index(folder)["shards"][number]["file"]
     file.unlink()
     return file.name
 
@@ -330,6 +322,7 @@ HOSTILE: dict[str, Damage] = {
     "a deep index": index_text(lambda text: "[" * 200_000),
     "a later format": in_index(lambda index: index.update(version=99)),
     "an unknown checksum": in_index(lambda index: index.update(checksum=["md5"])),
+    "no checksum": in_index(lambda index: index.pop("checksum")),
     "blocks too big for memory": in_index(lambda index: index.update(block_bytes=1 << 60)),
     "a file in the folder above": name_a_file("../{file}"),
     "an absolute path": name_a_file("{folder}/{file}"),
@@ -364,9 +357,6 @@ def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(case: str, 
 
 def damage_after_check(rank: int, world_size: int, directory: str) -> None:
     """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
-    from hf_compressopt import load_state
-    from hf_compressopt.checkpoint.load import _Reading
-
     read, turns = _Reading.read, []
 
     def damage_and_read(self: Any) -> None:
@@ -409,8 +399,6 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str, sa
 
 
 def test_names_that_occur_twice_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    from hf_compressopt import OnebitAdam, save_state
-
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizer = OnebitAdam([{"params": list(module.named_parameters())} for module in modules])
     with pytest.raises(ValueError, match="4 trainable parameters, got 4 names, 2 different ones: give names"):
@@ -422,8 +410,6 @@ def test_names_that_occur_twice_are_refused_before_anything_is_written(tmp_path:
 
 @pytest.mark.invariant(31)
 def test_a_mask_of_one_element_survives(tmp_path: Path) -> None:
-    from hf_compressopt import OnebitAdam, load_state, save_state
-
     saved, loaded = (OnebitAdam([("p", nn.Parameter(torch.zeros(3)))]) for _ in range(2))
     saved.param_groups[0]["exp_avg_mask"] = torch.full((1,), 0.5)
     save_state(saved, tmp_path)
@@ -432,8 +418,6 @@ def test_a_mask_of_one_element_survives(tmp_path: Path) -> None:
 
 
 def load_with_buckets(rank: int, world_size: int, directory: str, bucket_cap_mb: float) -> None:
-    from hf_compressopt import load_state
-
     _, optimizer = make(world_size, bucket_cap_mb=bucket_cap_mb)
     load_state(optimizer, directory)
     assert optimizer.metrics()["step"] == 4

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_compressopt import ZeroOneAdam, load_state, save_state
+from hf_compressopt.checkpoint import save as saving
 from hf_compressopt.checkpoint.portable import import_state
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.checkpoint.test_async_save import held_back
 from tests.checkpoint.test_checkpoint import make, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
@@ -116,8 +118,6 @@ def test_an_error_while_older_files_are_removed_stops_nobody(tmp_path: Path) -> 
 
 def save_apart(rank: int, world_size: int, directory: str) -> list[str]:
     """Two runs of one rank each that save into one folder at the same time; rank 0's goes on when rank 1's is done."""
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
-
     groups = [dist.new_group([number]) for number in range(world_size)]
     _, optimizer = make(1, communicator=TorchCommunicator(groups[rank]))
     told = []
@@ -161,8 +161,6 @@ def test_two_savers_into_one_folder_leave_a_whole_checkpoint(tmp_path: Path) -> 
 
 def save_what_another_removed(rank: int, world_size: int, directory: str) -> None:
     """Without a lock: what this save has written is gone when it would publish its index."""
-    from hf_compressopt.checkpoint import save as saving
-
     params, optimizer = make(world_size)
     save_state(optimizer, directory)
     train(rank, world_size, params, optimizer, range(2))
@@ -247,8 +245,6 @@ def test_a_save_follows_no_link(tmp_path: Path) -> None:
 
 def lead_astray(rank: int, world_size: int, directory: str) -> None:
     """A link takes the place of a shard that is begun."""
-    from hf_compressopt.checkpoint import save as saving
-
     write = saving._write_shard
 
     def link_and_write(snapshot: Any, quiet: bool) -> Any:
