@@ -35,7 +35,7 @@ This page is made by `python scripts/make_options.py` from the signatures and do
 | Accelerate | the fields of [CompressOptPlugin](#compressoptplugin), or the environment variables of the same names |
 
 Options that are no numbers, names or booleans, such as process groups, can only be given in Python. Each option is
-described once, where it is first met. Accepted too, as configurations of DeepSpeed have them: {accepted}.
+described once, where it is first met. Below them are [arguments](#accepted-arguments) that nobody has to set.
 
 ## Names for `--optim`
 
@@ -63,6 +63,13 @@ With `warmup_bits` of less than 32, a run of fewer than 300 steps stays in its f
 `scale_block` of 512 is a better choice for models narrower than 256, because a block then spans fewer rows of a matrix.
 """
 
+SPELLINGS = """\
+## Accepted arguments
+
+Spellings that configurations of DeepSpeed and calls of torch's AdamW bring, and what is found by itself. The
+constructors and `--optim_args` accept them.
+"""
+
 
 def main() -> int:
     """Write or check the page; the exit code."""
@@ -79,7 +86,7 @@ def render() -> str:
     classes = {name: getattr(hf_compressopt, name) for name in (*COMPRESSED, *OTHERS)}
     first, *others = (options(classes[name]) for name in COMPRESSED)
     common = {name: option for name, option in first.items() if all(other.get(name) == option for other in others)}
-    parts = [INTRODUCTION.format(names=_names(), accepted=", ".join(f"`{name}`" for name in ACCEPTED))]
+    parts = [INTRODUCTION.format(names=_names())]
     parts += [f"## All compressed optimizers\n\n{_table(common)}\n"]
     known = dict(common)
     for name, cls in classes.items():
@@ -87,6 +94,8 @@ def render() -> str:
     plugin = hf_compressopt.CompressOptPlugin
     words = f"{summary(plugin)} The environment variable of a field is `COMPRESSOPT_<FIELD>`, in capitals."
     parts += [_section("CompressOptPlugin", words, _fields(plugin), known)]
+    found = {key: option for cls in reversed(classes.values()) for key, option in options_of(cls).items()}
+    parts += [f"{SPELLINGS}\n{_table({name: found[name] for name in ACCEPTED})}\n"]
     return "\n".join(parts)
 
 

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_compressopt"
 # A file may import what stands in a later row, or in its own room.
 ROWS = [
     ["cli"],
-    ["advise"],
+    ["advise", "selftest"],
     ["auto", "run", "environment", "planner"],
     ["integrations"],
     ["checkpoint", "amp"],
