@@ -54,7 +54,7 @@ class LowBitState(State):
         return self._tensors(names, self._errors)
 
     def _tensors(self, names: Sequence[Sequence[str]], errors: Sequence[GroupErrors]) -> list[StateTensor]:
-        if not any(group.worker.numel() for group in errors):
+        if not any(group.worker.numel() or group.server.numel() for group in errors):
             return []
         values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
         return [tensor for tensor in self._described(names[0], values) if tensor.local.numel()]
