@@ -32,10 +32,7 @@ class LowBitState(State):
     ) -> None:
         super().__init__(communicator, [list(params)], [list(params.values())])
         self._compression, self._errors, self._node_size = compression, errors, node_size
-
-    @property
-    def _title(self) -> str:
-        return type(self._compression).__name__
+        self._title = type(compression).__name__
 
     def header(self) -> dict[str, Any]:
         compression = self._compression

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
+from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex
 from hf_compressopt.format.shards import absent_shards, not_whole, open_shard
 
 #: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
@@ -41,7 +42,7 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
     except CheckpointError as error:
         facts["problems"].append(str(error))
         return facts
-    header, parameters = index.header, [parameter for group in index.parameters for parameter in group]
+    header, parameters = index.header, list(chain.from_iterable(index.parameters))
     ranks = header.get("world_size")
     if ranks != len(index.shards):
         facts["problems"].append(f"{path} says that {ranks!r} rank(s) saved it, and names {len(index.shards)} shard(s)")
@@ -67,7 +68,15 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
             {"file": shard.file, "bytes": shard.bytes, "whole": problem is None}
             for shard, problem in zip(index.shards, problems, strict=True)
         ],
-        "tensors": {name: _describe(entry) for name, entry in index.tensors.items()},
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "bytes": entry.numel * entry.itemsize,
+                "shards": sorted({piece.shard for piece in entry.pieces}),
+            }
+            for name, entry in index.tensors.items()
+        },
     }
 
 
@@ -83,15 +92,6 @@ def _problem(folder: Path, index: CheckpointIndex, number: int, verify: bool) ->
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _describe(entry: TensorEntry) -> dict[str, Any]:
-    return {
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "bytes": entry.numel * entry.itemsize,
-        "shards": sorted({piece.shard for piece in entry.pieces}),
-    }
 
 
 def render(facts: dict[str, Any]) -> str:
