@@ -114,7 +114,6 @@ def _names_by_place(state: State, optimizer: torch.optim.Optimizer) -> list[list
 
 
 def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
-    """Check that a checkpoint is whole and of this optimizer's parameters."""
     saved_ranks = index.header["world_size"]
     if saved_ranks != len(index.shards):
         raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
@@ -142,8 +141,6 @@ def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[
 
 @dataclass(frozen=True)
 class _Reading:
-    """The reads of one rank."""
-
     source: Stored
     plan: LoadPlan
     files: ShardFiles

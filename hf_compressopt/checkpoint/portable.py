@@ -259,7 +259,6 @@ def _optimizer(
     named: Sequence[Sequence[tuple[str, nn.Parameter]]],
     rows: Sequence[Sequence[dict[str, Any]]],
 ) -> torch.optim.Optimizer:
-    """Return an optimizer that has this state and never steps."""
     decoupled = [group.get("decoupled_weight_decay", group.get("adam_w_mode", True)) for group in groups]
     cls = torch.optim.AdamW if all(decoupled) else torch.optim.Adam
     made = [
@@ -289,7 +288,6 @@ def _check_sizes(values: Iterable[Any]) -> None:
 
 
 def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tuple[str, Any]]:
-    """Return AdamW's state of a parameter; other keys are left out."""
     for kind in _KINDS:
         value = row.get(kind)
         if value is None:
@@ -305,7 +303,6 @@ def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tu
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the hyperparameters of a param group that AdamW has."""
     for key in _HYPERPARAMETERS:
         if (value := group.get(key)) is None:
             continue

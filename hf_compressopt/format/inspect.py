@@ -81,7 +81,6 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
 
 
 def _problem(folder: Path, index: CheckpointIndex, number: int, verify: bool) -> str | None:
-    """Return the error of a shard, or None if it is whole."""
     try:
         with closing(open_shard(folder, index, number)) as file:
             for entry in index.tensors.values():

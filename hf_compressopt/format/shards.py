@@ -185,7 +185,6 @@ def absent_shards(folder: Path, index: CheckpointIndex) -> dict[int, str]:
 
 
 def not_whole(problem: str) -> CheckpointError:
-    """The error for a shard that no rank has."""
     return CheckpointError(f"{problem}: the checkpoint is not whole")
 
 
