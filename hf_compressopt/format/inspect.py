@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex
-from hf_compressopt.format.shards import absent_shards, not_whole, open_shard
+from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole
 
 #: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
 _ANY_PREFIX = "compressopt*"
@@ -46,11 +45,9 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
     ranks = header.get("world_size")
     if ranks != len(index.shards):
         facts["problems"].append(f"{path} says that {ranks!r} rank(s) saved it, and names {len(index.shards)} shard(s)")
-    absent = absent_shards(path.parent, index)
-    problems = [
-        str(not_whole(absent[number])) if number in absent else _problem(path.parent, index, number, verify)
-        for number in range(len(index.shards))
-    ]
+    absent = {number: str(not_whole(problem)) for number, problem in absent_shards(path.parent, index).items()}
+    with ShardFiles(path.parent, index, absent) as files:
+        problems = [_problem(files, index, number, verify) for number in range(len(index.shards))]
     facts["problems"] += [problem for problem in problems if problem]
     return {
         **facts,
@@ -80,14 +77,14 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
     }
 
 
-def _problem(folder: Path, index: CheckpointIndex, number: int, verify: bool) -> str | None:
+def _problem(files: ShardFiles, index: CheckpointIndex, number: int, verify: bool) -> str | None:
     try:
-        with closing(open_shard(folder, index, number)) as file:
-            for entry in index.tensors.values():
-                for piece in (piece for piece in entry.pieces if piece.shard == number):
-                    file.check_piece(piece, entry)
-                    for _ in file.blocks(piece, entry) if verify else ():
-                        pass
+        file = files[number]
+        for entry in index.tensors.values():
+            for piece in (piece for piece in entry.pieces if piece.shard == number):
+                file.check_piece(piece, entry)
+                for _ in file.blocks(piece, entry) if verify else ():
+                    pass
     except CheckpointError as error:
         return str(error)
     return None
