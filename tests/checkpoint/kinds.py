@@ -69,19 +69,6 @@ KINDS: dict[str, Kind] = {
     "lamb_1": Kind("Lamb", {}, 1, 2),
     "imported_torch_file": Kind("AdamW", {}, 1, 2),
 }
-#: Checkpoints that an optimizer of another class continues: folder, and the optimizer that loads it.
-CROSSINGS: dict[str, tuple[str, Kind]] = {
-    "onebit_adam_compressed_2 into AdamW": ("onebit_adam_compressed_2", Kind("AdamW", {}, 2, 0)),
-    "onebit_adam_compact_2 into AdamW": ("onebit_adam_compact_2", Kind("AdamW", {}, 2, 0)),
-    "zero_one_adam_local_2 into ZeRO": ("zero_one_adam_local_2", Kind("AdamW", {"stage": 2, **ZERO}, 2, 0)),
-    "adamw_2 into OnebitAdam": ("adamw_2", Kind("OnebitAdam", {**ONEBIT, "freeze_step": 100}, 2, 0)),
-    "adamw_2 into ZeRO": ("adamw_2", Kind("AdamW", {"stage": 1, **ZERO}, 2, 0)),
-    "zero2_adamw_2 into FusedAdam": ("zero2_adamw_2", Kind("FusedAdam", {}, 2, 0)),
-    "imported_torch_file into OnebitLamb": (
-        "imported_torch_file",
-        Kind("OnebitLamb", {**ONEBIT, "freeze_step": 100}, 2, 0),
-    ),
-}
 
 
 def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_compressopt import FusedAdam, OnebitAdam, ZeroOneAdam, ZeroOptimizer, cli, load_state, save_state
-from hf_compressopt.format.shards import progress
 from tests.support.harness import run_ranks
 from tests.support.launching import environment
 
@@ -492,21 +490,3 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     value = torch.load(outs[0], weights_only=True, mmap=True)["state"][1]["exp_avg_sq"]
     assert value.shape == (15, 10**6) and value[-1, -1] == pytest.approx(0.25 * (1 - 0.999**3))
     assert all(os.path.getsize(out) > 320e6 for out in outs)
-
-
-def test_a_progress_bar_obeys_hugging_faces_switch(capsys: pytest.CaptureFixture[str]) -> None:
-    import huggingface_hub.utils
-
-    def shown(**options: Any) -> str:
-        with progress("adam.pt", 10**10, **options) as advance:
-            time.sleep(0.15)  # it is drawn at most every 0.1 s
-            advance(5 * 10**9)
-        return capsys.readouterr().err
-
-    assert "adam.pt:  50%|" in (text := shown(shown=True)) and "5.00G/10.0G" in text
-    assert shown() == "", "stderr is no terminal"
-    huggingface_hub.utils.disable_progress_bars()
-    try:
-        assert shown(shown=True) == ""
-    finally:
-        huggingface_hub.utils.enable_progress_bars()
