@@ -17,8 +17,8 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 93,
-    "lines of the package": 24686,
-    "lines of tests": 29996,
+    "lines of the package": 24659,
+    "lines of tests": 29700,
     "lines of scripts": 4763,
 }
 CALLED = {
