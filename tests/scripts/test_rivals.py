@@ -1,4 +1,4 @@
-"""The methods that docs/comparison.md compares with, against what their papers say, on ranks that are threads."""
+"""The methods that docs/convergence.md compares with, against what their papers say, on ranks that are threads."""
 
 import sys
 
