@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from hf_compressopt.amp import GradScaler
     from hf_compressopt.checkpoint.background import wait_for_saves
     from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state
-    from hf_compressopt.collectives.averaging import average_gradients
-    from hf_compressopt.collectives.ddp_hook import GradientSync, attach_ddp, ddp_hook
+    from hf_compressopt.collectives.ddp import GradientSync, attach_ddp, average_gradients, ddp_hook
     from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
     from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
     from hf_compressopt.grad_compression import GradientCompression, compress_hook
@@ -36,7 +35,7 @@ _HOME = {
     "FusedAdam": "hf_compressopt.optim.fused_adam",
     "GradScaler": "hf_compressopt.amp",
     "GradientCompression": "hf_compressopt.grad_compression",
-    "GradientSync": "hf_compressopt.collectives.ddp_hook",
+    "GradientSync": "hf_compressopt.collectives.ddp",
     "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
     "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
@@ -44,11 +43,11 @@ _HOME = {
     "ZeroConfig": "hf_compressopt.zero.config",
     "ZeroOptimizer": "hf_compressopt.zero.optimizer",
     "async_save_state": "hf_compressopt.checkpoint.io",
-    "attach_ddp": "hf_compressopt.collectives.ddp_hook",
-    "average_gradients": "hf_compressopt.collectives.averaging",
+    "attach_ddp": "hf_compressopt.collectives.ddp",
+    "average_gradients": "hf_compressopt.collectives.ddp",
     "compress_fsdp": "hf_compressopt.fsdp.compression",
     "compress_hook": "hf_compressopt.grad_compression",
-    "ddp_hook": "hf_compressopt.collectives.ddp_hook",
+    "ddp_hook": "hf_compressopt.collectives.ddp",
     "attach": "hf_compressopt.integrations.accelerate",
     "estimate_zero_memory": "hf_compressopt.zero.memory",
     "guard_torch_clipping": "hf_compressopt.collectives.torch_clipping",

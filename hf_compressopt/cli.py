@@ -61,6 +61,18 @@ def _env(arguments: argparse.Namespace) -> int:
     return 1 if facts["problems"] else 0
 
 
+def _selftest(arguments: argparse.Namespace) -> int:
+    from hf_compressopt import selftest
+
+    try:
+        found = selftest.run(arguments.gpu)
+    except RuntimeError as error:
+        print(f"hf-compressopt selftest: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(found, indent=2))
+    return 0 if found["passed"] else 1
+
+
 def _from_deepspeed(arguments: argparse.Namespace) -> int:
     from hf_compressopt.integrations import deepspeed
 
@@ -174,6 +186,14 @@ _SUBCOMMANDS = (
         "print versions, native libraries, GPUs, communicators, and which kernels are in use",
         "Print the information to include in a bug report. Exit code 1 if something cannot work.",
         {"--json": _flag("print JSON")},
+    ),
+    _Subcommand(
+        "selftest",
+        _selftest,
+        "test all kernels and each optimizer on this machine, and print one JSON for an issue",
+        "Compare all native kernels with the reference at odd sizes and alignments, and train with each optimizer on "
+        "two processes. Exit code 0 if all is well, 1 if something differs, 2 if there is no GPU to test.",
+        {"--gpu": _flag("on the GPU; over NCCL where there are two, else over gloo")},
     ),
     _Subcommand(
         "from-deepspeed",

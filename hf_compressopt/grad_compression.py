@@ -23,15 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.gradient_round import BucketRounds, GradientRound, as_it_is
-from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.ddp import GradientRounds, IntegerBucket, as_it_is
+from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.owners import take_over
-from hf_compressopt.collectives.slots import IntegerSlot
-from hf_compressopt.collectives.topology import AUTO, TopologyOptions
+from hf_compressopt.collectives.topology import AUTO, TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
-from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.format.index import NODE_SIZE
 
@@ -141,7 +138,7 @@ class GradientCompression:
         self.layout = FlatLayout.build([p.numel() for p in self.params], bucket_numel)
         self.errors = GroupErrors(self.layout, self.communicator, device, compact=state == "compact", used=True)
         self._new_errors: GroupErrors | None = None  # of the step under way
-        self._buckets = BucketRounds()
+        self._rounds, self._buckets = GradientRounds(), list[IntegerBucket]()
         self._checked = False
         take_over(self.params, "GradientCompression")
 
@@ -157,6 +154,10 @@ class GradientCompression:
     def server_error(self) -> Tensor:
         """[elements whose server this rank is] float32, likewise for the averages that it has sent."""
         return self.errors.server_values()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but what the next step makes anew."""
+        return self.__dict__ | {"_rounds": GradientRounds(), "_buckets": [], "_new_errors": None}
 
     def _check_ranks(self) -> None:
         """Check once that all ranks have the same parameters and options.
@@ -263,31 +264,34 @@ class GradientCompression:
         with torch.no_grad():
             present = torch.tensor([float(p.grad is not None) for p in self.params], dtype=torch.float32, device=device)
             self.communicator.all_reduce(present, op="max").wait()
-            current = self._start()
+            self._start()
             for param, anywhere in zip(self.params, present.tolist(), strict=True):
                 if anywhere and param.grad is None:
                     param.grad = torch.zeros_like(param)
-                current.add(param, param.grad)
-            self._finish(current.finish())
+                self._rounds.add(param, param.grad)
+            self._finish(self._rounds.finish())
 
     def add_bucket(self, bucket: "dist.GradBucket") -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         """Take a bucket of DDP's; :func:`compress_hook` calls it."""
         if self.communicator.world_size == 1:
             return as_it_is(bucket.buffer())
-        return self._buckets.add(bucket, self._start, self._finish)
+        return self._rounds.add_ddp_bucket(bucket, self._start, self._finish)
 
-    def _start(self) -> GradientRound:
+    def _start(self) -> None:
         """Start the round of a step. All ranks call."""
         self._check_ranks()
         scale = float(self._loss_scale())
         if not (scale > 0 and math.isfinite(scale)):
             raise ValueError(f"loss_scale must return a finite number > 0, got {scale}")
+        old = self.errors.feedback
+        if not self._buckets:
+            rows = zip(self.layout.buckets, old, strict=True)
+            self._buckets = [IntegerBucket(b, self.params, self.communicator, 0, e, self.bits) for b, e in rows]
         if self._new_errors is None:
             self._new_errors = self.errors.like()
-        rows = zip(self.layout.buckets, self.errors.pairs, self._new_errors.pairs, strict=True)
-        return GradientRound(
-            [IntegerSlot(b, self.params, self.communicator, 0, old, self.bits, scale, new) for b, old, new in rows]
-        )
+        for bucket, *errors in zip(self._buckets, old, self._new_errors.feedback, strict=True):
+            (bucket.feedback, bucket.new), bucket.loss_scale = errors, scale
+        self._rounds.begin(self._buckets)
 
     def _finish(self, not_finite: Collection[int]) -> None:
         if self._new_errors is not None and not not_finite:

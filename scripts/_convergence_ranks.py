@@ -16,9 +16,8 @@ from _convergence_runs import Job
 from _convergence_training import Texts, train
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.communicator import Communicator, Handle, Traffic
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.collectives.traffic import Traffic
 
 _Result = TypeVar("_Result")
 _Operands = tuple[Any, ...]

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from hf_compressopt import GradientCompression, average_gradients
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.gradient_round import GradientRound
+from hf_compressopt.collectives.ddp import GradientRounds
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm"
 ROW, EXAMPLES, VALIDATION = 4000, 6000, 240  # characters of a row; examples at most
@@ -239,7 +239,8 @@ def send_early(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Send the messages of clip="late", as DDP's hook does while backward runs."""
     messages = optimizer.early_messages
     if messages.due(optimizer.plan, optimizer.last_plan):
-        current = GradientRound(messages.slots(1.0))
+        current = GradientRounds()
+        current.begin(messages.buckets(1.0))
         for param in reversed(params):
             current.add(param, param.grad)
         current.finish()

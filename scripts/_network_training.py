@@ -165,8 +165,8 @@ def train_rival(model: Any, rows: Any, method: Method, steps: int, end_step: Cal
     import torch
     from rivals import OPTIMIZERS, RIVALS
 
+    from hf_compressopt.collectives.communicator import Traffic
     from hf_compressopt.collectives.torch_dist import TorchCommunicator
-    from hf_compressopt.collectives.traffic import Traffic
 
     communicator = TorchCommunicator(None, device=torch.device("cpu"), traffic=Traffic())
     options = dict(method.rival_options)

@@ -27,6 +27,10 @@ from hf_compressopt.format.index import CheckpointIndex, TensorEntry
 from hf_compressopt.format.plan import MASTER, Per, StateTensor, TensorKey, plan_reads
 from hf_compressopt.format.shards import ShardFiles
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+_ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_param": MASTER}
+
 
 class Stored:
     """A checkpoint as it was saved.
@@ -69,11 +73,6 @@ class Stored:
         for part in parts:
             out[done : done + part.numel()] = part
             done += part.numel()
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STEP = "step"
-_ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_param": MASTER}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.checkpoint.state import Header, LoadPlan, State, fill
-from hf_compressopt.collectives.group_errors import GroupErrors, values_of
+from hf_compressopt.collectives.errors import GroupErrors, values_of
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.format.index import CheckpointIndex, TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey, plan_reads
@@ -48,6 +48,10 @@ from hf_compressopt.schedules import Stage
 
 #: Kinds of tensors: codes of the variance, their tops, and messages that are the momentum.
 CODE, TOP, MESSAGE = "exp_avg_sq_code", "exp_avg_sq_top", "exp_avg_message"
+#: Kinds of the errors.
+WORKER, SERVER = "worker_error", "server_error"
+_MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 #: Dtype of what is bytes.
 BYTES = "uint8"
 
@@ -188,10 +192,6 @@ class CompactTensors:
         raise ValueError(f"the checkpoint has no parameter {name!r}")
 
 
-#: Kinds of the errors.
-WORKER, SERVER = "worker_error", "server_error"
-
-
 @dataclass(frozen=True)
 class GroupBuffers:
     """The moments and errors of a param group while a checkpoint is written or read.
@@ -272,7 +272,7 @@ class GroupBuffers:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
         state, moments = self.state, self.moments
         starts = [bucket.start for bucket in state.layout.buckets]
-        form = state.communicator.world_size, state.feedback[0].format.scale_block if state.feedback else None
+        form = state.communicator.world_size, state.form.scale_block if state.feedback else None
         mine = sorted(moments.last) == starts
         mine = mine and all((last.world_size, last.scale_block) == form for last in moments.last.values())
         keep = state.compact and frozen  # the first stage takes float32
@@ -292,10 +292,6 @@ def worker_error(number: int, error: Tensor, rank: int, *, own_group: bool = Fal
     """Describe the worker errors of a rank."""
     key = TensorKey(WORKER, group=number, rank=rank)
     return StateTensor.of(key, error, of_each_rank=not own_group, is_error=True)
-
-
-_MASK, _OPTIMIZER = "exp_avg_mask", "optimizer"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FlatState(State):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_compressopt.checkpoint.state import Header, LoadPlan, State
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.group_errors import GroupErrors
+from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.plan import StateTensor, TensorKey

@@ -21,7 +21,7 @@ from hf_compressopt.checkpoint.state import (
     room_for,
     value_of_parameter,
 )
-from hf_compressopt.collectives.group_errors import keep_, values_of
+from hf_compressopt.collectives.errors import keep_, values_of
 from hf_compressopt.format.index import NODE_SIZE, TensorEntry
 from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_ranks, plain_group

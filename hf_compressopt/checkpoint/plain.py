@@ -18,9 +18,8 @@ from hf_compressopt.checkpoint.state import (
     room_for,
     value_of_parameter,
 )
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_dist import make_communicator
-from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.format.index import TensorEntry, name_by_place
 from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
 from hf_compressopt.optim.options import check_count, plain_group

@@ -52,6 +52,16 @@ _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr", *_SWITCH
 _KINDS = (STEP, *MOMENTS, "max_exp_avg_sq", MASTER)
 _MOST_STEPS = 2**53
 _SAFETENSORS, _TORCH = ".safetensors", (".pt", ".pth", ".bin")
+#: Storages begin at multiples of this, as those of torch.save do.
+_ALIGNMENT = 64
+_ROOT = "archive"
+#: The class by which torch.save names the dtype of a storage.
+_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+}
 
 
 def find_index(directory: str | os.PathLike[str], prefix: str | None = None) -> Path | None:
@@ -318,18 +328,6 @@ def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             check_at_least(key, value, 0)
             value = float(value)
         yield key, value
-
-
-#: Storages begin at multiples of this, as those of torch.save do.
-_ALIGNMENT = 64
-_ROOT = "archive"
-#: The class by which torch.save names the dtype of a storage.
-_STORAGES = {
-    torch.float32: torch.FloatStorage,
-    torch.float64: torch.DoubleStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float16: torch.HalfStorage,
-}
 
 
 class PendingTensor:

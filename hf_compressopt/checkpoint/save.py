@@ -28,6 +28,8 @@ from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, Che
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey
 from hf_compressopt.format.shards import locked, make_folder, publish, write_aside, write_shard
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -151,9 +153,6 @@ def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[
         if not tensor.replicated or writer == place:
             mine.append(tensor)
     return mine
-
-
-logger = logging.getLogger(__name__)
 
 
 def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: bool = False) -> None:

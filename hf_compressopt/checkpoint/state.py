@@ -23,6 +23,7 @@ from hf_compressopt.optim.options import check_names, check_plain, group_from_pl
 PLAIN = ("AdamW", "Adam", "FusedAdam", "Lamb")
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
 _ZERO = re.compile(r"ZeroOptimizer\((\w+)\)")
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,6 @@ class Header:
         if not isinstance(saved, list) or len(saved) != count:
             raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer has {count}")
         return saved
-
-
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)

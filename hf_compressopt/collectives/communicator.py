@@ -1,24 +1,109 @@
-"""The interface through which bytes leave a rank."""
+"""The interface through which bytes leave a rank, the decisions that ranks take together, and counters of both."""
 
 from __future__ import annotations
 
 import json
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.agreement import Agreement
-from hf_compressopt.collectives.sums import sum_of_rows
-from hf_compressopt.collectives.topology import Topology
-from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.topology import Levels, Topology, topology_of
 from hf_compressopt.kernels.memory import in_memory
+
+_DIGEST_BITS = 20
+DIGEST_BOUND = 1 << _DIGEST_BITS
+#: Bits of a digest that are compared as one number: sums of its squares over thousands of ranks are exact.
+_BITS_TOGETHER = {torch.float64: 20, torch.float32: 5}
+_Result = TypeVar("_Result")
+
+
+class Traffic:
+    """Counters that every communicator of an optimizer writes to.
+
+    Bytes are what this rank sends to other ranks, by the volume of the collective's bandwidth-optimal algorithm
+    (headers of lower layers excluded). Seconds are host seconds in which the caller was blocked by the collective: on
+    a device whose queue is asynchronous to the host they are a lower bound.
+
+    Attributes:
+        bytes: Bytes sent, by kind; with the hierarchical topology those that stay inside the node are not among them.
+        node_bytes: Bytes sent inside the node by the hierarchical topology, by kind.
+        seconds: Seconds waited, by kind.
+        step_bytes: Bytes sent in the last step, inside the node not counted.
+        round_bytes: Bytes of the last step, or of the last sync of local steps.
+        round_steps: 1, or the steps of that interval.
+    """
+
+    def __init__(self, whole: Traffic | None = None) -> None:
+        """Start at zero. The counters of a group inside a node write to those of the ``whole``."""
+        self.bytes: Counter[str] = Counter()
+        self.node_bytes: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.step_bytes = self.round_bytes = self.round_steps = 0
+        self._steps_since = self._bytes_before = 0
+        self._whole, self._paused = whole, False
+
+    def inside_node(self) -> Traffic:
+        """Return the counters for a communicator whose ranks are on one node."""
+        return Traffic(self)
+
+    def sent(self, kind: str, nbytes: int) -> None:
+        """Count bytes sent by a collective of this kind."""
+        if self._paused:
+            return
+        if self._whole is None:
+            self.bytes[kind] += nbytes
+        elif not self._whole._paused:
+            self._whole.node_bytes[kind] += nbytes
+
+    def waited(self, kind: str, seconds: float) -> None:
+        """Count host seconds spent in a collective of this kind."""
+        if self._paused:
+            return
+        if self._whole is None:
+            self.seconds[kind] += seconds
+        else:
+            self._whole.waited(kind, seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is counted: messages of checkpoints and checks are no part of the training's traffic."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes sent so far."""
+        return sum(self.bytes.values())
+
+    @property
+    def total_seconds(self) -> float:
+        """Host seconds spent in collectives so far."""
+        return sum(self.seconds.values())
+
+    def end_step(self, *, local: bool = False) -> None:
+        """Close a step: ``step_bytes`` becomes the bytes sent since the last call. ``local``: ranks may step alone."""
+        total = self.total_bytes
+        self.step_bytes, self._bytes_before = total - self._bytes_before, total
+        self._steps_since += 1
+        if self.step_bytes or not local:
+            steps = self._steps_since if local else 1
+            self.round_bytes, self.round_steps, self._steps_since = self.step_bytes, steps, 0
+
+    def restore(self, total_bytes: int) -> None:
+        """Continue from a checkpoint at which ``total_bytes`` had been sent."""
+        self.bytes.clear()
+        self.bytes["before_resume"] = self._bytes_before = total_bytes
 
 
 class Handle:
@@ -28,9 +113,6 @@ class Handle:
         """Wrap ``wait``, and count the time that it takes."""
         self._wait, self._kind, self._traffic = wait, kind, traffic
 
-    def advance(self) -> None:
-        """Wait for the first of two collectives, and start the second; a single collective needs no such call."""
-
     def wait(self) -> None:
         """Block until the collective is done (on a device with a queue: until it is enqueued before what follows)."""
         start = time.perf_counter()
@@ -38,8 +120,10 @@ class Handle:
         self._traffic.waited(self._kind, time.perf_counter() - start)
 
 
-class Communicator(Agreement):
+class Communicator(ABC):
     """A group of ranks, the collectives among them, and the decisions that they take together.
+
+    All ranks call each method. Collectives that return a :class:`Handle` start at once; all other methods block.
 
     Attributes:
         name: Name of the transport, such as ``"gloo"``.
@@ -48,7 +132,8 @@ class Communicator(Agreement):
         device: Device on which small tensors of our own must lie.
         traffic: Counts bytes and seconds.
         process_group: The torch.distributed group that it was made for; None for all ranks.
-        levels: The groups of the compressed exchange in two levels; None if it is flat.
+        levels: The groups of the hierarchical topology; None if it is flat.
+        has_parts: Whether the transport has groups of some of the ranks.
     """
 
     name: str
@@ -58,6 +143,7 @@ class Communicator(Agreement):
     traffic: Traffic
     process_group: dist.ProcessGroup | None = None
     levels: Levels | None = None
+    has_parts: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         """Return a copy with counters of its own; a group of processes cannot be copied, so copies share it."""
@@ -69,7 +155,43 @@ class Communicator(Agreement):
     @property
     def topology(self) -> Topology:
         """The place of this rank in the compressed exchange."""
-        return Topology(self.world_size, self.rank, 1 if self.levels is None else self.levels.node.world_size)
+        return topology_of(self.world_size, self.rank, 1 if self.levels is None else self.levels.node.world_size)
+
+    # -- the transport ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
+        """Start reducing ``tensor`` over the ranks, in place. ``op`` is "sum" or "max"."""
+
+    @abstractmethod
+    def all_to_all(
+        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order.
+
+        ``inputs`` has as many elements on all ranks.
+        """
+
+    @abstractmethod
+    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
+        """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order.
+
+        ``part`` may be this rank's own place in ``output``: then it need not be copied there.
+        """
+
+    @abstractmethod
+    def duplicate(self) -> Communicator:
+        """Return the same ranks on a channel of its own, for host tensors: another thread may use it beside this one.
+
+        It also works after torch.distributed has been shut down.
+
+        Raises:
+            ValueError: If the transport cannot serve two threads.
+        """
+
+    @abstractmethod
+    def _broadcast(self, data: Tensor) -> None:
+        """Copy rank 0's ``data``, [n] uint8, to all ranks, in place, without copies of it for each."""
 
     def part(self, ranks: Sequence[int]) -> Communicator:
         """Return the communicator of some of the ranks, in ascending order and with this one. All of these call.
@@ -83,65 +205,10 @@ class Communicator(Agreement):
         """Return these ranks with a device whose tensors can be sent, if that of the parameters is not one yet."""
         return self
 
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
-        """Start reducing ``tensor`` over the ranks, in place. ``op`` is "sum" or "max"."""
-
-    @abstractmethod
-    def all_to_all(
-        self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle:
-        """Start sending the j-th part of ``inputs`` (1-D) to rank j; parts arrive in ``output`` in rank order."""
-
-    @abstractmethod
-    def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        """Start gathering every rank's ``part`` [n] into ``output`` [world_size * n], in rank order.
-
-        ``part`` may be this rank's own place in ``output``: then it need not be copied there.
-        """
-
-    def sum_parts(
-        self, sizes: Sequence[int], write: Callable[[Tensor], object], like: Tensor, factor: float = 1.0
-    ) -> tuple[Handle, Callable[[], Tensor]]:
-        """Start summing every rank's j-th part on rank j, in rank order.
-
-        Args:
-            sizes: Elements of each part, alike on all ranks.
-            write: Writes this rank's parts, one after another, into a tensor [sum(sizes)] which it is given, at once.
-            like: A tensor of the parts' dtype and device.
-            factor: Of the sum.
-
-        Returns:
-            The handle, and a function that returns the sum [sizes[rank]], float32 or float64, after the handle was
-            waited for. It is to be called once.
-        """
-        values = like.new_empty(sum(sizes))
-        write(values)
-        own = sizes[self.rank]
-        received = values.new_empty(self.world_size * own)
-        splits = [own] * self.world_size
-        handle = self.all_to_all(received, values, output_splits=splits, input_splits=sizes)
-        sent = [values]
-        del values
-
-        def total() -> Tensor:
-            sent.clear()
-            return sum_of_rows(torch.split(received, splits), factor)
-
-        return handle, total
-
-    @abstractmethod
-    def duplicate(self) -> Communicator:
-        """Return the same ranks on a channel of its own, for host tensors: another thread may use it beside this one.
-
-        All ranks call; blocking. It also works after torch.distributed has been shut down.
-
-        Raises:
-            ValueError: If the transport cannot serve two threads.
-        """
+    # -- small messages, which are not counted ------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Copy rank 0's ``tensor`` to all ranks, in place. All ranks call; blocking; not counted."""
+        """Copy rank 0's ``tensor`` to all ranks, in place."""
         if self.world_size == 1 or tensor.numel() == 0:
             return
         values = in_memory("the tensor", tensor)
@@ -150,39 +217,121 @@ class Communicator(Agreement):
             if values.data_ptr() != tensor.data_ptr():
                 tensor.copy_(values)
 
-    @abstractmethod
-    def _broadcast(self, data: Tensor) -> None:
-        """Copy rank 0's ``data``, [n] uint8, to all ranks, in place, without copies of it for each."""
-
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's ``value`` (anything that JSON holds), in rank order. All ranks call; not counted."""
+        """Return every rank's ``value`` (anything that JSON holds), in rank order."""
         if self.world_size == 1:
             return [value]
         with self.traffic.paused():
-            return self._all_gather_json(value)
-
-    def _all_gather_json(self, value: Any) -> list[Any]:
-        data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
-        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
-        self.all_gather(sizes, torch.tensor([data.numel()], device=self.device)).wait()
-        longest = int(sizes.max())
-        padded = torch.cat([data, data.new_zeros(longest - data.numel())])
-        gathered = data.new_empty(self.world_size * longest)
-        self.all_gather(gathered, padded).wait()
+            data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+            sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+            self.all_gather(sizes, torch.tensor([data.numel()], device=self.device)).wait()
+            longest = int(sizes.max())
+            padded = torch.cat([data, data.new_zeros(longest - data.numel())])
+            gathered = data.new_empty(self.world_size * longest)
+            self.all_gather(gathered, padded).wait()
         rows = zip(gathered.view(self.world_size, longest).cpu(), sizes.tolist(), strict=True)
         return [json.loads(bytes(row[:size].tolist())) for row, size in rows]
 
+    # -- decisions: all raise, or none does, and nobody waits for a rank that has stopped -----------------------------
 
-@dataclass(frozen=True)
-class Levels:
-    """The groups of this rank in the exchange in two levels.
+    def require_equal(self, what: str, mine: Any) -> None:
+        """Check that every rank has the same value (anything that JSON holds).
 
-    Attributes:
-        node: The ranks of this rank's node.
-        peers: The ranks of the same place on all nodes.
-        dtype: Dtype of values inside the node.
-    """
+        Raises:
+            ValueError: On all ranks, if one differs from rank 0's.
+        """
+        everyone = self.all_gather_object(mine)
+        different = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        if different:
+            raise ValueError(
+                f"ranks {different} differ from rank 0 in {what}: rank {different[0]} has "
+                f"{everyone[different[0]]}, rank 0 {everyone[0]}"
+            )
 
-    node: Communicator
-    peers: Communicator
-    dtype: torch.dtype
+    def raise_together(self, error: Exception | None, others: type[Exception] = RuntimeError) -> None:
+        """Raise on every rank if any rank has an error: its own one, else one of type ``others`` that quotes them."""
+        failed = self.gather_errors(error)
+        if failed:
+            raise error or others(failed)
+
+    def gather_errors(self, error: Exception | None) -> str:
+        """Return every rank's error as text; "" if no rank has one."""
+        return self.gather_outcomes(None, error)[1]
+
+    def gather_outcomes(self, outcome: Any, error: Exception | None) -> tuple[list[Any], str]:
+        """Return every rank's outcome (anything that JSON holds), and the errors as :meth:`gather_errors` does."""
+        outcomes = self.all_gather_object((outcome, None if error is None else f"{type(error).__name__}: {error}"))
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text is not None]
+        told = f"another rank failed, so this one stops too; {'; '.join(failed)}" if failed else ""
+        return [outcome for outcome, _ in outcomes], told
+
+    def gather_together(
+        self,
+        action: Callable[[], _Result],
+        undo: Callable[[], None] = lambda: None,
+        others: type[Exception] = OSError,
+    ) -> list[_Result]:
+        """Run ``action`` on every rank and return every rank's result (anything that JSON holds).
+
+        If the action fails on any rank, run ``undo`` and raise on all: this rank's own error, or one of type ``others``
+        if it has none. If a rank is gone, nothing is undone, because the ranks cannot tell what the others know.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        results, failed = self.gather_outcomes(result, error)
+        if failed:
+            undo()
+            raise error or others(failed)
+        return results
+
+    def run_together(
+        self,
+        action: Callable[[], _Result],
+        undo: Callable[[], None] = lambda: None,
+        others: type[Exception] = OSError,
+    ) -> _Result:
+        """As :meth:`gather_together`, for any kind of result; returns this rank's."""
+        results: list[_Result] = []
+        self.gather_together(lambda: results.append(action()), undo, others)
+        return results[0]
+
+    def sum_and_compare(
+        self,
+        values: Sequence[Tensor],
+        digests: Sequence[int],
+        dtype: torch.dtype = torch.float64,
+        sketch: Tensor | None = None,
+    ) -> tuple[list[float], list[bool]]:
+        """Sum some values over the ranks, and compare some numbers, in one small all-reduce and one fetch.
+
+        Numbers are all alike if and only if their mean square is the square of their mean.
+
+        Args:
+            values: [] each, as many on all ranks.
+            digests: Numbers in [0, DIGEST_BOUND), as many on all ranks.
+            dtype: Of the message, float64 or float32.
+            sketch: [k], of whose mean over the ranks the squared norm is wanted, too.
+
+        Returns:
+            The sums, and the squared norm behind them; and for each digest whether all ranks have the same one.
+        """
+        bits = _BITS_TOGETHER[dtype]
+        shifts = range(0, _DIGEST_BITS, bits)
+        pieces = [digest >> shift & (1 << bits) - 1 for digest in digests for shift in shifts]
+        squares = [float(number) for piece in pieces for number in (piece, piece * piece)]
+        head = torch.stack([value.to(self.device, dtype) for value in values])
+        parts = [head, torch.tensor(squares, dtype=dtype, device=self.device)]
+        message = torch.cat(parts if sketch is None else [*parts, sketch.to(self.device, dtype)])
+        self.all_reduce(message).wait()
+        if sketch is not None:
+            count = len(values) + len(squares)
+            square = message[count:].double().div(self.world_size).square().sum()
+            message = torch.cat([message[:count].double(), square.view(1)])
+        found = message.tolist()
+        sums = [int(number) for number in found[len(values) : len(values) + len(squares)]]
+        same = [self.world_size * square == total**2 for total, square in zip(sums[::2], sums[1::2], strict=True)]
+        alike = [all(same[at : at + len(shifts)]) for at in range(0, len(same), len(shifts))]
+        return found[: len(values)] + found[len(values) + len(squares) :], alike

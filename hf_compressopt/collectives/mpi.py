@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator, Handle
-from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.communicator import Communicator, Handle, Traffic
 
 _LIBRARIES = ("libmpi.so.40", "libmpi.so.12", "libmpi.so")
 
@@ -32,6 +31,8 @@ class MpiCommunicator(Communicator):
         ValueError: If mpi4py is not installed, if the library has no CUDA support but ``cuda_aware`` wants it, or if
             MPI numbers the ranks otherwise than torch.distributed.
     """
+
+    has_parts = True
 
     def __init__(
         self,

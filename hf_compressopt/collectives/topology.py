@@ -8,20 +8,32 @@ topologies are one.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_compressopt.flat import chunk_range
 
+if TYPE_CHECKING:
+    from hf_compressopt.collectives.communicator import Communicator
+
+logger = logging.getLogger(__name__)
+
 AUTO, FLAT, TWO_LEVELS = TOPOLOGIES = ("auto", "flat", "hierarchical")
 _ALSO = "two-level"  # another spelling of the last one
 _NODE_DTYPES = {32: torch.float32, 16: torch.bfloat16}
+#: Environment variables in which launchers tell the ranks of a node: torchrun and Accelerate, and Open MPI.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Topology:
     """The place of a rank.
 
@@ -81,6 +93,25 @@ class Topology:
         """Return the elements of each chunk of a bucket that this rank sends."""
         ranges = (chunk_range(numel, self.world_size, chunk) for chunk in self.sent_chunks)
         return [stop - start for start, stop in ranges]
+
+
+#: The place of a rank, always the same object, which is found again by its identity.
+topology_of = lru_cache(maxsize=None)(Topology)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The groups of this rank in the hierarchical topology.
+
+    Attributes:
+        node: The ranks of this rank's node.
+        peers: The ranks of the same place on all nodes.
+        dtype: Dtype of values inside the node.
+    """
+
+    node: Communicator
+    peers: Communicator
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -170,3 +201,87 @@ def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[
     if told not in ([], [runs[0]]):
         return 1, f"the host names say that a node has {runs[0]} ranks, the launcher says {told}"
     return runs[0], ""
+
+
+def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_block: int | None = 0) -> Communicator:
+    """Return the ranks in the topology that the user wants. All ranks call, unless the topology is flat.
+
+    "auto" takes two levels if there are at least two nodes, all with the same number of ranks, at least two. It asks
+    the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing.
+
+    Args:
+        communicator: All ranks; if they have levels already, these stay.
+        wanted: The options, alike on all ranks.
+        scale_block: Elements per scale of the messages; None is one scale for all chunks.
+
+    Raises:
+        ValueError: If ``node_size`` does not divide the number of ranks, if the ranks have different options or nodes,
+            or if two levels are wanted with messages or a transport that cannot have them.
+    """
+    told = _announced()
+    if (
+        communicator.levels is not None
+        or communicator.world_size == 1
+        or wanted.topology == FLAT
+        or wanted.node_size == 1
+    ):
+        return communicator
+    one_node = communicator.process_group is None and told == communicator.world_size
+    if wanted.node_size is None and wanted.topology != TWO_LEVELS and (told is None or one_node):
+        return communicator
+    size = _agreed_size(communicator, wanted, told)
+    if size == 1:
+        return communicator
+    refusal = _refusal(communicator, scale_block)
+    if refusal and (wanted.node_size is not None or wanted.topology == TWO_LEVELS):
+        raise ValueError(f"{refusal} Or give topology='flat'")
+    if refusal:
+        _warn(communicator, refusal)
+        return communicator
+    ranks, mine = range(communicator.world_size), Topology(communicator.world_size, communicator.rank, size)
+    node = communicator.part([rank for rank in ranks if rank // size == mine.node])
+    peers = communicator.part([rank for rank in ranks if rank % size == mine.place])
+    node.traffic = communicator.traffic.inside_node()
+    found = copy(communicator)
+    found.levels = Levels(node, peers, wanted.node_dtype)
+    return found
+
+
+def _announced() -> int | None:
+    """Return the ranks of this node as the launcher tells them, or None."""
+    for name in _LOCAL_SIZES:
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return None
+
+
+def _agreed_size(communicator: Communicator, wanted: TopologyOptions, told: int | None) -> int:
+    """Return the ranks per node, alike on all ranks; 1 for the flat topology."""
+    ranks = communicator.reached()
+    ranks.require_equal("topology, node_size or node_bits", [wanted.topology, wanted.node_size, wanted.node_bits])
+    if wanted.node_size is not None:
+        return wanted.checked_size(communicator.world_size)
+    hosts, announced = zip(*ranks.all_gather_object([gethostname(), told]), strict=True)
+    size, reason = node_size_of_hosts(hosts, announced if communicator.process_group is None else ())
+    if wanted.topology == TWO_LEVELS and size == 1:
+        raise ValueError(
+            "topology='hierarchical' needs at least two nodes, all with the same number of ranks, at least two: "
+            f"{reason or f'the ranks are on {len(set(hosts))} host(s)'}. Give node_size, or topology='auto'"
+        )
+    if reason:
+        _warn(communicator, f"{reason}. Give node_size if the nodes are alike")
+    return size
+
+
+def _refusal(communicator: Communicator, scale_block: int | None) -> str:
+    """Return the reason why two levels are not possible; "" if they are."""
+    if scale_block is None:
+        return "two levels need a scale_block, got None (one scale for the chunks of all ranks): give scale_block=4096."
+    if not communicator.has_parts:
+        return f"two levels need a communicator with part(), which {type(communicator).__name__} does not have."
+    return ""
+
+
+def _warn(communicator: Communicator, reason: str) -> None:
+    if communicator.rank == 0:
+        logger.warning("the exchange is flat: %s", reason)

@@ -22,14 +22,15 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
-from hf_compressopt.collectives.communicator import Communicator, Handle
+from hf_compressopt.collectives.communicator import Communicator, Handle, Traffic
 from hf_compressopt.collectives.mpi import MpiCommunicator
-from hf_compressopt.collectives.traffic import Traffic
 
 # torch 2.13 renamed it, and warns of the old name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 #: Of messages between two ranks; other programs hardly take them.
 _TAGS = {"all_to_all": 0x636F01, "all_gather": 0x636F02, "tickets": 0x636F03, "opened": 0x636F04}
+#: Bytes of a message up to which gloo's own collectives serve: a thread of our own would take longer than they do.
+_SMALL = 1 << 14
 #: The groups of some ranks of a process group: all optimizers of the group share them, since none can be given back.
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -49,6 +50,8 @@ def announced(name: str, least: int = 1) -> int:
 
 class TorchCommunicator(Communicator):
     """A torch.distributed process group, or one rank alone if torch.distributed is not in use."""
+
+    has_parts = True
 
     def __init__(
         self,
@@ -159,9 +162,12 @@ class TorchCommunicator(Communicator):
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
         """See the base class. Bytes: every part but this rank's own."""
-        nbytes = (inputs.numel() - input_splits[self.rank]) * inputs.element_size()
-        self.traffic.sent("all_to_all", nbytes)
+        size, count = inputs.element_size(), inputs.numel()
+        self.traffic.sent("all_to_all", (count - input_splits[self.rank]) * size)
         if self._sends_apart(inputs):
+            if 0 < count * size <= _SMALL:
+                splits = list(output_splits), list(input_splits)
+                return self._handle(self._group.alltoall_base(output, inputs, *splits), "all_to_all")
             parts = torch.split(output, list(output_splits)), torch.split(inputs, list(input_splits))
             return self._exchange(*parts, "all_to_all")
         work = dist.all_to_all_single(
@@ -171,8 +177,11 @@ class TorchCommunicator(Communicator):
 
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
         """See the base class. Bytes: the part, to every other rank."""
-        self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
+        nbytes = part.numel() * part.element_size()
+        self.traffic.sent("all_gather", (self.world_size - 1) * nbytes)
         if self._sends_apart(part):
+            if 0 < nbytes <= _SMALL:
+                return self._handle(self._group._allgather_base(output, part), "all_gather")
             places = torch.split(output, [part.numel()] * self.world_size)
             return self._exchange(places, [part] * self.world_size, "all_gather")
         work = _all_gather_single(output, part, group=self.process_group, async_op=True)

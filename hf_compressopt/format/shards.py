@@ -27,11 +27,23 @@ from hf_compressopt.format.index import (
     checksum_of,
 )
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 #: safetensors' own bound on a header.
 HEADER_CAP = 100_000_000
 #: Shards that are open at a time.
 _MOST_OPEN = 32
 _ITEMSIZE = dict(DTYPES.values())
+#: A flag that refuses symbolic links: they may lead to any file.
+NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
+Bytes = bytes | bytearray | memoryview
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
+_HELD = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
+#: Bytes from which on a bar is shown.
+BIG = 10**9
 
 
 class StoredTensor(NamedTuple):
@@ -231,12 +243,6 @@ def _stored(key: str, entry: dict[str, Any], start: int) -> StoredTensor:
     return StoredTensor(dtype, shape, start + begin, start + end)
 
 
-#: A flag that refuses symbolic links: they may lead to any file.
-NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
-Bytes = bytes | bytearray | memoryview
-_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
-
-
 def write_shard(
     path: Path,
     tensors: Mapping[str, tuple[str, Sequence[int]]],
@@ -398,14 +404,6 @@ def _write_all(descriptor: int, data: Bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_HELD = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
-
-
 @contextmanager
 def locked(index_file: Path) -> Iterator[None]:
     """Hold the lock of the checkpoint that has this index; other processes cannot hold it meanwhile."""
@@ -450,10 +448,6 @@ def _lock(descriptor: int, path: Path) -> None:
                 "another run is saving into the same files: give each run a folder or a prefix of its own",
                 str(path),
             ) from None
-
-
-#: Bytes from which on a bar is shown.
-BIG = 10**9
 
 
 @contextmanager

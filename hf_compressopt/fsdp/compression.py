@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from hf_compressopt.collectives.exchange import run_tasks
-from hf_compressopt.collectives.group_errors import GroupErrors
-from hf_compressopt.collectives.slots import Arrived, IntegerSlot
+from hf_compressopt.collectives.communicator import Traffic
+from hf_compressopt.collectives.ddp import IntegerBucket
+from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.collectives.exchange import Task, run_tasks
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.fsdp.units import Unit, units_of
 from hf_compressopt.grad_compression import FORMATS, STATES, unscaled
@@ -68,13 +68,20 @@ class UnitErrors:
             self.waiting = None
         return False
 
-    def slots(self, grads: Tensor, communicator: TorchCommunicator, bits: int, loss_scale: float) -> list[IntegerSlot]:
-        """Return slots for the gradients of the unit, which write the new errors into ``pending``."""
+    def average(self, grads: Tensor, communicator: TorchCommunicator, bits: int, loss_scale: float) -> list[Tensor]:
+        """Average the gradients of the unit, write the new errors into ``pending``, and return what is not finite."""
         before, self.used = self.pending if self.used else self.kept, True
-        return [
-            IntegerSlot(bucket, [grads], communicator, 0, old, bits, loss_scale, new)
-            for bucket, old, new in zip(self.layout.buckets, before.pairs, self.pending.pairs, strict=True)
-        ]
+        faults: list[Tensor] = []
+
+        def average(bucket: IntegerBucket) -> Task[None]:
+            not_finite, _ = yield from bucket.average(bucket.segments({grads: grads}))
+            faults.append(not_finite)
+
+        rows = zip(self.layout.buckets, before.feedback, self.pending.feedback, strict=True)
+        run_tasks(
+            average(IntegerBucket(b, [grads], communicator, 0, old, bits, loss_scale, new)) for b, old, new in rows
+        )
+        return faults
 
     def end_pass(self, dropped: Tensor) -> None:
         """Keep the errors of the pass unless it is ``dropped``, [] bool. The host does not wait for that."""
@@ -235,10 +242,7 @@ class FSDPCompression:
             self._stream = torch.accelerator.current_stream()
             grads.record_stream(self._stream)  # FSDP2 may free them, and use the memory on another stream
         self._enter_pass()
-        mean: list[Arrived] = []
-        slots = errors.slots(grads, self.communicator, self.bits, float(self._loss_scale()))
-        run_tasks(slot.start({grads: grads}, mean.append) for slot in slots)
-        self._faults += [average.not_finite for average in mean]
+        self._faults += errors.average(grads, self.communicator, self.bits, float(self._loss_scale()))
 
     def _enter_pass(self) -> None:
         """Begin a backward pass with its first unit."""

@@ -89,11 +89,7 @@ class Translation:
         return [word for words in self.flags_as_words() for word in words]
 
     def set(self, name: str, value: Any) -> str:
-        """Set "--FLAG" of Trainer, "Accelerator:NAME", "GradScalerKwargs:NAME", or the option NAME of the optimizer.
-
-        Returns:
-            The words that do so, for the report.
-        """
+        """Set "--FLAG" of Trainer, "Accelerator:NAME", "GradScalerKwargs:NAME", or the option NAME of the optimizer."""
         place, _, key = name.rpartition(":")
         if place == "Accelerator":
             self.accelerate[key] = value
@@ -128,11 +124,7 @@ _SCHEDULES = {"warmuplr": "constant_with_warmup", "warmupdecaylr": "linear", "wa
 
 
 def facts_of(config: dict[str, Any], ranks: int | None, same_arithmetic: bool) -> dict[str, Any]:
-    """Return the facts of a configuration that options.txt refers to.
-
-    Raises:
-        ValueError: If there is no such stage of ZeRO, or the sizes of batches contradict each other.
-    """
+    """Return the facts of a configuration that deepspeed.txt refers to."""
     get, params = config.get, "optimizer.params."
     stage, norm = get("zero_optimization.stage"), get(f"{params}max_grad_norm")
     if isinstance(stage, bool) or stage not in (None, 0, 1, 2, 3):
@@ -194,7 +186,7 @@ def _missing_size(options: dict[str, Any], ranks: int | None) -> tuple[str, int 
 
 
 class Rule(NamedTuple):
-    """A row of options.txt, which describes the columns."""
+    """A row of deepspeed.txt, which describes the columns."""
 
     facts: list[str]
     section: str
@@ -205,11 +197,7 @@ class Rule(NamedTuple):
 
 
 def apply(t: Translation, given: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Translate options, each by the first row of options.txt that fits it.
-
-    Raises:
-        ValueError: If an option has an illegal value.
-    """
+    """Translate options, each by the first row of deepspeed.txt that fits it."""
     config, said = {**given, facts["missing"]: facts["size"]} if facts["size"] else given, set[str]()
     for rule in RULES:
         if all(bool(facts[fact.lstrip("!")]) != fact.startswith("!") for fact in rule.facts):
@@ -302,7 +290,7 @@ def _read() -> Iterator[Rule]:
             yield Rule(common + own, section, options, kind, words, "".join(columns[1:]))
 
 
-#: The rows of options.txt.
+#: The rows of deepspeed.txt.
 RULES = list(_read())
 _TITLES = {BECOMES: "What becomes what", DIFFERS: "What is different", SAME: "Nothing to do", LOST: "No counterpart"}
 _TORCH_CLASSES = {"sgd": "SGD", "adagrad": "Adagrad"}
@@ -401,15 +389,10 @@ _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16")
 
 
 def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmetic: bool = False) -> Translation:
-    """Translate a DeepSpeed configuration.
+    """Translate a DeepSpeed configuration, or one for Transformers, with "auto" values.
 
-    Args:
-        config: The configuration for DeepSpeed, or for Transformers, with "auto" values.
-        ranks: Number of ranks, to divide a train_batch_size by.
-        same_arithmetic: True to give the compressed optimizers the options that compute what DeepSpeed's did.
-
-    Raises:
-        ValueError: If a section is no object, or an option has an illegal value.
+    ``ranks`` divides a train_batch_size; ``same_arithmetic`` gives the compressed optimizers the options that compute
+    what DeepSpeed's did.
     """
     for section in _SECTIONS:
         if not isinstance(config.get(section, {}), dict):
@@ -424,11 +407,7 @@ def translate(config: dict[str, Any], *, ranks: int | None = None, same_arithmet
 
 
 def _options(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a section by their paths.
-
-    Raises:
-        ValueError: If it is nested too deeply.
-    """
+    """Yield the options of a section by their paths."""
     if prefix.count(".") > _DEEPEST:
         raise ValueError(f"{prefix[:-1]} is nested more than {_DEEPEST} levels deep")
     for name, value in section.items():
@@ -439,11 +418,7 @@ def _options(prefix: str, section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read a configuration.
-
-    Raises:
-        ValueError: If the file cannot be read, or is no JSON object, or names an option twice; with the file's name.
-    """
+    """Read a configuration."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
@@ -463,11 +438,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _check_ranges(translation: Translation) -> None:
-    """Have the optimizer itself check its options.
-
-    Raises:
-        ValueError: If an option is outside its range.
-    """
+    """Have the optimizer itself check its options."""
     args = read_optim_args(translation.optim, translation.optim_args_text)
     cls: Callable[..., torch.optim.Optimizer] = OPTIMIZERS.get(translation.optim, torch.optim.AdamW)
     own = args.optimizer if translation.optim in OPTIMIZERS else {}

@@ -55,11 +55,7 @@ def prefixed_metrics(state: Any, prefix: str = DEFAULT_PREFIX) -> dict[str, floa
 
 
 def describe_saving(state: Any) -> str:
-    """Compare the bytes of the last step of an optimizer, or compression of gradients, with full precision.
-
-    Returns:
-        A line for the log; "" if it did not send fewer.
-    """
+    """Compare the bytes of the last step with those of full precision; "" if it did not send fewer."""
     metrics = state.metrics()
     sent, ratio = metrics["bytes_sent_step"], metrics.get("compression_ratio", 1.0)
     if sent == 0 or ratio < 1.05:
@@ -104,8 +100,8 @@ def _warn_if_nothing_is_compressed(optimizer: CompressedOptimizer, steps: int) -
         return
     if optimizer.communicator.world_size == 1:
         logger.warning("%s runs on one rank: nothing is sent, so nothing is compressed", name)
-    elif optimizer.warmup_bits < 32:
-        return  # low-bit gradients are compressed too
+    elif optimizer.warmup_bits < 32 or (isinstance(optimizer.freeze_step, int) and optimizer.freeze_step > steps):
+        return  # low-bit gradients are compressed too; fit_schedule has warned of a warmup beyond the run
     elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
             "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt.collectives.ddp_hook import attach_ddp, find_sync
+from hf_compressopt.collectives.ddp import attach_ddp, find_sync
 from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
 from hf_compressopt.grad_compression import GradientCompression, MessageOptions, compress_hook
 from hf_compressopt.integrations.algorithms import (
@@ -56,17 +56,7 @@ class DDPModels:
             self._models.append(weakref.ref(inner))
 
     def bind(self, optimizers: Sequence[torch.optim.Optimizer], own_hook: Any, loss_scale: Callable[[], float]) -> None:
-        """Give every model whose parameters a compressed optimizer owns the hook that follows its plan.
-
-        Args:
-            optimizers: All optimizers of the accelerator.
-            own_hook: The communication hook that the user asked Accelerate for, or None.
-            loss_scale: Returns the factor that the gradients of the coming step carry.
-
-        Raises:
-            ValueError: If a model's gradients must be averaged for one optimizer and stay local for another, or if the
-                model has another hook.
-        """
+        """Give every model whose parameters a compressed optimizer owns the hook that follows its plan."""
         for model in self:
             params = {id(p) for p in model.parameters() if p.requires_grad}
             owners: list[Any] = [o for o in optimizers if follows_plan(o) and shares(o.trainable_parameters, params)]
@@ -90,18 +80,7 @@ class DDPModels:
         messages: MessageOptions,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages.
-
-        Args:
-            optimizers: All optimizers of the accelerator.
-            own_hook: The communication hook that the user asked Accelerate for, or None.
-            compression: "int4" or "int8".
-            messages: The options of the messages.
-            loss_scale: Returns the factor that the gradients of the coming step carry.
-
-        Raises:
-            ValueError: If a model's parameters belong to a compressed optimizer, or if the model has another hook.
-        """
+        """Give every model of an ordinary optimizer the hook that averages gradients by low-bit messages."""
         for model in self:
             params = {id(p) for p in model.parameters() if p.requires_grad}
             owners = [o for o in optimizers if shares(all_parameters(o), params)]
@@ -159,18 +138,7 @@ class ShardedModels:
         messages: MessageOptions,
         loss_scale: Callable[[], float],
     ) -> None:
-        """Give every model low-bit messages between its replicas, unless it has them.
-
-        Args:
-            models: Prepared models.
-            accelerator: The accelerator, for its mesh; a model that is loaded in shards has one of its own.
-            compression: "int4" or "int8".
-            messages: The options of the messages; the mesh alone says which ranks share a node.
-            loss_scale: Returns the factor that the gradients of the coming step carry.
-
-        Raises:
-            ValueError: For options of the topology, and if the model cannot have them.
-        """
+        """Give every model low-bit messages between its replicas, unless it has them."""
         if replace(messages, bucket_cap_mb=MessageOptions.bucket_cap_mb) != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "

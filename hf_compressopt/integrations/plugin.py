@@ -56,16 +56,7 @@ class OptimArgs:
 
 
 def read_optim_args(name: str, text: str | None) -> OptimArgs:
-    """Read ``--optim_args`` for the optimizer that ``--optim`` names.
-
-    Args:
-        name: The optimizer, one of this package or of Trainer's own.
-        text: ``"name=value,name=value"``; None is no option.
-
-    Raises:
-        ValueError: For an option that the optimizer does not have, a value of a wrong type, an option that is given
-            twice, or text that is no list of name=value; and for the text "help", with a list of what is legal.
-    """
+    """Read ``--optim_args`` for the optimizer that ``--optim`` names."""
     ours = name in OPTIMIZERS or name in ZERO_NAMES
     if (text or "").strip() == "help":
         raise ValueError(f"optim_args: the options of {name} are {_described(_legal(name, zero=name in ZERO_NAMES))}")
@@ -143,15 +134,7 @@ def _take_messages(pairs: dict[str, str]) -> dict[str, Any]:
 
 
 def check_grad_compression(value: str, other: str) -> None:
-    """Check a value of ``grad_compression``.
-
-    Args:
-        value: The value.
-        other: The name of what sends gradients in a way of its own, or "".
-
-    Raises:
-        ValueError: For an unknown value, and for compression beside ``other``.
-    """
+    """Check a value of ``grad_compression``."""
     if value not in (*FORMATS, "none"):
         raise ValueError(f"grad_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
     if value != "none" and other:
@@ -162,11 +145,7 @@ def check_grad_compression(value: str, other: str) -> None:
 
 
 def check_param_compression(value: str, stage: int | None) -> None:
-    """Check a value of ``param_compression``.
-
-    Raises:
-        ValueError: For an unknown value, and for compression without ZeRO.
-    """
+    """Check a value of ``param_compression``."""
     if value not in (*FORMATS, "none"):
         raise ValueError(f"param_compression must be one of {[*FORMATS, 'none']}, got {value!r}")
     if value != "none" and not stage:
@@ -177,17 +156,7 @@ def check_param_compression(value: str, stage: int | None) -> None:
 
 
 def check_taken(name: str, args: OptimArgs, taken: dict[str, Any], source: str) -> None:
-    """Check that Trainer's own optimizer takes every option that is left, since Trainer ignores others.
-
-    Args:
-        name: The optimizer.
-        args: The options as they were read.
-        taken: Keyword arguments that Trainer gives to the optimizer.
-        source: The text of the functions that read options for Trainer's optimizers, which quotes their names.
-
-    Raises:
-        ValueError: For an option that has no effect. The message names the nearest.
-    """
+    """Check that Trainer's own optimizer takes every option that is left, since Trainer ignores others."""
     for key in _pairs(args.others):
         read_by_trainer = f'"{key}"' in source and not args.zero  # some options go to the param groups
         if key not in taken and not read_by_trainer:
@@ -245,11 +214,7 @@ def _described(options: Options) -> str:
 
 
 def check_takes_stage(name: str, stage: Any) -> None:
-    """Check that a compressed optimizer knows ZeRO; its constructor checks the stage.
-
-    Raises:
-        ValueError: If it does not. The message says what to use instead.
-    """
+    """Check that a compressed optimizer knows ZeRO; its constructor checks the stage."""
     if len(ALGORITHMS[name].zero_stages) > 1:
         return
     raise ValueError(
@@ -260,11 +225,7 @@ def check_takes_stage(name: str, stage: Any) -> None:
 
 
 def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) -> torch.optim.Optimizer:
-    """Replace a fresh optimizer by a partitioned one, with the same param group objects.
-
-    Raises:
-        ValueError: If the optimizer cannot be partitioned, or has taken steps.
-    """
+    """Replace a fresh optimizer by a partitioned one, with the same param group objects."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer
     kept_apart = getattr(optimizer, "args", None)  # where bitsandbytes keeps optim_bits
@@ -319,11 +280,7 @@ def _freeze_step_from_env() -> int | str:
 
 
 def check_variables() -> None:
-    """Check that every COMPRESSOPT_... variable is one that the package reads.
-
-    Raises:
-        ValueError: If one is not; the message names the nearest.
-    """
+    """Check that every COMPRESSOPT_... variable is one that the package reads."""
     legal = [
         f"COMPRESSOPT_{name}" for name in ("OPTIM", "KERNELS", *(f.name.upper() for f in fields(CompressOptPlugin)))
     ]
@@ -447,10 +404,7 @@ class CompressOptPlugin:
         if self.max_update != _SHARED["max_update"].default or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
         given |= self.common_options()
-        made = cls(optimizer.param_groups, **given)
-        if self.freeze_step == AUTO:
-            made.defer_schedule([])
-        return made
+        return cls(optimizer.param_groups, **given)
 
     @property
     def ddp_compression(self) -> str:

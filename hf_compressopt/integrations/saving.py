@@ -37,14 +37,7 @@ logger = logging.getLogger(__name__)
 def save_shards(
     optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], directory: str, *, background: bool
 ) -> None:
-    """Save the states of the optimizers that save shards. All ranks call.
-
-    Args:
-        optimizers: All optimizers of the accelerator.
-        models: The models that hold their parameters, for the names.
-        directory: The folder.
-        background: True to write while the training continues.
-    """
+    """Save the states of the optimizers that save shards. All ranks call."""
     save = async_save_state if background else save_state
     for number, optimizer in enumerate(_in_shards(optimizers)):
         save(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
@@ -57,15 +50,7 @@ def load_shards(
     device: torch.device,
     loading: ExitStack,
 ) -> None:
-    """Load the states that :func:`save_shards` saved. All ranks call.
-
-    Args:
-        optimizers: All optimizers of the accelerator.
-        models: The models that hold their parameters, for the names.
-        directory: The folder.
-        device: Device for small tensors.
-        loading: Open until the host has loaded the rest, so that the host's own load of the states does nothing.
-    """
+    """Load the states that :func:`save_shards` saved. All ranks call."""
     # With as many checkpoints as optimizers, the ordinary optimizers load theirs too.
     last = len(optimizers) - 1
     everybody = bool(optimizers) and _anyone_has(directory, last, optimizers[last], device)

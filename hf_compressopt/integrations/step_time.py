@@ -52,11 +52,7 @@ class StepTime:
 
 
 def named_config(name: str) -> PretrainedConfig:
-    """Load the configuration of a model: a name on the Hub, or a folder.
-
-    Raises:
-        ValueError: If it cannot be loaded, or if it does not describe a language model.
-    """
+    """Load the configuration of a model: a name on the Hub, or a folder."""
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -73,11 +69,7 @@ def named_config(name: str) -> PretrainedConfig:
 
 
 def stand_in(params: int, tokens: int) -> GPT2Config:
-    """Make the configuration of a GPT-2 of about this many parameters, for examples of up to this many tokens.
-
-    Raises:
-        ValueError: If no GPT-2 comes near.
-    """
+    """Make the configuration of a GPT-2 of about this many parameters, for examples of up to this many tokens."""
     vocabulary = next(size for least, size in _VOCABULARIES if params >= least)
     near: list[tuple[float, int, int]] = []
     sizes: list[int] = []
@@ -107,11 +99,7 @@ def stand_in(params: int, tokens: int) -> GPT2Config:
 
 
 def parameters_of(folder: str) -> int:
-    """Count the trainable parameters of a model of any kind from the configuration in a folder, without its weights.
-
-    Raises:
-        ValueError: If there is no configuration that Transformers knows.
-    """
+    """Count the trainable parameters of a model of any kind from the configuration in a folder, without its weights."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         named = [getattr(transformers, name, None) for name in getattr(config, "architectures", None) or ()]
@@ -140,22 +128,14 @@ def most_tokens(config: PretrainedConfig) -> int | None:
 
 
 def check_tokens(config: PretrainedConfig, tokens: int) -> None:
-    """Check that the model takes examples of so many tokens.
-
-    Raises:
-        ValueError: If it does not.
-    """
+    """Check that the model takes examples of so many tokens."""
     most = most_tokens(config)
     if most is not None and tokens > most:
         raise ValueError(f"--tokens must be at most {most}, the positions of this model, got {tokens}")
 
 
 def check_memory(params: int, ranks: int) -> None:
-    """Check that a step of so many float32 parameters on each of a host's ranks fits, where the system tells.
-
-    Raises:
-        ValueError: If it does not: the system would kill the ranks.
-    """
+    """Check that a step of so many float32 parameters on each of a host's ranks fits, where the system tells."""
     free, needed = _free_memory(), _STEP_BYTES * params * ranks
     if needed > free:
         raise ValueError(
@@ -167,20 +147,7 @@ def check_memory(params: int, ranks: int) -> None:
 def time_step(
     config: PretrainedConfig, device: torch.device, dtype: torch.dtype, batch: int, tokens: int, ranks: int
 ) -> StepTime:
-    """Time forward, backward and update on random tokens, after one step that is not counted.
-
-    Args:
-        config: The model's configuration; weights are random.
-        device: Where the model is.
-        dtype: Of the parameters.
-        batch: Examples.
-        tokens: Of each example.
-        ranks: Ranks of this host, which do the same now. On a CPU they share its memory, and as many examples are timed
-            at once as fit into it.
-
-    Raises:
-        ValueError: If the model, or its step, does not fit into the device's memory.
-    """
+    """Time forward, backward and update on random tokens, after one step that is not counted."""
     logging.set_verbosity_error()  # models made from configurations warn of what only training needs
     free = _free_memory() / ranks
     try:
@@ -209,11 +176,7 @@ def _free_memory() -> float:
 
 
 def _examples_at_once(model: nn.Module, ids: Tensor, free: float) -> int:
-    """Return how many of the examples a step in so many free bytes can take, from what one of them keeps.
-
-    Raises:
-        ValueError: If it cannot take one.
-    """
+    """Return how many of the examples a step in so many free bytes can take, from what one of them keeps."""
     held, kept = _STEP_BYTES * sum(param.numel() for param in model.parameters()), _kept_bytes(model, ids[:1])
     if held + kept > free:
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels import library
+from hf_compressopt.kernels import library, selfcheck
 from hf_compressopt.kernels.c_abi import DTYPES
 from hf_compressopt.kernels.memory import address_of, holds_values, in_memory
 
@@ -264,7 +264,7 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
         for name, tensor in others.items():
             in_memory(f"the {name} of a parameter", tensor)
         return _Kind.OTHER
-    if types <= _PLAIN and library.available(p.device) and (master is None or master.dtype == torch.float32):
+    if types <= _PLAIN and selfcheck.trusted("adam", p.device) and (master is None or master.dtype == torch.float32):
         return _Kind.NATIVE
     suits_torch = p.device.type in _TORCH_FUSED_DEVICES and len(others) == 3 and dtypes == {torch.float32}
     if not suits_torch or library.chosen() == "reference" or not p.is_contiguous():

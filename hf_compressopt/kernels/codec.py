@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels import library, native, reference, selfcheck
 from hf_compressopt.kernels.errors import Errors, tensor_of
 from hf_compressopt.kernels.messages import Code, IntegerCode, SignCode
 from hf_compressopt.kernels.operands import AnyAverage, Average, Combination, Commit, IntegerAverage, Segment
 
 
-def on(where: torch.device | Tensor) -> ModuleType:
+def on(where: torch.device | Tensor) -> Any:
     """Return the kernels for the tensors of a device: the functions of :mod:`hf_compressopt.kernels.reference`.
 
     Args:
@@ -28,12 +27,15 @@ def on(where: torch.device | Tensor) -> ModuleType:
         if type(where) is not Tensor or torch.compiler.is_compiling():
             return reference
         where = where.device
-    return native if library.available(where) else reference
+    return selfcheck.kernels(where) if library.available(where) else reference
 
 
 def implementation(device: torch.device) -> str:
     """Return the name of the kernels for a device, such as ``"native avx512"`` or ``"reference"``."""
-    return f"native {library.instruction_set(device.type)}" if library.available(device) else "reference"
+    if not library.available(device):
+        return "reference"
+    failed = ", ".join(sorted(selfcheck.failures(device)))
+    return f"native {library.instruction_set(device.type)}" + (f", reference for {failed}" if failed else "")
 
 
 class MessageFormat(Code, Generic[AnyAverage]):

@@ -9,6 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch
 VARIABLE = "HF_COMPRESSOPT_KERNELS"
 CHOICES = ("native", "reference")
 
-_ABI_VERSION = 6
+_ABI_VERSIONS = {"cpu": (6, 7), "cuda": (7,)}  # 7 takes the memory of CUDA kernels from the caller
 _DIRECTORY = Path(__file__).resolve().parent / "lib"
 _DEVICES = ("cpu", "cuda")
 _DEVICE_ERROR = 3  # co_status of a failure that may pass
@@ -30,7 +33,7 @@ _warned: set[str] = set()
 
 
 class _Exec(ctypes.Structure):
-    _fields_ = [("threads", c_int32), ("device", c_int32), ("stream", c_void_p)]
+    _fields_ = [("threads", c_int32), ("device", c_int32), ("stream", c_void_p), ("allocate", c_void_p)]
 
 
 _ARGUMENTS: dict[str, list[Any]] = {  # the last one, co_exec, is added to each
@@ -159,17 +162,70 @@ def call(function: str, device: torch.device, *arguments: Any) -> None:
     kind = device.type
     library = _library(kind)
     if kind == "cpu":
-        threads = torch.get_num_threads()
+        threads = 1 if _one_thread else torch.get_num_threads()
         where = _exec(threads, 0, _host_threads() if threads > 1 else None)
     else:
-        where = _exec(1, _index(device), torch.cuda.current_stream(device).cuda_stream)
-    if getattr(library, function)(*arguments, where):
+        index = _index(device)
+        if index != torch.cuda.current_device():  # torch makes it current, and leaves no context on the other one
+            with torch.cuda.device(index):
+                return call(function, device, *arguments)
+        where = _exec(1, index, torch.cuda.current_stream(device).cuda_stream)
+    failed = getattr(library, function)(*arguments, where)
+    if _scratch.tensors:
+        _scratch.tensors.clear()  # whoever gets the memory next uses it after these kernels, on the same stream
+    if _scratch.error is not None:
+        error, _scratch.error = _scratch.error, None
+        raise error
+    if failed:
         raise RuntimeError(library.co_last_error().decode())
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Let kernels on the CPU use the caller's thread alone, and leave open which threads later ones use."""
+    global _one_thread
+    _one_thread += 1
+    try:
+        yield
+    finally:
+        _one_thread -= 1
+
+
+_one_thread = 0
 
 
 @lru_cache
 def _exec(threads: int, device: int, where: int | None) -> Any:
-    return ctypes.byref(_Exec(threads, device, where))
+    return ctypes.byref(_Exec(threads, device, where, ctypes.cast(_allocate, c_void_p)))
+
+
+class _Scratch(threading.local):
+    """The memory that a call of this thread was given, and what went wrong with it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.error: Exception | None = None
+
+
+_scratch = _Scratch()
+
+
+def _give_scratch(device: int, nbytes: int) -> int | None:
+    """Give a kernel memory of torch's allocator, on the current stream, until its call returns."""
+    try:
+        tensor = _new_scratch(device, nbytes)
+    except Exception as error:  # out of memory; nothing may be raised through C
+        _scratch.error = error
+        return None
+    _scratch.tensors.append(tensor)
+    return tensor.data_ptr()
+
+
+_allocate = ctypes.CFUNCTYPE(c_void_p, c_int32, c_int64)(_give_scratch)
+
+
+def _new_scratch(device: int, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 @lru_cache
@@ -201,9 +257,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+def path_of(device_type: str) -> Path:
+    """Return where the library of a device type is, or would be."""
+    return _DIRECTORY / f"libcompressopt_{device_type}.so"
+
+
 @lru_cache
 def _library(device_type: str) -> ctypes.CDLL:
-    path = _DIRECTORY / f"libcompressopt_{device_type}.so"
+    path = path_of(device_type)
     if not path.is_file():
         built = what_was_built() if device_type == "cuda" else ""
         raise RuntimeError(f"{path} does not exist: {built or 'this installation was made without it'}")
@@ -211,8 +272,8 @@ def _library(device_type: str) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"{path} cannot be loaded: {error}") from error
-    if (version := library.co_abi_version()) != _ABI_VERSION:
-        raise RuntimeError(f"{path} has version {version} of the interface, needed is {_ABI_VERSION}: build it again")
+    if (version := library.co_abi_version()) not in (known := _ABI_VERSIONS[device_type]):
+        raise RuntimeError(f"{path} has version {version} of the interface, needed is {known[-1]}: build it again")
     functions = _ARGUMENTS | {name: types for name, types in _EXTRA_ARGUMENTS.items() if hasattr(library, name)}
     for name, arguments in functions.items():
         getattr(library, name).argtypes = [*arguments, c_void_p]

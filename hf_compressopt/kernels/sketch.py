@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import library
+from hf_compressopt.kernels import library, selfcheck
 from hf_compressopt.kernels.c_abi import Operands, address, mark_written
 from hf_compressopt.kernels.operands import Segment
 
@@ -60,7 +60,7 @@ def sketch_(segments: Sequence[Segment], offset: int, seed: int, y: Tensor, squa
     """
     if offset < 0:
         raise ValueError(f"offset must be >= 0, got {offset}")
-    sketch = native_sketch_ if library.available(y.device) else reference_sketch_
+    sketch = native_sketch_ if selfcheck.trusted("sketch", y.device) else reference_sketch_
     sketch(segments, offset, seed % 2**64, y, squares)
 
 

@@ -14,13 +14,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.agreement import DIGEST_BOUND
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.optim.early_messages import EarlyMessages
-from hf_compressopt.optim.freed_gradients import FreedGradients
+from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
 from hf_compressopt.optim.gradients import GradientNoise, Grads, MeanNorm, StepGradients, measure
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
+from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import bit_sum
+from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.schedules import StepPlan
 
 logger = logging.getLogger(__name__)

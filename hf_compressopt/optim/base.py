@@ -15,21 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.averaging import average_group
-from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce, run_tasks
+from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.ddp import average_group
+from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, run_tasks
 from hf_compressopt.collectives.owners import take_over
-from hf_compressopt.collectives.phases import Task
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
-from hf_compressopt.collectives.topology import TopologyOptions
+from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
-from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
 from hf_compressopt.optim.agreement import Consensus, report_switch, write_log
-from hf_compressopt.optim.early_messages import EarlyMessages
-from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.gradients import CLIPS, ESTIMATE, Grads
 from hf_compressopt.optim.group import (
     STATE,
@@ -40,6 +35,7 @@ from hf_compressopt.optim.group import (
     follow_moments,
     mean_variance_norm,
 )
+from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import adam_options, adam_step_, descent
 from hf_compressopt.optim.options import (
     check_count,
@@ -50,7 +46,7 @@ from hf_compressopt.optim.options import (
     in_lists,
     resolve_communicator,
 )
-from hf_compressopt.optim.sharded_stage import end_first_stage, take_sharded_step
+from hf_compressopt.optim.sharded import FreedGradients, end_first_stage, take_sharded_step
 from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, Stage, StepPlan, Warmup
@@ -391,10 +387,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         grads: Sequence[Tensor | None],
     ) -> Task[None]:
         """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
-        message = self._prepare(plan, state, bucket, grads)
-        average = self.early_messages.take(state, bucket, message, feedback)
-        if average is None:  # the message has not left during backward
-            average = yield from compressed_all_reduce(message, feedback, state.communicator)
+        average = self.early_messages.take(state, bucket, feedback)
+        if average is None:  # the message was not sent during backward
+            message = self._prepare(plan, state, bucket, grads)
+            average = yield from all_reduce(message, feedback, state.form, state.communicator)
         self._apply(plan, state, bucket, state.masked(bucket, average))
 
     def _end_warmup(self, plan: StepPlan) -> None:

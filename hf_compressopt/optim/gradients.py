@@ -41,7 +41,7 @@ from hf_compressopt.optim.group import GroupState, by_communicator
 from hf_compressopt.optim.options import DTYPES
 
 if TYPE_CHECKING:
-    from hf_compressopt.optim.freed_gradients import FreedGradients
+    from hf_compressopt.optim.sharded import FreedGradients
 
 #: Name of the tensor that holds the moving average.
 NOISE = "gradient_noise"

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.collectives.group_errors import GroupErrors, values_of
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Average, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
-from hf_compressopt.optim.math import correct_bias_, floor_variance_, is_zero, sum_of, variance_norm
+from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of, variance_norm
 from hf_compressopt.optim.moment_shards import PIECES, MomentShards
 from hf_compressopt.schedules import StepPlan
 
@@ -143,8 +143,8 @@ class Moments:
         if momentum and self.last:
             if self.exp_avg.numel() != numel:
                 self.exp_avg = self.exp_avg.new_zeros(numel)
-            for index, (start, count) in enumerate(places):
-                self.exp_avg[start : start + count] = self.exp_avg_of(index, still=not self.has_variance(index))
+            for index, ((start, count), varies) in enumerate(zip(places, self.with_variance(), strict=True)):
+                self.exp_avg[start : start + count] = self.exp_avg_of(index, still=not varies)
             self.last, self._recent = {}, None
         if variance and self.codes.numel():
             if self.exp_avg_sq.numel() != numel:
@@ -188,14 +188,26 @@ class Moments:
             return decode_variance(self.codes[start:stop], self.tops[index])
         return self.exp_avg_sq[start:stop]
 
-    def has_variance(self, index: int, *, compact: bool = True) -> bool:
-        """Return whether an element of a parameter has a variance, in the form that steps read."""
-        start = self._layout.starts[index]
-        stop = start + self._layout.numels[index]
+    def with_variance(self, *, compact: bool = True) -> list[bool]:
+        """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch.
+
+        ``compact`` says whether float32 values are to be encoded: a variance below 2^-126 has the code of 0.
+        """
+        values = {index: self.stored_variance(index) for index, numel in enumerate(self._layout.numels) if numel}
+        found = [False] * len(self._layout.numels)
+        if not values:
+            return found
         if self.codes.numel():
-            return start < stop and int(self.codes[start:stop].min()) != ZERO_CODE
-        values = self.exp_avg_sq[start:stop]
-        return top_of_variance(values) > NO_TOP if compact else not is_zero(values)
+            largest = torch.stack([codes.min() for codes in values.values()]).tolist()
+            varies = [code != ZERO_CODE for code in largest]
+        else:
+            rows = torch.stack([variances.max() for variances in values.values()]).cpu()
+            varies = (rows != 0).tolist()
+            if compact:
+                varies = [top_of_variance(row) > NO_TOP for row in torch.split(rows, 1)]
+        for index, each in zip(values, varies, strict=True):
+            found[index] = each
+        return found
 
 
 class ParameterState(dict[str, Any]):
@@ -330,8 +342,7 @@ class GroupState:
         self.communicator, self.own_rank = communicator, own_rank
         device = self.params[0].device if self.params else communicator.device
         self.compact = compact and compressed
-        self._form = SignFormat(scale_block)
-        self._feedback: tuple[object, list[ErrorFeedback]] | None = None  # that of these pairs of errors
+        self.form = SignFormat(scale_block)
         self.shared_out = shared_out and compressed and own_rank is None and communicator.world_size > 1
         self.moments = Moments(self.layout, device, self.room_for_shards(device))
         self.errors = GroupErrors(self.layout, communicator, device, compact=self.compact, used=compressed)
@@ -362,9 +373,7 @@ class GroupState:
     @property
     def feedback(self) -> list[ErrorFeedback]:
         """The errors of each bucket."""
-        if self._feedback is None or self._feedback[0] is not self.errors.pairs:
-            self._feedback = self.errors.pairs, [ErrorFeedback(*pair, self._form) for pair in self.errors.pairs]
-        return self._feedback[1]
+        return self.errors.feedback
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
@@ -465,9 +474,9 @@ class GroupState:
 
     def find_still(self) -> None:
         """Find the parameters that do not move after the warmup stage, since none of their elements has a variance."""
+        varies = self.moments.with_variance(compact=self.compact)
         self.still = [
-            self.compressed and numel > 0 and not self.moments.has_variance(index, compact=self.compact)
-            for index, numel in enumerate(self.layout.numels)
+            self.compressed and numel > 0 and not each for numel, each in zip(self.layout.numels, varies, strict=True)
         ]
 
     def unsent_variance(
@@ -483,15 +492,15 @@ class GroupState:
         if self.communicator.world_size == 1 or not self.layout.numel:
             return {}
         squares = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
-        for bucket, (worker, server) in zip(self.layout.buckets, self.errors.pairs, strict=True):
+        for bucket, errors in zip(self.layout.buckets, self.errors.feedback, strict=True):
             pieces = [piece for piece in bucket.pieces if piece.index in chosen]
             if not pieces:
                 continue
-            rows = [(worker, self.errors.sent_range(bucket), 1 / self.communicator.topology.nodes)]
+            rows = [(errors.worker, self.errors.sent_range(bucket), 1 / self.communicator.topology.nodes)]
             if not self.shared_out:  # else it is that of parameters
-                rows.append((server, self.errors.own_range(bucket), 1.0))
-            for error, (low, high), share in rows:
-                values = values_of(error)
+                rows.append(((errors.server,), self.errors.own_range(bucket), 1.0))
+            for parts, (low, high), share in rows:
+                values = self.errors.joined(parts)
                 for piece in pieces:
                     start, stop = max(piece.offset, low), min(piece.offset + piece.numel, high)
                     if start < stop:

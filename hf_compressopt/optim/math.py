@@ -144,7 +144,7 @@ def correct_bias_(moment: Tensor, count: float, beta: float) -> None:
 def floor_variance_(exp_avg_sq: Tensor, floor: float) -> None:
     """Raise every element of one tensor's variance to at least ``floor`` times the tensor's mean, in place."""
     if floor > 0 and exp_avg_sq.numel() > 0:
-        exp_avg_sq.clamp_(min=floor * float(sum_of(exp_avg_sq)) / exp_avg_sq.numel())
+        exp_avg_sq.clamp_(min=(floor * sum_of(exp_avg_sq) / exp_avg_sq.numel()).to(exp_avg_sq.dtype))
 
 
 def sum_of(tensor: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.freed_gradients import FreedGradients
 from hf_compressopt.optim.gradients import CLIPS
 from hf_compressopt.optim.group import GroupState, ParamGroups
 from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
+from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.schedules import StepPlan
 
 

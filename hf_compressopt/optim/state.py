@@ -13,9 +13,9 @@ from torch import Tensor
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
 from hf_compressopt.optim.agreement import write_log
-from hf_compressopt.optim.early_messages import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.gradients import NOISE, check_noise
 from hf_compressopt.optim.group import GroupState
+from hf_compressopt.optim.late import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.math import is_zero
 from hf_compressopt.optim.moment_shards import PIECES, check_pieces, take_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group

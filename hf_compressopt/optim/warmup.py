@@ -11,14 +11,14 @@ At the end of the stage, times 1 - b1, they become errors of the momentum. Sourc
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.slots import IntegerSlot, Slot, plain_slots
+from hf_compressopt.collectives.ddp import GradientBucket, GradientRounds, IntegerBucket, plain_buckets
 from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.optim.agreement import write_log
 from hf_compressopt.optim.group import GroupState, ParamGroups
@@ -49,23 +49,28 @@ class WarmupGradients:
     Attributes:
         bits: Bits per element of a message: 4 or 8 for integers with error feedback, 16 for bfloat16, 32 for the
             gradients as they are.
-        checked: What the ranks have compared for :func:`~hf_compressopt.average_gradients`.
+        rounds: Those of :func:`~hf_compressopt.average_gradients`.
         in_use: Whether the gradients of the last step were averaged in this form, and in less than 32 bits.
         ever_in_use: Whether the gradients of any step of the run were averaged in this form; a part of the state.
     """
 
     def __init__(self, bits: int, groups: ParamGroups) -> None:
         """Describe the gradients of an optimizer. ``bits``: See the class."""
-        self.bits, self.checked, self.in_use, self.ever_in_use = bits, "", False, False
+        self.bits, self.rounds, self.in_use, self.ever_in_use = bits, GradientRounds(), False, False
         self._states, self._communicator, self._follow = groups
         self._loss_scale = self._assumed_scale = 1.0
         self._travelled = False  # in the step under way
         self._told = False
+        self._known: tuple[list[Any], list[Any], list[GradientBucket]] = ([], [], [])  # what buckets were made of
 
-    def slots(
-        self, loss_scale: float | None = None, *, owner: int = 0, present: Collection[Tensor] | None = None
-    ) -> list[Slot]:
-        """Return the slots in which the gradients of a round travel; those of own process groups stay local.
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but buckets, which a copy makes of its own parameters."""
+        return self.__dict__ | {"rounds": GradientRounds(), "_known": ([], [], [])}
+
+    def buckets(
+        self, loss_scale: float | None = None, *, owner: int = 0, present: Sequence[Tensor] | None = None
+    ) -> list[GradientBucket]:
+        """Return the buckets in which the gradients of a round travel; those of own process groups stay local.
 
         A param group travels as integers if it is ever compressed, and all its parameters are in the round.
 
@@ -77,24 +82,34 @@ class WarmupGradients:
         self._follow()
         self.ever_in_use = True
         self._travelled, self._assumed_scale = True, self._loss_scale if loss_scale is None else loss_scale
+        held = [present, *(state.feedback for state in self._states)]
+        trained = [[p.requires_grad for p in state.params] for state in self._states]
+        made_of = [owner, *map(id, held), *trained]
+        if made_of != self._known[0]:
+            self._known = made_of, held, self._make_buckets(owner, present)
+        for bucket in self._known[2]:
+            if isinstance(bucket, IntegerBucket):
+                bucket.loss_scale = self._assumed_scale
+        return list(self._known[2])
+
+    def _make_buckets(self, owner: int, present: Sequence[Tensor] | None) -> list[GradientBucket]:
         here = None if present is None else set(present)
-        slots: list[Slot] = []
+        found: list[GradientBucket] = []
         for state in self._states:
             if state.own_rank is not None:
                 continue
             whole = here is None or here.issuperset(state.params)
             if self.bits in INTEGER_BITS and state.compressed and whole:
                 for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                    errors, scale = (feedback.worker_error, feedback.server_error), self._assumed_scale
-                    slots.append(IntegerSlot(bucket, state.params, state.communicator, owner, errors, self.bits, scale))
+                    found.append(IntegerBucket(bucket, state.params, state.communicator, owner, feedback, self.bits))
                 continue
             params = [p for p in state.params if p.requires_grad and (here is None or p in here)]
             dtype = torch.bfloat16 if self.bits == 16 and state.compressed else None
             if state.communicator.name == "mpi":  # it sums no 16-bit numbers
                 dtype = torch.float32
             bucket_numel = state.layout.bucket_numel
-            slots += plain_slots(params, state.communicator, owner, bucket_numel=bucket_numel, dtype=dtype)
-        return slots
+            found += plain_buckets(params, state.communicator, owner, bucket_numel=bucket_numel, dtype=dtype)
+        return found
 
     @contextmanager
     def signs(self, plan: StepPlan, states: Sequence[GroupState], variance_floor: float) -> Iterator[None]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.collectives.traffic import Traffic
+from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, LocalUpdate, ParameterSync
 from hf_compressopt.optim.agreement import digest_of, write_log
@@ -211,10 +211,6 @@ class LocalInterval:
                     param.copy_(anchor + distance)
                     anchor.copy_(param)
                 self._settled[param] = not param.requires_grad
-
-    def frozen(self) -> list[list[bool]]:
-        """A flag for each parameter of each group: True if it is frozen now. Alike on all ranks."""
-        return [[not param.requires_grad for param in state.params] for state in self._compressed]
 
 
 def numbers_since_sync(states: Sequence[GroupState]) -> dict[int, tuple[float, float]]:

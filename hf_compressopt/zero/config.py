@@ -14,7 +14,6 @@ from hf_compressopt.flat import bucket_numel_of
 from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import IntegerFormat
 from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
-from hf_compressopt.zero.transport import Precision
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -52,6 +51,23 @@ class LossScale:
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
             self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The scaling and rounding of gradients.
+
+    Attributes:
+        sent: dtype on the wire; None is the parameter's.
+        kept: dtype of the averages; None is the parameter's.
+        before: Factor of gradients before they are sent. None is 1 / world size if ``after`` is None, and else 1.
+        after: Factor of the sum of the gradients, beside 1 / world size; None leaves the sum as it is.
+    """
+
+    sent: torch.dtype | None = None
+    kept: torch.dtype | None = None
+    before: float | None = None
+    after: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable
 
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
-from hf_compressopt.collectives.traffic import Traffic
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.base import evaluate
 from hf_compressopt.optim.state import load_with_hooks, switched

@@ -10,18 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
-from hf_compressopt.collectives.traffic import Traffic
-from hf_compressopt.collectives.two_levels import with_topology
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import check_names
 from hf_compressopt.zero.config import LossScale, ZeroConfig
-from hf_compressopt.zero.feedback import SliceErrors
+from hf_compressopt.zero.low_bit import SliceErrors
 from hf_compressopt.zero.parts import Part, UpdateBucket, partition, slice_numel
-from hf_compressopt.zero.reducer import GradientReducer
-from hf_compressopt.zero.slices import SliceGradients
+from hf_compressopt.zero.reducer import GradientReducer, SliceGradients
 from hf_compressopt.zero.supported import check_parameters
 
 

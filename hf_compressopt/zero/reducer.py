@@ -1,55 +1,121 @@
-"""Send gradients while backward runs: hooks fill slices, and full slices are sent in one order that all ranks share.
+"""ZeRO's messages: gradients to their owners while backward runs, and updated parameters back to all ranks.
 
-A pass is one call of backward. In a pass every rank sends every slice once, in the same order. A flush at its end sends
-the rest, with zeros for parameters that had no gradient, so that ranks whose graphs differ do not wait for each other.
-Late gradients stay in p.grad: a parameter's gradient may come in several portions, as under reentrant checkpointing.
-They are sent before the step, after the ranks have agreed that some rank has any.
+Hooks fill slices, and full slices are sent in one order that all ranks share. In a pass every rank sends every slice
+once, in the same order. Late gradients stay in p.grad: a parameter's gradient may come in several portions, as under
+reentrant checkpointing. They are sent before the step, after the ranks have agreed that some rank has any.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
-from hf_compressopt.collectives.backward_pass import inside_another_backward
+from hf_compressopt.collectives.backward import BackwardPasses
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.owners import GradientOwner
-from hf_compressopt.optim.state import switched
-from hf_compressopt.zero.config import LossScale
-from hf_compressopt.zero.messages import send_gradients
-from hf_compressopt.zero.parts import in_host_memory
-from hf_compressopt.zero.slices import SliceGradients
-from hf_compressopt.zero.transport import Precision, Window, pack, reduce_scatter
+from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, scatter_sums
+from hf_compressopt.flat import Span
+from hf_compressopt.kernels import IntegerFormat
+from hf_compressopt.zero.config import LossScale, Precision
+from hf_compressopt.zero.low_bit import SliceErrors, send_gradients
+from hf_compressopt.zero.parts import Slice, in_host_memory, write_span
 
-# All reducers of the process, and their numbers in the order of construction, which is the same on all ranks: the order
-# of messages is a matter of the process, not of one optimizer.
-_LIVING: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
-_NUMBERS = count()
+
+@dataclass
+class SliceGradients:
+    """The gradients of one slice on their way to their owners.
+
+    Attributes:
+        cut: The layout of the slice.
+        communicator: The ranks that share it.
+        sent_dtype: dtype on the wire.
+        kept_dtype: dtype of the average.
+        device: Device of the gradients.
+        offload: Whether averages are moved to host memory.
+        param_form: Form of the messages of the parameters; None is full precision.
+        errors: The worker errors, and the form of the messages, of compressed gradients; None is full precision.
+        average: [part_numel] of kept_dtype, this rank's part summed over the passes; None before the first.
+        buffer: [cut.numel] of sent_dtype, to be sent.
+        filled: Parameters whose gradients are in the buffer.
+        sent: Whether it was sent in this pass.
+    """
+
+    cut: Slice
+    communicator: Communicator
+    sent_dtype: torch.dtype
+    kept_dtype: torch.dtype
+    device: torch.device
+    offload: bool = False
+    param_form: IntegerFormat | None = None
+    errors: SliceErrors | None = None
+    average: Tensor | None = None
+    buffer: Tensor | None = None
+    filled: set[int] = field(default_factory=set)
+    sent: bool = False
+
+    def begin(self) -> None:
+        """Prepare for a pass."""
+        self.buffer, self.sent, self.filled = None, False, set()
+
+    def room(self) -> Tensor:
+        """Return the buffer; it is allocated when the first gradient arrives."""
+        if self.buffer is None:
+            self.buffer = torch.empty(self.cut.numel, dtype=self.sent_dtype, device=self.device)
+        return self.buffer
+
+    def close(self) -> Tensor:
+        """Return the buffer as it is sent, with zeros for padding and for gradients that have not arrived."""
+        buffer, self.buffer, self.sent = self.room(), None, True
+        for start, stop in self.cut.gaps:
+            buffer[start:stop] = 0
+        for number, rows in self.cut.places.items():
+            for begin, span in rows if number not in self.filled else ():
+                buffer[begin : begin + span.numel] = 0
+        return buffer
+
+    def average_of(self, span: Span) -> Tensor | None:
+        """Return the average of a span of this rank's part, sharing memory; None before the first pass."""
+        return None if self.average is None else self.average[span.offset : span.offset + span.numel]
+
+    def settable_average_of(self, span: Span) -> Tensor:
+        """Return the average of a span, sharing memory; it begins as zeros if there is none."""
+        if self.average is None:
+            self.average = torch.zeros(self.cut.part_numel, dtype=self.kept_dtype, device=self.device)
+        return self.average[span.offset : span.offset + span.numel]
+
+    @property
+    def error_places(self) -> dict[int, list[tuple[int, Span]]]:
+        """The spans of each parameter that have errors on this rank, with their places in the errors."""
+        place = self.communicator.topology
+        return self.cut.places_in(range(place.place, place.world_size, place.node_size))
+
+    @property
+    def forms(self) -> tuple[IntegerFormat | None, IntegerFormat | None]:
+        """Forms of the messages of gradients and of parameters; None is full precision."""
+        return None if self.errors is None else self.errors.form, self.param_form
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole message."""
+        return self.cut.numel * self.sent_dtype.itemsize
 
 
 class GradientReducer:
     """Sender of gradients to their owners, and keeper of this rank's averages.
 
-    Of several reducers in a process, the one made first sends while backward runs. The others send at the end of
-    backward, one after another. So all ranks send in one order, even if their graphs complete the parameters of two
-    optimizers in different orders.
+    It is a :class:`~hf_compressopt.collectives.backward.Sender`.
 
     Attributes:
         slices: All slices.
         present: For each parameter, whether this rank had a gradient of it since the last :meth:`clear`.
         fault: The error in a gradient of this rank, to be raised on all ranks together; None if there is none.
         passes: Passes in which gradients were sent.
-        arrival: The slices in the order in which they were complete in the first pass, as a hint for the order.
-        enabled: Whether gradients are sent, and not left in p.grad.
     """
 
     def __init__(
@@ -76,29 +142,17 @@ class GradientReducer:
         self.present: list[bool] = []
         self.fault: Exception | None = None
         self.passes = 0
-        self.arrival: list[int] = []
-        self.enabled = True
         self._communicator, self._checked = communicator, False
-        self._precision, self._window, self._loss_scale = precision, Window(window_bytes), loss_scale
+        self._precision, self._pipeline, self._loss_scale = precision, Pipeline(window_bytes), loss_scale
         self._overlap, self._contiguous = overlap, contiguous
         self._params: list[tuple[Tensor, str]] = []
-        self._slices_of: list[list[int]] = []
-        self._order: list[int] = []
-        self._order_known = False
-        self._next = 0
-        self._open = self._begun = False
-        self._outer_task: int | None = None
-        self._nested_task: int | None = None
+        self._backward = BackwardPasses(self, "ZeroOptimizer", communicator)
         self._announce: weakref.WeakMethod[Callable[[], Any]] | None = None
-        self._owner = GradientOwner("ZeroOptimizer", self.gradient_arrived, self.holds_gradients)
-        self._number = next(_NUMBERS)
-        self._world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        _LIVING.add(self)
 
     @property
     def bytes_under_way(self) -> int:
         """Bytes of the messages under way, in both directions."""
-        return self._window.nbytes
+        return self._pipeline.nbytes
 
     def add(self, params: Sequence[tuple[Tensor, str]], slices: Sequence[SliceGradients]) -> None:
         """Add parameters and their slices.
@@ -107,14 +161,10 @@ class GradientReducer:
             params: The parameters and their names; their numbers follow those of earlier parameters.
             slices: The slices, in the order of backward.
         """
-        self._owner.hook([param for param, _ in params])
         self._params += params
         self.present += [False] * len(params)
-        self._slices_of += [[] for _ in params]
+        self._backward.add([param for param, _ in params], [gradients.cut.places for gradients in slices])
         for gradients in slices:
-            self._order.append(len(self.slices))
-            for number in gradients.cut.places:
-                self._slices_of[number].append(len(self.slices))
             gradients.begin()
             self.slices.append(gradients)
         self._checked = False
@@ -135,7 +185,7 @@ class GradientReducer:
 
     def detach(self) -> None:
         """Remove the hooks from the parameters: gradients stay in p.grad from now on."""
-        self._owner.detach()
+        self._backward.hooks.detach()
 
     def require_attached(self) -> None:
         """Check that the optimizer still gets gradients.
@@ -143,17 +193,15 @@ class GradientReducer:
         Raises:
             RuntimeError: If it was detached, or another one has taken over.
         """
-        self._owner.require_attached()
+        self._backward.hooks.require_attached()
 
     def holds_gradients(self) -> bool:
         """Tell whether gradients were taken that no step has used."""
         return any(self.present)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients in p.grad inside the block; the next pass outside sends them with its own."""
-        with switched(self, "enabled", False):
-            yield
+        return self._backward.no_sync()
 
     def announce_passes(self, announce: Callable[[], Any]) -> None:
         """Call a method before each pass, without keeping its object alive."""
@@ -162,80 +210,42 @@ class GradientReducer:
     def follow_parameters(self) -> None:
         """Follow the parameters to the devices to which a model was moved after its optimizer was made."""
         for gradients in self.slices:
-            gradients.device = self._params[next(iter(gradients.cut.places))][0].device
-            gradients.communicator.device = gradients.device
+            device = self._params[next(iter(gradients.cut.places))][0].device
+            gradients.device = gradients.communicator.device = device
             if gradients.errors is not None:
-                gradients.errors.to(gradients.device)
+                gradients.errors.to(device)
         if self._params:
             self._communicator.device = self._params[0][0].device
 
     @torch.no_grad()
     def empty_pass(self) -> None:
         """Take part in a pass of the other ranks without gradients of this rank."""
-        self._open = self._begun = True
-        self.check_layout()
-        self.flush()
+        announce, self._announce = self._announce, None  # the pass of the others
+        self._backward.empty_pass()
+        self._announce = announce
 
     def agree_on_order(self) -> None:
         """Send slices, after the first step, in the order in which rank 0 completed them. All ranks call."""
-        if not self._order_known and self._communicator.world_size > 1:
-            first = self._communicator.all_gather_object(self.arrival)[0]
-            self._order = [*first, *(number for number in self._order if number not in set(first))]
-        self._order_known = True
+        self._backward.order.agree(self._communicator)
 
-    # -- during backward ----------------------------------------------------------------------------------------------
+    # -- a pass -------------------------------------------------------------------------------------------------------
 
-    def gradient_arrived(self, number: int) -> None:
-        """Take a parameter's gradient, and send the slices that are full now. Its hook calls."""
-        if not self.enabled:
-            return
-        self._enter_pass()
-        self._take(number)
-        if self._begun:
-            self._send_full_slices()
-
-    def _enter_pass(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task in (self._outer_task, self._nested_task):
-            return
-        if not self._open:
-            self.follow_parameters()
-            if not self._elders():
-                self._begin()
-        if inside_another_backward():
-            self._nested_task = task
-        else:
-            if self._outer_task is not None:
-                self.flush()  # that backward raised before its end
-            self._outer_task = task
-            Variable._execution_engine.queue_callback(self.flush)
-        self._open = True
-
-    def _elders(self) -> list[GradientReducer]:
-        """List the reducers that send before this one; none if this one has no other rank to send to."""
-        if all(gradients.communicator.world_size == 1 for gradients in self.slices):
-            return []
-        elders = [r for r in _LIVING if r._number < self._number and r._world is self._world and not r._owner.detached]
-        return sorted(elders, key=lambda reducer: reducer._number)
-
-    def _begin(self) -> None:
-        """Make the collective calls of a pass that come before its messages."""
+    def begin_pass(self) -> bool:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        self.follow_parameters()
         if (announce := self._announce and self._announce()) is not None:
             announce()
         self.check_layout()
-        self._begun = True
+        return True
 
-    def _take(self, number: int) -> None:
-        """Note that a parameter's gradient has arrived; if its slice was sent before, the gradient stays in p.grad."""
-        if self._params[number][0].grad is None or any(self.slices[index].sent for index in self._slices_of[number]):
-            return
+    def take(self, number: int) -> bool:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`: after its slice a gradient stays in p.grad."""
+        mine = self._backward.order.of.get(number, ())
+        if self._params[number][0].grad is None or any(self.slices[index].sent for index in mine):
+            return False
         if self._contiguous:
             self._fill(number)
-        for index in self._slices_of[number]:
-            gradients = self.slices[index]
-            gradients.awaited.discard(number)
-            if not gradients.awaited and self.passes == 0 and index not in self.arrival:
-                self.arrival.append(index)
+        return True
 
     def _fill(self, number: int) -> None:
         """Move a gradient from p.grad to all of its slices."""
@@ -250,7 +260,7 @@ class GradientReducer:
             )
             return
         self.present[number] = True
-        for index in self._slices_of[number]:
+        for index in self._backward.order.of.get(number, ()):
             gradients = self.slices[index]
             scale, world_size = self._precision.before, gradients.communicator.world_size
             if scale is None and self._precision.after is None and world_size > 1 and gradients.errors is None:
@@ -258,60 +268,58 @@ class GradientReducer:
             pack(gradients.room(), gradients.cut, number, grad, scale, add=number in gradients.filled)
             gradients.filled.add(number)
 
-    def _send_full_slices(self) -> None:
-        while self._next < len(self._order):
-            gradients = self.slices[self._order[self._next]]
-            if gradients.awaited:
-                break
-            self._send(gradients)
-            self._next += 1
-
-    def _send(self, gradients: SliceGradients) -> None:
-        self._window.room_for(2 * gradients.nbytes)
+    def send(self, index: int) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        gradients = self.slices[index]
+        self._pipeline.room_for(2 * gradients.nbytes)
         for number in gradients.cut.places:
             if number not in gradients.filled:
                 self._fill(number)
-        buffer = gradients.close()
-        cut, ranks, kept = gradients.cut, gradients.communicator, gradients.kept_dtype
-        handle, average = (
-            reduce_scatter(buffer, cut, ranks, self._precision, kept)
-            if gradients.errors is None
-            else send_gradients(buffer, cut, ranks, gradients.errors, self._loss_scale.of_gradients, kept)
-        )
-
-        def arrived() -> None:
-            if handle is not None:
-                handle.wait()
-            part = in_host_memory(average()) if gradients.offload else average()
-            gradients.average = part if gradients.average is None else gradients.average.add_(part)
-
-        self._window.add(2 * gradients.nbytes, arrived, handle)
+        self._pipeline.add(self._average(gradients), 2 * gradients.nbytes)
         if not self._overlap:
-            self._window.drain()
+            self._pipeline.drain()
 
-    # -- after backward -----------------------------------------------------------------------------------------------
+    def _average(self, gradients: SliceGradients) -> Task[None]:
+        """Average a slice over its ranks, and add this rank's part to its average.
 
-    @torch.no_grad()
+        The owner sums in float32, in an order that depends on the topology alone, so that the bits depend neither on
+        the backend nor on the number of messages. An all-to-all moves as much as a reduce-scatter should; gloo's own
+        reduce-scatter moves twice that.
+        """
+        ranks, kept, after = gradients.communicator, gradients.kept_dtype, self._precision.after
+        if gradients.errors is not None:
+            scale = self._loss_scale.of_gradients
+            average = yield from send_gradients(gradients.close(), gradients.cut, ranks, gradients.errors, scale)
+        else:
+            summed = gradients.close()
+            if ranks.world_size > 1:
+                summed = yield from scatter_sums(summed, ranks)
+            average = summed if after is None else summed * (after / ranks.world_size)
+        part = average.to(kept)
+        part = in_host_memory(part) if gradients.offload else part
+        gradients.average = part if gradients.average is None else gradients.average.add_(part)
+
+    def end_pass(self) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        self._finish(range(len(self.slices)))
+        self.passes += 1
+
+    def interrupted(self) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        self.flush()
+
     def flush(self) -> None:
         """End a pass: send the rest, with zeros for missing gradients, and wait for all messages. All ranks call."""
-        if not self._open:
-            return
-        for elder in self._elders():
-            elder.flush()
-        if not self._begun:
-            self._begin()
-        self._outer_task = self._nested_task = None
-        self._open = self._begun = False
-        for index in self._order[self._next :]:
-            self._send(self.slices[index])
-        self._finish(self._order)
-        self.passes += 1
+        self._backward.flush()
+
+    # -- after backward -----------------------------------------------------------------------------------------------
 
     def leftovers(self) -> list[bool]:
         """Tell for each slice whether p.grad holds gradients for it that no pass has sent."""
         left = [False] * len(self.slices)
-        for (param, _), mine in zip(self._params, self._slices_of, strict=True):
+        for number, (param, _) in enumerate(self._params):
             if param.grad is not None:
+                mine = self._backward.order.of.get(number, ())
                 if not mine:
                     param.grad = None  # no element
                 for index in mine:
@@ -321,16 +329,15 @@ class GradientReducer:
     @torch.no_grad()
     def send_leftovers(self, chosen: Sequence[bool]) -> None:
         """Send the slices for which any rank has leftovers. All ranks call, with the same choice."""
-        indices = [index for index in self._order if chosen[index]]
+        indices = self._backward.order.chosen(chosen)
         for index in indices:
-            self._send(self.slices[index])
+            self.send(index)
         self._finish(indices)
 
     def _finish(self, indices: Sequence[int]) -> None:
-        self._window.drain()
+        self._pipeline.drain()
         for index in indices:
             self.slices[index].begin()
-        self._next = 0
 
     def copy_averages(self, other: GradientReducer) -> None:
         """Take copies of the averages and errors of a reducer of the same layout."""
@@ -351,3 +358,60 @@ class GradientReducer:
             self.present[number] = False
             param.grad = None
         self.fault = None
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+def pack(buffer: Tensor, cut: Slice, param: int, values: Tensor, scale: float | None, *, add: bool) -> None:
+    """Copy a parameter's gradient to its places in a slice.
+
+    Args:
+        buffer: [world_size * part_numel], the slice.
+        cut: Its layout.
+        param: The parameter.
+        values: Its gradient, any shape.
+        scale: Factor of the gradient; None is 1.
+        add: Whether to add to the values in the slice.
+    """
+    flat = values.detach().reshape(-1)
+    for begin, span in cut.places[param]:
+        place, part = buffer[begin : begin + span.numel], flat[span.start : span.stop]
+        if add:
+            place.add_(part.to(place.dtype) if scale is None else part.to(place.dtype) * scale)
+        elif scale is None:
+            place.copy_(part)
+        elif part.dtype == place.dtype:
+            torch.mul(part, scale, out=place)
+        else:
+            place.copy_(part).mul_(scale)
+
+
+def gather_parameters(params: Sequence[Tensor], cut: Slice, communicator: Communicator, pipeline: Pipeline) -> None:
+    """Start giving all ranks the elements of the parameters that this rank has updated.
+
+    They have arrived when ``pipeline`` is drained.
+
+    Args:
+        params: All parameters, by their numbers in the layout; contiguous or not.
+        cut: The layout of the slice.
+        communicator: The ranks that share it.
+        pipeline: Completes the message.
+    """
+    nbytes = cut.numel * params[next(iter(cut.places))].element_size()
+    pipeline.room_for(nbytes)
+    pipeline.add(_gather(params, cut, communicator), nbytes)
+
+
+def _gather(params: Sequence[Tensor], cut: Slice, communicator: Communicator) -> Task[None]:
+    rank, place_of = communicator.rank, communicator.topology.chunk_of
+    example = params[next(iter(cut.places))]
+    gathered = torch.empty(cut.numel, dtype=example.dtype, device=example.device)  # padding is sent as it is
+    part = gathered[place_of(rank) * cut.part_numel :][: cut.part_numel]
+    for span in cut.parts[rank]:
+        part[span.offset : span.offset + span.numel] = params[span.index].detach().reshape(-1)[span.start : span.stop]
+    yield from all_gather(gathered, communicator)
+    for owner, spans in enumerate(cut.parts):
+        for span in spans if owner != rank else ():
+            begin = place_of(owner) * cut.part_numel + span.offset
+            write_span(params[span.index], span.start, span.stop, gathered[begin : begin + span.numel])

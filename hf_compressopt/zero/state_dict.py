@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_compressopt.optim.options import check_count
 from hf_compressopt.optim.state import STATE_KEY, make_stub
-from hf_compressopt.zero.feedback import SliceErrors
+from hf_compressopt.zero.low_bit import SliceErrors
 from hf_compressopt.zero.parts import OWN_KEYS, Part, UpdateBucket, element_state
 
 if TYPE_CHECKING:

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import trust_ratio
 from hf_compressopt.zero.averages import GradientAverages
-from hf_compressopt.zero.messages import send_differences
+from hf_compressopt.zero.low_bit import send_differences
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import UpdateBucket, hyperparameters
-from hf_compressopt.zero.transport import Window, gather_parameters
+from hf_compressopt.zero.reducer import gather_parameters
 
 
 def update_parameters(
@@ -34,7 +35,7 @@ def update_parameters(
     values = [hyperparameters(group) for group in groups]
     is_lamb = issubclass(partition.optimizer_class, Lamb)
     ratios = _trust_ratios(partition, averages, values) if is_lamb else {}
-    window = Window(FLOAT_BYTES * partition.config.gather_numel)
+    pipeline = Pipeline(FLOAT_BYTES * partition.config.gather_numel)
     for bucket in partition.buckets:
         if is_lamb:
             bucket.apply(ratios)
@@ -43,11 +44,11 @@ def update_parameters(
             averages.give_to(bucket)
             bucket.step()
         bucket.give_hyperparameters(groups, values)
-        _send(bucket, partition, window)
-    window.drain()
+        _send(bucket, partition, pipeline)
+    pipeline.drain()
 
 
-def _send(bucket: UpdateBucket, partition: PartitionedParameters, window: Window) -> None:
+def _send(bucket: UpdateBucket, partition: PartitionedParameters, pipeline: Pipeline) -> None:
     """Write a bucket's parts back, drop their gradients, keep the errors, and start sending the parameters."""
     for part in bucket.parts:
         part.tensor.grad = None
@@ -60,9 +61,9 @@ def _send(bucket: UpdateBucket, partition: PartitionedParameters, window: Window
             gradients.errors.keep()
         if gradients.param_form is not None:
             to = gradients.cut, gradients.communicator, gradients.param_form
-            send_differences(partition.tensors, mine, *to, window)
+            send_differences(partition.tensors, mine, *to, pipeline)
         elif gradients.communicator.world_size > 1:
-            gather_parameters(partition.tensors, gradients.cut, gradients.communicator, window)
+            gather_parameters(partition.tensors, gradients.cut, gradients.communicator, pipeline)
 
 
 @torch.no_grad()
@@ -76,12 +77,12 @@ def share_masters(partition: PartitionedParameters) -> None:
 @torch.no_grad()
 def share_parts(partition: PartitionedParameters) -> None:
     """Give all ranks this rank's elements of the parameters, at full precision. All ranks call."""
-    window = Window(FLOAT_BYTES * partition.config.gather_numel)
+    pipeline = Pipeline(FLOAT_BYTES * partition.config.gather_numel)
     with partition.communicator.traffic.paused():
         for gradients in partition.reducer.slices:
             if gradients.communicator.world_size > 1:
-                gather_parameters(partition.tensors, gradients.cut, gradients.communicator, window)
-        window.drain()
+                gather_parameters(partition.tensors, gradients.cut, gradients.communicator, pipeline)
+        pipeline.drain()
 
 
 def _trust_ratios(

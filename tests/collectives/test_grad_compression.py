@@ -300,7 +300,8 @@ def saved(rank: int, world_size: int, folder: str, form: str) -> tuple[np.ndarra
 def whole_server_error(state: GradientCompression) -> np.ndarray:
     """The server errors of all ranks, each at its place."""
     whole, ranks = torch.zeros(state.layout.numel), state.communicator
-    for bucket, (_, error) in zip(state.layout.buckets, state.errors.pairs, strict=True):
+    for bucket, feedback in zip(state.layout.buckets, state.errors.feedback, strict=True):
+        error = feedback.server
         start = bucket.start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0]
         whole[start : start + error.numel()] = values_of_errors(error)
     ranks.all_reduce(whole).wait()

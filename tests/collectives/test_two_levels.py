@@ -13,16 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_compressopt import GradientCompression, OnebitAdam, average_gradients, kernels
-from hf_compressopt.collectives import two_levels
-from hf_compressopt.collectives.communicator import Levels
-from hf_compressopt.collectives.exchange import ErrorFeedback, compressed_all_reduce_, server_numel
-from hf_compressopt.collectives.phases import ShardErrors
-from hf_compressopt.collectives.topology import Topology, TopologyOptions, node_size_of_hosts
+from hf_compressopt import GradientCompression, OnebitAdam, average_gradients
+from hf_compressopt.collectives import topology
+from hf_compressopt.collectives.topology import Levels, Topology, TopologyOptions, node_size_of_hosts, with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.collectives.two_levels import with_topology
 from tests.oracles.simulation import chunk_bounds
 from tests.oracles.simulation_two_levels import simulate_two_levels
+from tests.support.exchanging import average_, zero_feedback
 from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
 
 NUMELS = (1, 5, 33, 100, 1000)
@@ -82,7 +79,7 @@ def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], 
 
 
 def in_levels(node_size: int, node_bits: int = 32) -> TorchCommunicator:
-    """Two levels, also with one rank per node, for which a flat topology is chosen otherwise."""
+    """Two levels, on one machine."""
     ranks = TorchCommunicator()
     place = Topology(ranks.world_size, ranks.rank, node_size)
     node = ranks.part([rank for rank in range(ranks.world_size) if rank // node_size == place.node])
@@ -90,18 +87,6 @@ def in_levels(node_size: int, node_bits: int = 32) -> TorchCommunicator:
     node.traffic = ranks.traffic.inside_node()
     ranks.levels = Levels(node, peers, TopologyOptions(node_bits=node_bits).node_dtype)
     return ranks
-
-
-def feedback_of(numel: int, ranks: TorchCommunicator, compact: bool = False) -> ErrorFeedback:
-    """Errors of 0."""
-
-    def zeros(count: int, chunks: int = 1) -> Any:
-        return kernels.CompactErrors.zeros(count, chunks) if compact else torch.zeros(count)
-
-    worker = zeros(numel, ranks.world_size)
-    if ranks.levels is not None:
-        worker = ShardErrors(tuple(zeros(count) for count in ranks.topology.sent_numels(numel)))
-    return ErrorFeedback(worker, zeros(server_numel(numel, ranks)), kernels.SignFormat(BLOCK))
 
 
 def inputs(numel: int, world_size: int) -> np.ndarray:
@@ -113,30 +98,12 @@ def exchange(rank: int, world_size: int, node_size: int) -> list[tuple[np.ndarra
     """The last mean and both errors for each size."""
     ranks, found = in_levels(node_size), []
     for numel in NUMELS:
-        feedback = feedback_of(numel, ranks)
+        feedback = zero_feedback(numel, ranks)
         for x in inputs(numel, world_size):
-            mean = compressed_all_reduce_(torch.from_numpy(x[rank].copy()), feedback, ranks)
-        worker = torch.cat([*feedback.worker_error.chunks])
-        found.append((mean.numpy(), worker.numpy(), feedback.server_error.numpy()))
+            mean = average_(torch.from_numpy(x[rank].copy()), feedback, ranks)
+        worker = torch.cat([*feedback.worker, torch.empty(0)])
+        found.append((mean.numpy(), worker.numpy(), feedback.server.numpy()))
     return found
-
-
-def flat_and_one_rank_per_node(rank: int, world_size: int) -> list[bool]:
-    flat, same = TorchCommunicator(), []
-    levels = in_levels(1)
-    for numel in NUMELS:
-        for compact in (False, True):
-            pair = [(ranks, feedback_of(numel, ranks, compact)) for ranks in (flat, levels)]
-            for x in inputs(numel, world_size):
-                one, other = (
-                    compressed_all_reduce_(torch.from_numpy(x[rank].copy()), feedback, ranks)
-                    for ranks, feedback in pair
-                )
-                same.append(torch.equal(one.view(torch.int32), other.view(torch.int32)))
-            (_, plain), (_, shard) = pair
-            values = [kernels.errors.values_of_errors(error) for error in shard.worker_error.chunks]
-            same.append(torch.equal(kernels.errors.values_of_errors(plain.worker_error), torch.cat(values)))
-    return same
 
 
 @pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (4, 4), (2, 2), (3, 3)])
@@ -159,20 +126,15 @@ def test_equals_the_simulation(world_size: int, node_size: int) -> None:
             np.testing.assert_allclose(server, servers[place.own_chunk], rtol=4e-6, atol=2e-6)
 
 
-def test_one_rank_per_node_has_the_bits_of_the_flat_topology() -> None:
-    for same in run_ranks(4, flat_and_one_rank_per_node):
-        assert same == [True] * len(same)
-
-
 def bytes_of_two_levels(rank: int, world_size: int, numel: int) -> dict[str, Any]:
     found = {}
     for bits in (32, 16):
         ranks = in_levels(2, bits)
-        feedback = feedback_of(numel, ranks)
-        mean = compressed_all_reduce_(torch.randn(numel), feedback, ranks)
+        feedback = zero_feedback(numel, ranks)
+        mean = average_(torch.randn(numel), feedback, ranks)
         found[bits] = (ranks.traffic.total_bytes, dict(ranks.traffic.node_bytes), mean.norm().item())
     copied = copy.deepcopy(ranks)
-    compressed_all_reduce_(torch.randn(numel), feedback, copied)
+    average_(torch.randn(numel), feedback, copied)
     found["copy"] = (copied.traffic.total_bytes, copied.traffic.node_bytes["all_to_all"])
     found["original"] = (ranks.traffic.total_bytes, ranks.traffic.node_bytes["all_to_all"])
     return found
@@ -203,16 +165,16 @@ def choose(rank: int, hosts: str, local: dict[int, int], given: dict[str, Any]) 
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    two_levels.logger.addHandler(handler)
-    original = two_levels.gethostname
-    two_levels.gethostname = lambda: hosts[rank]  # one machine stands for several
+    topology.logger.addHandler(handler)
+    original = topology.gethostname
+    topology.gethostname = lambda: hosts[rank]  # one machine stands for several
     try:
         if rank in local:
             os.environ["LOCAL_WORLD_SIZE"] = str(local[rank])
         optimizer = OnebitAdam([nn.Parameter(torch.zeros(64))], **given)
     finally:
-        two_levels.gethostname = original
-        two_levels.logger.removeHandler(handler)
+        topology.gethostname = original
+        topology.logger.removeHandler(handler)
     return optimizer.communicator.topology.node_size, lines
 
 
@@ -308,12 +270,12 @@ def test_dropped_optimizers_leave_no_groups_behind() -> None:
 
 def dies(rank: int, world_size: int, folder: str) -> None:
     ranks = with_topology(TorchCommunicator(), TopologyOptions(node_size=2))
-    feedback = feedback_of(1000, ranks)
-    compressed_all_reduce_(torch.ones(1000), feedback, ranks)
+    feedback = zero_feedback(1000, ranks)
+    average_(torch.ones(1000), feedback, ranks)
     if rank == 3:  # inside the node all is done, and its peer waits for it
         ranks.levels.peers.all_to_all = lambda *args, **splits: os._exit(7)  # type: ignore[union-attr]
     try:
-        compressed_all_reduce_(torch.ones(1000), feedback, ranks)
+        average_(torch.ones(1000), feedback, ranks)
     except RuntimeError as error:
         Path(folder, str(rank)).write_text(str(error))
         raise

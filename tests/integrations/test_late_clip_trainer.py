@@ -9,7 +9,7 @@ from tests.support.trainer_runs import Run, train
 
 
 def run(rank: int, world_size: int, clip: str, arguments: dict[str, Any], overflow: bool) -> dict[str, Any]:
-    from hf_compressopt.optim.early_messages import EarlyMessages
+    from hf_compressopt.optim.late import EarlyMessages
 
     early: list[bool] = []
     original = EarlyMessages.end_step

@@ -4,6 +4,7 @@ What this cannot show: speed, the GPU's memory model beyond the order of threads
 """
 
 import ctypes
+import math
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels import (
     Average,
     Combination,
@@ -22,6 +24,7 @@ from hf_compressopt.kernels import (
     SignFormat,
     library,
     native,
+    selfcheck,
 )
 from hf_compressopt.kernels.c_abi import ErrorsRecord
 from tests.support import emulated
@@ -66,6 +69,7 @@ def installed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emul
     emulator = Emulator(directory)
     monkeypatch.setattr(library, "_DIRECTORY", directory)
     monkeypatch.setattr(cases.Arena, "place", staticmethod(emulator.place))
+    monkeypatch.setattr(library, "_new_scratch", emulator.scratch)
     library._library.cache_clear()
     yield emulator
     library._library.cache_clear()
@@ -244,24 +248,74 @@ def test_no_threads_race(tmp_path: Path) -> None:
         assert bool(reports) == bool(replace), reports[:8000]
 
 
-# Each check calls one kernel of a bucket, some of them twice. So compress, average and apply are 3 launches for signs;
-# for integers they are 3, and a look for NaN is the fourth.
+def test_scratch_is_the_callers_and_there_may_be_none(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: int, nbytes: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"no {nbytes} bytes on {device}")
+
+    asked: list[int] = []
+    monkeypatch.setattr(library, "_new_scratch", lambda device, n: asked.append(n) or emulator.scratch(device, n))
+    cases.check_square_sums(CPU, [5, 5000])
+    assert len(asked) == 1
+    monkeypatch.setattr(library, "_new_scratch", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="no [0-9]+ bytes on 0"):
+        cases.check_square_sums(CPU, [5, 5000])
+    monkeypatch.setattr(library, "_new_scratch", emulator.scratch)
+    cases.check_square_sums(CPU, [5, 5000])
+    assert emulator.calls("cudaMalloc") == 0
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_nan_is_found_in_the_scales_of_any_chunk_and_of_no_other_bytes(emulator: Emulator, bits: int) -> None:
+    code = IntegerFormat(bits)
+    for numel, chunks in ((1, 1), (9, 2), (1000, 3), (5003, 4), (140_001, 2)):
+        sizes, nbytes = code.sizes(numel, chunks)
+        messages = emulator.place(torch.full((max(sizes) * chunks,), 0xFF, dtype=torch.uint8), 0)
+        y = code.average(numel, messages, chunks, max(sizes))
+        places = []
+        for rank in range(chunks):
+            start, stop = chunk_range(numel, chunks, rank)
+            if start < stop:
+                scales = code.scales(messages[rank * max(sizes) :], stop - start)
+                scales.fill_(math.inf)  # no NaN: an average's scale is either
+                places += [(scales, k) for k in {0, len(scales) // 2, len(scales) - 1}]
+        assert not native.any_nan(y)
+        for scales, k in places:
+            scales[k] = math.nan
+            assert native.any_nan(y)
+            scales[k] = -1.0
+    assert not native.any_nan(code.average(0, torch.zeros(16, dtype=torch.uint8), 1, 16))
+
+
+@pytest.mark.parametrize("family", selfcheck.FAMILIES)
+def test_the_check_of_the_first_use_passes(emulator: Emulator, family: str) -> None:
+    assert not selfcheck.difference(family, CPU)
+
+
 SIGNS, INTEGERS = SignFormat(4096), IntegerFormat(4)
-LAUNCHES = {
-    "compress signs": (1, lambda c: cases.check_compress(CPU, SIGNS, 9001, 3, segments=5, compact=c)),
-    "average signs": (1, lambda c: cases.check_average_compress(CPU, SIGNS, 9001, 8, compact=c)),
-    "apply": (1, lambda c: cases.check_apply_adam(CPU, 9001, 5, chunks=3, log=c)),
-    "compress integers": (2, lambda c: cases.check_compress(CPU, INTEGERS, 9001, 3, segments=5, compact=c)),
-    "average integers": (1, lambda c: cases.check_average_compress(CPU, INTEGERS, 9001, 8, compact=c)),
-    "commit integers": (1, lambda c: cases.check_commit(CPU, INTEGERS, 9001, 3, segments=5, compact=c)),
-    "add integers": (1, lambda c: cases.check_add(CPU, INTEGERS, 9001, 3, segments=5, decay=0.5 * c, scale=2.0)),
+KERNELS = {  # of a bucket
+    "compress signs": lambda c: cases.check_compress(CPU, SIGNS, 9001, 3, segments=5, compact=c),
+    "average signs": lambda c: cases.check_average_compress(CPU, SIGNS, 9001, 8, compact=c),
+    "apply": lambda c: cases.check_apply_adam(CPU, 9001, 5, chunks=3, log=c),
+    "compress integers": lambda c: cases.check_compress(CPU, INTEGERS, 9001, 3, segments=5, compact=c),
+    "average integers": lambda c: cases.check_average_compress(CPU, INTEGERS, 9001, 8, compact=c),
+    "commit integers": lambda c: cases.check_commit(CPU, INTEGERS, 9001, 3, segments=5, compact=c),
+    "add integers": lambda c: cases.check_add(CPU, INTEGERS, 9001, 3, segments=5, decay=0.5 * c, scale=2.0),
 }
 
 
-@pytest.mark.parametrize("kernel", LAUNCHES)
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("compact", [False, True])
-def test_a_bucket_takes_one_launch_of_each_kernel(emulator: Emulator, kernel: str, compact: bool) -> None:
-    count, check = LAUNCHES[kernel]
+def test_a_kernel_of_a_bucket_is_one_launch(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, kernel: str, compact: bool
+) -> None:
+    """So a bucket takes 3 for signs (compress, average, apply), and 4 for integers (and a look for NaN)."""
+    calls: list[str] = []
+
+    def counted(function: str, *arguments: object) -> None:
+        calls.append(function)
+        library.call(function, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(native, "call", counted)
     before = emulator.calls("cudaLaunchKernelEx")
-    check(compact)
-    assert emulator.calls("cudaLaunchKernelEx") - before == count
+    KERNELS[kernel](compact)
+    assert emulator.calls("cudaLaunchKernelEx") - before == len(calls) > 0

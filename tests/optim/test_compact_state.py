@@ -259,7 +259,7 @@ def moved(rank: int, world_size: int, state: str) -> set[str]:
     messages = [average.messages for average in group.moments.last.values()]
     tensors = [group.exp_avg, group.exp_avg_sq, group.moments.codes, group.moments.tops, *messages]
     tensors += [group.worker_error, group.server_error]
-    tensors += [tensor_of(error) for part in group.feedback for error in (part.worker_error, part.server_error)]
+    tensors += [tensor_of(error) for part in group.feedback for error in (*part.worker, part.server)]
     return {tensor.device.type for tensor in tensors}
 
 

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hf_compressopt
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam, attach_ddp
 from hf_compressopt.kernels import Segment
-from hf_compressopt.optim.early_messages import LATE_CLIP
-from hf_compressopt.optim.sign_slots import Backward, LastNorm
+from hf_compressopt.optim.late import LATE_CLIP, Backward, LastNorm
 from hf_compressopt.optim.state import check_tensors
 from hf_compressopt.schedules import OnebitSchedule
 from tests.optim.test_warmup_hook import Net, data
@@ -205,14 +204,21 @@ def spike(rank: int, world_size: int) -> dict[str, Any]:
     net, optimizer = make("late", CLIP)
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
     attach_ddp(ddp, optimizer)
-    found = {}
-    for step in range(STEPS):
-        factor = 1e3 if rank == 0 and step == STEPS - 2 else 1.0
-        (factor * ddp(data(rank, step)).square().mean()).backward()
-        assert not optimizer.early_messages.not_finite  # all have arrived
-        found[step] = [early.coefficient for early in optimizer.early_messages._arrived.values()]
-        optimizer.step()
-        optimizer.zero_grad()
+    found: dict[int, list[float]] = {step: [] for step in range(STEPS)}
+    original = Backward.coefficient
+
+    def record(self: Backward, *args: Any) -> float:
+        found[step].append(original(self, *args))
+        return found[step][-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Backward, "coefficient", record)
+        for step in range(STEPS):
+            factor = 1e3 if rank == 0 and step == STEPS - 2 else 1.0
+            (factor * ddp(data(rank, step)).square().mean()).backward()
+            assert not optimizer.early_messages.not_finite  # all have arrived
+            optimizer.step()
+            optimizer.zero_grad()
     return {"found": found, "weights": [p.detach().numpy() for p in net.parameters()]}
 
 

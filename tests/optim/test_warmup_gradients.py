@@ -343,7 +343,7 @@ def errors_of(optimizer: Any) -> list[np.ndarray]:
     whole, ranks = torch.zeros(state.layout.numel), optimizer.communicator
     for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
         start = bucket.start + chunk_range(bucket.numel, ranks.world_size, ranks.rank)[0]
-        whole[start : start + feedback.server_error.numel()] = values_of_errors(feedback.server_error)
+        whole[start : start + feedback.server.numel()] = values_of_errors(feedback.server)
     with ranks.traffic.paused():
         ranks.all_reduce(whole).wait()
     return [state.errors.worker_values().numpy(), whole.numpy()]

@@ -1,6 +1,7 @@
 """OnebitAdam under ZeRO: its arithmetic against a float64 simulation, its memory, its state, and what it refuses."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt import GradScaler, OnebitAdam, OnebitLamb, ZeroOneAdam, attach_ddp, load_state, save_state
-from hf_compressopt.collectives.phases import gathered
-from hf_compressopt.optim import sharded_stage
+from hf_compressopt.optim import sharded
 from hf_compressopt.optim.group import mean_variance_norm
 from tests.checkpoint.test_resharding import stored
 from tests.optim.test_compact_state import go_on, make, same
@@ -105,12 +105,16 @@ def memory_of_a_run(rank: int, world_size: int, freeze: int) -> tuple[list[float
     optimizer = OnebitAdam(params, freeze_step=freeze, zero_stage=1, bucket_cap_mb=0.25)
     during, after = [], [bytes_per_parameter(optimizer)]
 
-    def watched(message: torch.Tensor, communicator: Any) -> Any:
-        during.append(bytes_per_parameter(optimizer))
-        return (yield from gathered(message, communicator))
+    def watched(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def measure(*args: Any, **options: Any) -> Any:
+            during.append(bytes_per_parameter(optimizer))
+            return (yield from gather(*args, **options))
+
+        return measure
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_stage, "gathered", watched)
+        for name in ("all_gather", "gather_messages"):
+            patch.setattr(sharded, name, watched(getattr(sharded, name)))
         for step in range(2 * freeze):
             for p in params:
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * rank + step))
@@ -126,7 +130,8 @@ def test_bytes_of_the_state_and_of_the_switch(world_size: int) -> None:
         first, then = after[:freeze], after[freeze:]
         assert max(first) <= 8 / world_size + 1.03 * (1 + 1 / world_size)
         assert max(then) <= 1 + 1 / 8 + 1.03 * (1 + 1 / world_size) + 0.01
-        assert len(during) == 2 * 4 and max(during) <= max(first)  # two messages for each of four buckets
+        # of each of four buckets a message in every step, and two at the switch
+        assert len(during) == (freeze + 2) * 4 and max(during) <= max(first)
 
 
 def peak_of_a_run(rank: int, world_size: int, zero: bool) -> float:

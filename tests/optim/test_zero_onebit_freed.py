@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_compressopt
 from hf_compressopt import OnebitAdam, attach_ddp, load_state, save_state
-from hf_compressopt.optim.early_messages import LATE_CLIP
+from hf_compressopt.optim.late import LATE_CLIP
 from tests.optim.test_compact_state import go_on, same
 from tests.optim.test_compact_state import make as make_by_hand
 from tests.optim.test_late_clip import CLIP, FREEZE, STEPS, make
@@ -491,7 +491,7 @@ def refused(rank: int, world_size: int) -> None:
         backward()
         if rank:
             optimizer.freed.end_step()  # as if this rank alone had dropped them
-            optimizer.freed._pass.done = True
+            optimizer.freed._passes.done = True
             optimizer.early_messages.drop()
             optimizer.early_messages.agreed = False
         with pytest.raises(ValueError, match="what has left in backward"):

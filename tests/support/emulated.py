@@ -27,6 +27,7 @@ FLAGS = [
 CHECKS = ["-O1", "-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-static-libubsan"]
 RACES = ["-O1", "-fsanitize=thread", "-DEMULATOR_TSAN"]
 FILLER = 0xA5
+POISON = 0x7FF47FF4  # not a number as float64, float32, bfloat16 or float16
 
 # The numbers of CUDA's errors.
 OUT_OF_MEMORY, INSUFFICIENT_DRIVER, NO_DEVICE, NO_KERNEL_IMAGE = 2, 35, 100, 209
@@ -87,6 +88,11 @@ class Emulator:
         address = self._library.emulator_allocate(size, offset, at_end, step, FILLER)
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    def scratch(self, device: int, nbytes: int) -> Tensor:
+        """Memory for a kernel, of NaN, between forbidden pages."""
+        numbers = torch.full((-(-nbytes // 16) * 4,), POISON, dtype=torch.int32)
+        return self.place(numbers.view(torch.uint8), 0)
 
     def release(self) -> None:
         """Free all buffers, beside which nothing may have been written."""

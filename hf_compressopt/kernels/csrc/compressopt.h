@@ -28,7 +28,7 @@ extern "C" {
 #define CO_API __attribute__((visibility("default")))
 #endif
 
-#define CO_ABI_VERSION 6
+#define CO_ABI_VERSION 7
 
 typedef enum {
     CO_OK = 0,
@@ -39,11 +39,16 @@ typedef enum {
 
 typedef enum { CO_FLOAT32 = 0, CO_BFLOAT16 = 1, CO_FLOAT16 = 2 } co_dtype;
 
+/* CUDA: memory of at least nbytes on the device, aligned to 16 bytes, that nobody else uses until the work is done that the
+ * call enqueues; NULL: there is none. Called at most once by a call, on its thread. */
+typedef void *(*co_allocate)(int32_t device, int64_t nbytes);
+
 typedef struct {
     int32_t threads; /* CPU: most threads to use, >= 1. A process that was forked starts threads of its own. */
     int32_t device;  /* CUDA: the device of the pointers */
     void *stream;    /* CUDA: a cudaStream_t; the calls only enqueue, and may be captured in a graph. CPU: GOMP_parallel of
                       * the host's OpenMP runtime, on whose threads to work; NULL: on threads of the library's own */
+    co_allocate allocate; /* CUDA: where the little memory comes from that some functions need; not used on the CPU */
 } co_exec;
 
 /* A run of consecutive elements of one tensor. The segments of a bucket, in order, cover it without gaps. Tables of

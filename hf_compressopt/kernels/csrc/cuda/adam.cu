@@ -118,7 +118,7 @@ int32_t co_adam(const co_adam_tensor* tensors, int64_t count, const co_adam_opti
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
-    const Scratch scratch(place.device, place.stream, ManyTensors::capacity * sizeof(Rates));
+    const Scratch scratch(place, ManyTensors::capacity * sizeof(Rates));
     CO_TRY(scratch.status());
     const auto tensor_at = [&](int64_t k) {
         const co_adam_tensor& tensor = tensors[k];

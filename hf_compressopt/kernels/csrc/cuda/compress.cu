@@ -28,6 +28,7 @@ struct Mean {
     template <int kGroup>
     __device__ void get(Quad (&z)[kTileQuads], const Tile<kGroup>& tile) const {
         constexpr int kScales = kOneScale ? 1 : kTileQuads;
+        const int shift = tile.first % 8;  // to the signs of a quad in their byte
         const uint8_t* message = messages;
         int64_t block[kScales];
 #pragma unroll
@@ -46,12 +47,12 @@ struct Mean {
                 for (int q = 0; q < kScales; ++q) scale[r][q] = scale_at(message, block[q]);
                 const uint8_t* const bits = message + 4 * blocks + tile.inside / 8;
 #pragma unroll
-                for (int q = 0; q < kTileQuads; ++q) signs[r][q] = signs_at(bits, tile.offset_or_0(q));
+                for (int q = 0; q < kTileQuads; ++q) signs[r][q] = bits[tile.offset_or_0(q) >> 3];
             }
 #pragma unroll
             for (int q = 0; q < kTileQuads; ++q) {
                 const auto value = [&](int r) {
-                    return each([&](int k) { return with_sign(scale[r][kOneScale ? 0 : q], signs[r][q] >> k); });
+                    return each([&](int k) { return with_sign(scale[r][kOneScale ? 0 : q], signs[r][q] >> (shift + k)); });
                 };
                 Quad sum = value(0);
 #pragma unroll
@@ -412,9 +413,7 @@ co_status compress(const co_combination& z, const CompactErrors& error, const Bu
             return compress(combination(z, 0.0f, table), error, bucket, one_scale, place);
         });
     }
-    size_t room = size_t{1} << 16;  // grows in large steps, since what is outgrown is kept
-    while (room < count * sizeof(Run)) room *= 2;
-    const Scratch scratch(place.device, place.stream, room);
+    const Scratch scratch(place, count * sizeof(Run));
     CO_TRY(scratch.status());
     Run* const entries = scratch.as<Run>();
     int64_t stored = 0;

@@ -1,10 +1,8 @@
-// About the library: whether it can run here, errors in words, and the memory that some kernels share.
+// About the library: whether it can run here, and errors in words.
 #include "library.h"
 
 #include <cstdarg>
 #include <cstdio>
-#include <map>
-#include <tuple>
 
 namespace compressopt {
 namespace {
@@ -79,8 +77,6 @@ co_status check_device(int device) {
     return check_code(device);
 }
 
-std::mutex scratch_mutex;
-
 }  // namespace
 
 co_status fail(co_status status, const char* format, ...) {
@@ -118,29 +114,6 @@ DeviceGuard::DeviceGuard(int device) {
 
 DeviceGuard::~DeviceGuard() {
     if (previous_ >= 0) cudaSetDevice(previous_);
-}
-
-Scratch::Scratch(int device, cudaStream_t stream, size_t nbytes) : lock_(scratch_mutex) {
-    struct Piece {
-        void* memory = nullptr;
-        size_t nbytes = 0;
-    };
-    static auto& pieces = *new std::map<std::tuple<int, cudaStream_t, unsigned long long>, Piece>;  // never destroyed
-    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-    unsigned long long capture = 0;
-    cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture);
-    if (error == cudaSuccess) {
-        Piece& piece = pieces[{device, stream, capturing == cudaStreamCaptureStatusActive ? capture : 0}];
-        if (piece.nbytes < nbytes) {  // the smaller one may still be in use
-            cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-            cudaThreadExchangeStreamCaptureMode(&mode);
-            error = cudaMalloc(&memory_, nbytes);
-            cudaThreadExchangeStreamCaptureMode(&mode);
-            if (error == cudaSuccess) piece = {memory_, nbytes};
-        }
-        memory_ = piece.memory;
-    }
-    if (error != cudaSuccess) status_ = fail(error, "allocating a small piece of GPU memory");
 }
 
 }  // namespace compressopt

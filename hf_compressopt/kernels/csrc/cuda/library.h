@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 
 #include <cuda_runtime.h>
 
@@ -31,17 +30,24 @@ private:
     co_status status_ = CO_OK;
 };
 
-// Device memory for results that one kernel hands to the next on the same stream, for as long as this object lives on
-// the host: no other thread gets the stream's memory between two launches of one call.
-//
-// There is one piece per device, stream and graph capture. It is allocated when it is first needed, which is legal while
-// a stream is captured, and kept: work that was enqueued, or a graph that is replayed, may use it at any later time. A
-// graph has a piece of its own, since it may be replayed beside other work of the stream that it was captured on.
+// Where a call's kernels run, and its caller's memory.
+struct Place {
+    int device;
+    cudaStream_t stream;
+    co_allocate allocate;
+    explicit Place(const co_exec& exec)
+        : device(exec.device), stream(static_cast<cudaStream_t>(exec.stream)), allocate(exec.allocate) {}
+};
+
+// Device memory for results that one kernel hands to the next on the same stream. It is the caller's, whose allocator
+// knows of the stream, and of a graph that captures it.
 class Scratch {
 public:
-    Scratch(int device, cudaStream_t stream, size_t nbytes);
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
+    Scratch(const Place& place, size_t nbytes)
+        : memory_(place.allocate ? place.allocate(place.device, static_cast<int64_t>(nbytes)) : nullptr),
+          status_(memory_ ? CO_OK
+                          : fail(CO_DEVICE_ERROR, "there are no %zu bytes of memory for a kernel on CUDA device %d", nbytes,
+                                 place.device)) {}
     co_status status() const { return status_; }
     template <class T>
     T* as() const {
@@ -49,16 +55,8 @@ public:
     }
 
 private:
-    std::lock_guard<std::mutex> lock_;
-    void* memory_ = nullptr;
-    co_status status_ = CO_OK;
-};
-
-// Where a call's kernels run.
-struct Place {
-    int device;
-    cudaStream_t stream;
-    explicit Place(const co_exec& exec) : device(exec.device), stream(static_cast<cudaStream_t>(exec.stream)) {}
+    void* memory_;
+    co_status status_;
 };
 
 // Enqueue `blocks` blocks of 256 threads.

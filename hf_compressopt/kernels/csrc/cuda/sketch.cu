@@ -119,7 +119,7 @@ int32_t co_sketch(const co_segment* segments, int64_t count, int64_t offset, uin
     CO_TRY(guard.status());
     const Spans spans(offset, numel);
     const size_t nbytes = static_cast<size_t>(spans.count) * (kSketch * sizeof(float) + kParts * sizeof(double));
-    const Scratch scratch(place.device, place.stream, nbytes);
+    const Scratch scratch(place, nbytes);
     CO_TRY(scratch.status());
     float* const sketches = scratch.as<float>();
     double* const sums = reinterpret_cast<double*>(sketches + spans.count * kSketch);

@@ -153,7 +153,7 @@ int32_t co_square_sums(const co_segment* segments, int64_t count, double* sums, 
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
-    const Scratch scratch(place.device, place.stream, scratch_nbytes(1));
+    const Scratch scratch(place, scratch_nbytes(1));
     CO_TRY(scratch.status());
     const auto run_at = [&](int64_t k) {
         Run run = {};
@@ -186,7 +186,7 @@ int32_t co_lamb_moments(const co_average* y, float* exp_avg, float* fresh, const
     const Place place(*exec);
     const DeviceGuard guard(place.device);
     CO_TRY(guard.status());
-    const Scratch scratch(place.device, place.stream, scratch_nbytes(3));
+    const Scratch scratch(place, scratch_nbytes(3));
     CO_TRY(scratch.status());
     double* const of_item = scratch.as<double>();
     return with_variance(*exp_avg_sq, [&](auto v) {

@@ -1,4 +1,4 @@
-"""The errors of a flat layout, such as a param group's, as float32 values or as messages in 8 bits."""
+"""The errors of error feedback of a flat layout, such as a param group's, as float32 values or in 8 bits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.collectives.exchange import server_numel
-from hf_compressopt.collectives.phases import ShardErrors, WorkerErrors
+from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import (
     Combination,
@@ -24,13 +23,11 @@ from hf_compressopt.kernels import (
 from hf_compressopt.kernels.errors import ERROR_BITS
 
 
-def values_of(error: WorkerErrors) -> Tensor:
+def values_of(error: Errors) -> Tensor:
     """Return the values of errors, [n] float32, decoded by the kernels of their device.
 
     Do not change them: they may be the errors themselves.
     """
-    if isinstance(error, ShardErrors):
-        return torch.cat([values_of(chunk) for chunk in error.chunks])
     if isinstance(error, Tensor):
         return error
     values = torch.empty(error.count, dtype=torch.float32, device=error.device)
@@ -40,13 +37,9 @@ def values_of(error: WorkerErrors) -> Tensor:
     return values
 
 
-def keep_(error: WorkerErrors, values: Tensor) -> None:
+def keep_(error: Errors, values: Tensor) -> None:
     """Take over new values, [n] float32, encoded by the kernels of their device."""
-    if isinstance(error, ShardErrors):
-        parts = torch.split(values, [chunk.numel() for chunk in error.chunks])
-        for chunk, part in zip(error.chunks, parts, strict=True):
-            keep_(chunk, part)
-    elif isinstance(error, Tensor):
+    if isinstance(error, Tensor):
         error.copy_(values)
     else:
         nothing = Combination(error.count, values.device)  # so that what is compressed is the values
@@ -63,25 +56,17 @@ class GroupErrors:
     """The errors of the buckets of a flat layout.
 
     A single rank has none, except between the load of a checkpoint of more ranks and its first compressed step. Those
-    are float32 values.
-
-    In two levels a rank has the worker errors of its shard of each bucket.
+    are float32 values. In the hierarchical topology a rank has the worker errors of its shard of each bucket.
 
     Attributes:
         compact: Whether errors lie in 8 bits.
         worker: Worker errors: [elements that this rank sends] float32, or their bytes; [0] if there are none.
         server: Server errors: [elements whose server this rank is] float32, or their bytes; [0] if there are none.
-        pairs: Of each bucket the worker error and the server error, views of the two.
+        feedback: The errors of each bucket, views of the two.
     """
 
     def __init__(
-        self,
-        layout: FlatLayout,
-        communicator: Communicator,
-        device: torch.device,
-        *,
-        compact: bool,
-        used: bool,
+        self, layout: FlatLayout, communicator: Communicator, device: torch.device, *, compact: bool, used: bool
     ) -> None:
         """Allocate errors of 0; none unless they are ``used``."""
         self._layout, self._communicator = layout, communicator
@@ -103,19 +88,20 @@ class GroupErrors:
 
     def _owned(self) -> list[int]:
         """Return for each bucket the elements whose server this rank is."""
-        return [server_numel(bucket.numel, self._communicator) for bucket in self._layout.buckets]
+        ranges = (self.own_range(bucket) for bucket in self._layout.buckets)
+        return [stop - start for start, stop in ranges]
 
-    def _by_bucket(self, worker: Tensor, server: Tensor) -> list[tuple[WorkerErrors, Errors]]:
+    def _by_bucket(self, worker: Tensor, server: Tensor) -> list[ErrorFeedback]:
         """Return the parts of two buffers, of either form, that belong to each bucket."""
-        workers: Sequence[WorkerErrors]
+        servers = _errors_in(server, self._owned())
         if self._communicator.levels is None:
             numels = [bucket.numel for bucket in self._layout.buckets]
             workers = _errors_in(worker, numels, self._communicator.world_size)
-        else:
-            sent = self._sent()
-            each = iter(_errors_in(worker, list(chain.from_iterable(sent))))
-            workers = [ShardErrors(tuple(islice(each, len(chunks)))) for chunks in sent]
-        return list(zip(workers, _errors_in(server, self._owned()), strict=True))
+            return [ErrorFeedback((sent,), served) for sent, served in zip(workers, servers, strict=True)]
+        sent = self._sent()
+        each = iter(_errors_in(worker, list(chain.from_iterable(sent))))
+        shards = [tuple(error for error in islice(each, len(chunks)) if error.numel()) for chunks in sent]
+        return [ErrorFeedback(shard, served) for shard, served in zip(shards, servers, strict=True)]
 
     def sent_range(self, bucket: Bucket) -> tuple[int, int]:
         """Return the elements [start, stop) of the flat buffer, of one bucket, whose worker errors this rank has."""
@@ -138,7 +124,7 @@ class GroupErrors:
 
     def _set(self, worker: Tensor, server: Tensor) -> None:
         self.worker, self.server = worker, server
-        self.pairs = self._by_bucket(worker, server)
+        self.feedback = self._by_bucket(worker, server)
 
     def like(self) -> GroupErrors:
         """Return errors of the same form, of any values."""
@@ -148,7 +134,7 @@ class GroupErrors:
 
     def swap(self, other: GroupErrors) -> None:
         """Take the errors of another object of the same form, and give it these."""
-        for name in ("worker", "server", "pairs"):
+        for name in ("worker", "server", "feedback"):
             mine, theirs = getattr(self, name), getattr(other, name)
             setattr(self, name, theirs)
             setattr(other, name, mine)
@@ -160,8 +146,8 @@ class GroupErrors:
             self.server.copy_(server)
             return
         device = self.worker.device
-        for mine, other in zip(self.pairs, self._by_bucket(worker.to(device), server.to(device)), strict=True):
-            for error, values in zip(mine, other, strict=True):
+        for mine, other in zip(self.feedback, self._by_bucket(worker.to(device), server.to(device)), strict=True):
+            for error, values in zip((*mine.worker, mine.server), (*other.worker, other.server), strict=True):
                 keep_(error, values_of(values))
 
     def values(self) -> tuple[Tensor, Tensor]:
@@ -170,13 +156,14 @@ class GroupErrors:
 
     def worker_values(self) -> Tensor:
         """Return the worker errors as float32 values."""
-        return self._joined([worker for worker, _ in self.pairs])
+        return self.joined(list(chain.from_iterable(errors.worker for errors in self.feedback)))
 
     def server_values(self) -> Tensor:
         """Return the server errors as float32 values."""
-        return self._joined([server for _, server in self.pairs])
+        return self.joined([errors.server for errors in self.feedback])
 
-    def _joined(self, errors: Sequence[WorkerErrors]) -> Tensor:
+    def joined(self, errors: Sequence[Errors]) -> Tensor:
+        """Return the float32 values of some of the errors, one after another."""
         joined = torch.empty(sum(error.numel() for error in errors), dtype=torch.float32, device=self.worker.device)
         for part, error in zip(torch.split(joined, [error.numel() for error in errors]), errors, strict=True):
             part.copy_(values_of(error))
@@ -185,13 +172,14 @@ class GroupErrors:
     def stored_worker(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the worker errors as a checkpoint has them, and their places among those of the whole group.
 
-        In two levels these are float32 values of a part of each bucket, else bytes if errors lie in 8 bits.
+        In the hierarchical topology these are float32 values of a part of each bucket, else bytes if errors lie in 8
+        bits.
         """
         if self._communicator.levels is None:
             yield 0, self.worker
             return
         ranges = [self.sent_range(bucket) for bucket in self._layout.buckets]
-        parts: Iterable[Tensor] = (values_of(worker) for worker, _ in self.pairs)
+        parts: Iterable[Tensor] = (self.joined(errors.worker) for errors in self.feedback)
         if not self.compact:  # views, which a load fills
             parts = torch.split(self.worker, [stop - start for start, stop in ranges])
         for (start, _), part in zip(ranges, parts, strict=True):
@@ -203,7 +191,8 @@ class GroupErrors:
         Those of all servers, in the order of chunks and bucket by bucket, have the layout of the worker errors.
         """
         flat, rank, start = self._communicator.levels is None, self._communicator.rank, 0
-        for bucket, (_, error) in zip(self._layout.buckets, self.pairs, strict=True):
+        for bucket, errors in zip(self._layout.buckets, self.feedback, strict=True):
+            error = errors.server
             if isinstance(error, Tensor) or not flat:
                 yield self.own_range(bucket)[0], values_of(error)
             else:
@@ -232,14 +221,22 @@ class GroupErrors:
         """Multiply the errors of each parameter by its factor."""
         if not self.worker.numel():
             return
-        for bucket, pair in zip(self._layout.buckets, self.pairs, strict=True):
-            for error, (first, stop) in zip(pair, (self.sent_range(bucket), self.own_range(bucket)), strict=True):
-                values = values_of(error)
-                for piece in bucket.pieces:
-                    start, end = max(piece.offset, first), min(piece.offset + piece.numel, stop)
-                    if start < end:
-                        values[start - first : end - first].mul_(factors[piece.index])
-                keep_(error, values)
+        for bucket, errors in zip(self._layout.buckets, self.feedback, strict=True):
+            first = self.sent_range(bucket)[0]
+            for error in errors.worker:
+                _scale_parameters_(error, bucket, first, factors)
+                first += error.numel()
+            _scale_parameters_(errors.server, bucket, self.own_range(bucket)[0], factors)
+
+
+def _scale_parameters_(error: Errors, bucket: Bucket, first: int, factors: Sequence[float]) -> None:
+    """Multiply the errors of elements from ``first`` on by the factors of their parameters."""
+    values, stop = values_of(error), first + error.numel()
+    for piece in bucket.pieces:
+        start, end = max(piece.offset, first), min(piece.offset + piece.numel, stop)
+        if start < end:
+            values[start - first : end - first].mul_(factors[piece.index])
+    keep_(error, values)
 
 
 def _errors_in(buffer: Tensor, counts: Sequence[int], chunks: int = 1) -> list[Errors]:

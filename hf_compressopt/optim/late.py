@@ -1,36 +1,138 @@
-"""clip="late": messages of signs that leave during backward, from DistributedDataParallel's hook.
+"""clip="late": messages of signs that are sent during backward, from DistributedDataParallel's hook.
 
-The message of a bucket leaves as soon as its gradients are there, and travels while backward computes further ones:
+The message of a bucket is sent as soon as its gradients are there, and travels while backward computes further ones:
 
     u = b1 m + (1 - b1) c g_r + worker_error;  messages <- Q(u)                                 (1)
 
 The norm of g is not known then. So c is the clip coefficient of the last step that was taken, min(1, max_norm / norm).
 A rank whose gradient grows beyond twice the usual one meanwhile clips its further messages as if the norm had grown as
-much. :meth:`EarlyMessages.take` writes the errors in ``step()``, where all ranks know that the step is finite. There
-the messages are awaited, too: the norm is measured while the last ones travel.
+much. The new errors lie beside the old ones until ``step()``, where all ranks know that the step is taken. There the
+messages are awaited, too: the norm is measured while the last ones travel.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.collectives.slots import Slot
+from hf_compressopt.collectives.ddp import GradientBucket
+from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce
 from hf_compressopt.flat import Bucket
-from hf_compressopt.kernels import Average, Combination
+from hf_compressopt.kernels import Average, Combination, Segment, all_finite, sum_of_squares
 from hf_compressopt.optim.group import GroupState, ParamGroups
-from hf_compressopt.optim.sign_slots import Backward, Early, Grads, Key, LastNorm, Prepare, SignSlot
 from hf_compressopt.schedules import StepPlan
 
 #: Name of the tensor that holds what the next step's messages follow from: :class:`LastNorm`, and the loss scale.
 LATE_CLIP = "late_clip"
+#: How much larger than usual a rank's gradient may grow before the rank clips its messages by more than was predicted.
+GROWTH = 2.0
+
+Grads = Sequence["Tensor | None"]
+Prepare = Callable[[StepPlan, GroupState, Bucket, Grads], Combination]
+Key = tuple[int, int]  # number of the param group, first element of the bucket
+
+
+class LastNorm(NamedTuple):
+    """The norms that clipping found in the last step that was taken, alike on all ranks.
+
+    Attributes:
+        norm: The norm of the mean gradient, before clipping.
+        max_norm: The norm that it was clipped to.
+        usual: The root of the mean square of the ranks' own norms; NaN if it was not measured.
+    """
+
+    norm: float
+    max_norm: float
+    usual: float
+
+
+class Backward:
+    """One backward pass on one rank: the coefficient of the gradients that leave in it.
+
+    Attributes:
+        loss_scale: Factor that the gradients carry.
+    """
+
+    def __init__(self, last: LastNorm | None, loss_scale: float, world_size: int) -> None:
+        """Begin with no gradient. Without ``last`` gradients are not clipped."""
+        self.loss_scale = loss_scale
+        self._last, self._squares = last, list[float]()
+        # the ranks' own norms are at most so much larger than that of the mean if they are alike
+        self._usual = 0.0 if last is None else last.usual
+        if last is not None and not math.isfinite(last.usual):
+            self._usual = math.sqrt(world_size) * last.norm
+
+    @property
+    def square(self) -> float:
+        """The sum of squares of gradients that have left, without loss scale, if they are clipped; in any order."""
+        return math.fsum(self._squares)
+
+    def coefficient(self, segments: Sequence[Segment], device: torch.device) -> float:
+        """Return the clip coefficient of gradients that leave now; they carry the loss scale."""
+        if self._last is None:
+            return 1.0
+        parts = [segment.part for segment in segments if segment.tensor is not None]
+        self._squares.append(float(sum_of_squares(parts, device)) / self.loss_scale**2)
+        own, norm = math.sqrt(sum(self._squares)), self._last.norm
+        if own > GROWTH * self._usual:
+            norm = norm * own / self._usual if self._usual > 0 else own
+        return min(1.0, self._last.max_norm / (norm + 1e-6))
+
+
+@dataclass(frozen=True)
+class Early:
+    """A bucket whose messages are back before the step.
+
+    Attributes:
+        average: The compressed mean.
+        errors: The new errors.
+        finite: Whether the average is finite; alike on all ranks.
+    """
+
+    average: Average
+    errors: ErrorFeedback
+    finite: bool
+
+
+@dataclass
+class SignBucket(GradientBucket):
+    """A bucket of a param group whose momentum is sent as signs. Nothing is written into the gradients.
+
+    Attributes:
+        state: The param group.
+        feedback: The errors of the bucket, which are read only.
+        messages: The optimizer's messages.
+    """
+
+    waits_in_step: ClassVar[bool] = True
+    state: GroupState
+    feedback: ErrorFeedback
+    messages: EarlyMessages
+
+    def form(self) -> str:
+        """See the base class."""
+        return f"signs, {self.state.form.scale_block} to a scale"
+
+    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, Callable[[bool], None]]]:
+        """See the base class."""
+        messages, key = self.messages, (self.state.number, self.bucket.start)
+        grads: list[Tensor | None] = [None] * len(self.params)
+        for segment in segments:
+            grads[segment.index] = segment.tensor
+        z, new = messages.message(self.state, self.bucket, grads, segments), self.feedback.like()
+        messages.keep(key, None)
+        average = yield from all_reduce(z, self.feedback, self.state.form, self.communicator, new)
+        return ~all_finite(average), lambda finite: messages.keep(key, Early(average, new, finite))
+
+    def hand_over(self, finish: Callable[[], object]) -> None:
+        """See the base class."""
+        self.messages.await_later(finish)
 
 
 _UNCLIPPED = LastNorm(0.0, math.inf, math.inf)  # any gradient is below this
@@ -59,8 +161,8 @@ class EarlyMessages:
 
     A step takes a param group's messages only if all of them have left in the backward pass before it, and if its
     gradients are on all ranks those that the backward pass has left behind: the same tensors, which nobody has changed
-    but a gradient scaler. Else, and in every other step, messages are made in ``step()``. What is changed after
-    the ranks have agreed on that, as they do when they clip, is taken up by the errors.
+    but a gradient scaler. Else, and in every other step, messages are made in ``step()``. A change after the ranks have
+    agreed on that, as they do when they clip, comes too late for the step.
 
     Attributes:
         enabled: Whether messages may leave early at all; in one rank's run none do.
@@ -83,7 +185,7 @@ class EarlyMessages:
             enabled: See the class.
             groups: The param groups of the optimizer.
             tensors: State that is alike on all ranks, for checkpoints.
-            prepare: See :class:`SignSlot`.
+            prepare: Makes the values of a message from gradients without loss scale.
         """
         self.enabled, self._tensors, self._prepare = enabled, tensors, prepare
         self._states, self._communicator, self._follow = groups
@@ -93,7 +195,8 @@ class EarlyMessages:
         self._finish: Callable[[], object] | None = None  # awaits what is on its way
         self._made_from: dict[int, list[_Made | None]] = {}  # the gradients after backward, by param group
         self._noted: LastNorm | None = None  # in the step under way
-        self._plan: StepPlan  # of the coming step, which due() gets
+        self._plan: StepPlan  # of the coming step
+        self.backward: Backward  # of the pass under way
         self._unclipped = False  # the last step of this process was not clipped
         self._loss_scale = self._assumed_scale = 1.0
 
@@ -121,16 +224,16 @@ class EarlyMessages:
             return False
         return self._unclipped if LATE_CLIP not in self._tensors else self._last_norm() is not None
 
-    def slots(
+    def buckets(
         self, loss_scale: float | None = None, *, owner: int = 0, present: Collection[Tensor] | None = None
-    ) -> list[Slot]:
-        """Return the slots in which messages leave, and drop what an earlier backward pass has sent of these groups.
+    ) -> list[GradientBucket]:
+        """Return the buckets that are sent, and drop what an earlier backward pass has sent of these param groups.
 
-        See :meth:`~hf_compressopt.collectives.ddp_hook.HasSlots.slots` for the arguments.
+        See :meth:`~hf_compressopt.optim.warmup.WarmupGradients.buckets` for the arguments.
         """
-        backward = self.begin(loss_scale)
+        self.begin(loss_scale)
         here = None if present is None else set(present)
-        slots: list[Slot] = []
+        found: list[GradientBucket] = []
         for state in self._states:
             if not state.compressed or state.own_rank is not None:
                 continue
@@ -139,21 +242,27 @@ class EarlyMessages:
             self._drop(state)
             self._made_from.pop(state.number, None)
             for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True):
-                place = bucket, state.params, state.communicator, owner
-                prepare, later = self._prepare, self._await_later
-                slots.append(SignSlot(*place, self._plan, state, feedback, prepare, backward, self.keep, later))
-        return slots
+                found.append(SignBucket(bucket, state.params, state.communicator, owner, state, feedback, self))
+        return found
 
-    def begin(self, loss_scale: float | None) -> Backward:
-        """Begin a backward pass. ``loss_scale``: see :meth:`slots`."""
+    def begin(self, loss_scale: float | None, plan: StepPlan | None = None) -> Backward:
+        """Begin a backward pass, of the step of a plan or of the one that :meth:`due` was asked about."""
         self._await()
         self._follow()
         self.agreed = False
         self._assumed_scale = self._loss_scale if loss_scale is None else loss_scale
-        return Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
+        self._plan = plan or self._plan
+        self.backward = Backward(self._last_norm(), self._assumed_scale, self._communicator.world_size)
+        return self.backward
+
+    def message(self, state: GroupState, bucket: Bucket, grads: Grads, segments: Sequence[Segment]) -> Combination:
+        """Return what is sent of a bucket, (1): of gradients with the loss scale, as they are and as segments."""
+        coefficient = self.backward.coefficient(segments, state.device)
+        z = self._prepare(self._plan, state, bucket, grads)
+        return replace(z, beta=z.beta * coefficient / self.backward.loss_scale)
 
     def keep(self, key: Key, early: Early | None) -> None:
-        """Take note of a message that leaves, with None, and of one that has arrived, unless it has been dropped."""
+        """Record a sent message (None) or its result, unless the message has been dropped."""
         if early is None or key in self._arrived:
             self._arrived[key] = early
         if early is not None and key in self._finite:
@@ -161,7 +270,8 @@ class EarlyMessages:
         elif early is None:
             self._finite[key] = True
 
-    def _await_later(self, finish: Callable[[], object]) -> None:
+    def await_later(self, finish: Callable[[], object]) -> None:
+        """Take what awaits the messages, in the step."""
         self._finish = finish
 
     def _await(self) -> None:
@@ -221,23 +331,16 @@ class EarlyMessages:
         """The buckets whose messages have left and count, for ranks to compare."""
         return sorted(self._arrived)
 
-    def take(self, state: GroupState, bucket: Bucket, z: Combination, feedback: ErrorFeedback) -> Average | None:
-        """Return the compressed mean of a bucket whose messages have left, and write its errors; None if none have.
-
-        Args:
-            state: The param group.
-            bucket: The bucket.
-            z: What this rank wants to send, by its gradients as they are now. If they were changed since the message
-                left, the error takes up the difference; in two levels the difference is lost.
-            feedback: The errors of this bucket, updated in place.
-        """
+    def take(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Average | None:
+        """Return the compressed mean of a bucket whose messages were sent, and write its errors; None if none were."""
+        if not self.enabled and not self._arrived:
+            return None
         self._await()
         early = self._arrived.pop((state.number, bucket.start), None)
         if early is None:
             return None
-        sent = replace(z, beta=z.beta * early.coefficient)
-        early.exchanged.renewed(sent, feedback.worker_error, feedback.server_error).commit()
-        return early.exchanged.average
+        feedback.copy_(early.errors)
+        return early.average
 
     def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None:
         """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient.

@@ -1,0 +1,692 @@
+"""Averages of gradients: by DistributedDataParallel's communication hook, in plain loops, and inside a step.
+
+Gradients are divided into buckets, each of which travels on its own: in messages of integers with error feedback, or as
+it is. An optimizer says in which form its gradients travel, or that they stay local.
+"""
+
+# No postponed annotations here: DDP compares those of a hook with the types themselves.
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_compressopt import kernels
+from hf_compressopt.collectives.backward import Order
+from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, all_reduce
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.flat import Bucket, FlatLayout
+from hf_compressopt.kernels import Combination, IntegerFormat, Segment, any_nan
+from hf_compressopt.schedules import StepPlan
+
+_BUCKET_BYTES = 25 * 2**20
+_Grads = Mapping[Tensor, Tensor | None]
+#: What ends the average of a bucket, once it is known whether all gradients of its owner are finite.
+_Finish = Callable[[bool], None]
+
+
+# -- buckets of gradients ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GradientBucket(ABC):
+    """Gradients that travel together. Each step makes the same buckets, or takes those of the step before.
+
+    Attributes:
+        bucket: Their elements, as runs of parameters.
+        params: The parameters that the indices in ``bucket`` stand for.
+        communicator: The ranks.
+        owner: Number of the optimizer that takes the gradients. All gradients of an owner are dropped together.
+        waits_in_step: Whether nothing is written into the gradients, so that the step may await the average.
+    """
+
+    waits_in_step: ClassVar[bool] = False
+    bucket: Bucket
+    params: Sequence[Tensor]
+    communicator: Communicator
+    owner: int
+
+    def members(self) -> Iterator[Tensor]:
+        """Iterate over the parameters in the bucket."""
+        return (self.params[piece.index] for piece in self.bucket.pieces)
+
+    @abstractmethod
+    def form(self) -> str:
+        """Name the form of the messages."""
+
+    @abstractmethod
+    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
+        """Average gradients over the ranks.
+
+        Returns:
+            [] bool, whether an element is not finite, alike on all ranks; and a function that ends the exchange, given
+            whether all gradients of the owner are finite.
+        """
+
+    def segments(self, grads: _Grads) -> list[Segment]:
+        """Return the gradients of the bucket; ``grads`` has every parameter in it."""
+        pieces = self.bucket.pieces
+        return [Segment(grads[self.params[p.index]], p.start, p.numel, p.index) for p in pieces]
+
+    def hand_over(self, finish: Callable[[], object]) -> None:
+        """Take what the owner calls in its step to await the average, if the bucket ``waits_in_step``."""
+        raise NotImplementedError("abstract")
+
+
+@dataclass
+class IntegerBucket(GradientBucket):
+    """Gradients that travel as integers with error feedback.
+
+    Attributes:
+        feedback: The errors, in the unit of a gradient without loss scale.
+        bits: Bits per element, 4 or 8.
+        loss_scale: Factor that the gradients carry.
+        new: Where the new errors are written, for an owner that takes them itself if all its gradients are finite;
+            None to change ``feedback`` then.
+    """
+
+    feedback: ErrorFeedback
+    bits: int
+    loss_scale: float = 1.0
+    new: ErrorFeedback | None = None
+
+    def form(self) -> str:
+        """See the base class."""
+        return f"int{self.bits}"
+
+    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
+        """See the base class."""
+        form, old, new = IntegerFormat(self.bits), self.feedback, self.new or self.feedback.like()
+        z = Combination(self.bucket.numel, self.communicator.device, grads=segments, beta=1.0 / self.loss_scale)
+        average = yield from all_reduce(z, old, form, self.communicator, new)
+        form.add_(average, segments, scale=self.loss_scale)
+
+        def finish(finite: bool) -> None:
+            if finite and self.new is None:
+                old.copy_(new)
+
+        return any_nan(average), finish
+
+
+@dataclass
+class PlainBucket(GradientBucket):
+    """Gradients that travel by an all-reduce, without error feedback.
+
+    Attributes:
+        dtype: Their dtype on the wire.
+    """
+
+    dtype: torch.dtype
+
+    def form(self) -> str:
+        """See the base class."""
+        return str(self.dtype)
+
+    def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
+        """See the base class."""
+        values = torch.empty(self.bucket.numel, dtype=torch.float32, device=self.communicator.device)
+        # times 1/W first, as DDP does
+        z = Combination(values.numel(), values.device, grads=segments, beta=1.0 / self.communicator.world_size)
+        kernels.on(values).combine_(z, values)
+        values = values.to(self.dtype)
+        handle = self.communicator.all_reduce(values)
+        yield None
+        handle.wait()
+        parts = torch.split(values, [segment.numel for segment in segments])
+        for segment, part in zip(segments, parts, strict=True):
+            if segment.tensor is not None:
+                segment.part.copy_(part)
+        return ~values.isfinite().all(), lambda finite: None
+
+
+def plain_buckets(
+    params: Sequence[Tensor],
+    communicator: Communicator,
+    owner: int,
+    *,
+    bucket_numel: int = _BUCKET_BYTES // 4,
+    dtype: torch.dtype | None = None,
+) -> list[GradientBucket]:
+    """Return buckets of gradients without error feedback; ``dtype`` None takes that of the parameters."""
+    buckets: list[GradientBucket] = []
+    for own, members in groupby(params, key=lambda param: param.dtype):
+        alike = list(members)
+        layout = FlatLayout.build([param.numel() for param in alike], bucket_numel)
+        buckets += [PlainBucket(bucket, alike, communicator, owner, dtype or own) for bucket in layout.buckets]
+    return buckets
+
+
+class GradientRounds:
+    """The exchange of the gradients of one step, again and again, while backward makes them known."""
+
+    def __init__(self) -> None:
+        """Start without buckets."""
+        self._buckets: list[GradientBucket] = []
+        self._order = Order()
+        self._grads: dict[Tensor, Tensor | None] = {}
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._pipeline = Pipeline()
+        self._averages: list[tuple[int, Tensor, _Finish]] = []
+        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._checked = ""
+
+    def begin(self, buckets: Sequence[GradientBucket], communicator: Communicator | None = None) -> None:
+        """Start a round. All ranks call.
+
+        Args:
+            buckets: The buckets, in the order in which they are sent, which must be alike on all ranks.
+            communicator: Compare the ranks if there are other buckets than in earlier rounds; None compares nothing.
+
+        Raises:
+            ValueError: If the ranks differ, on all ranks.
+        """
+        if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
+            self._buckets = list(buckets)
+            self._order = Order(bucket.members() for bucket in buckets)
+            rows = [(b.form(), b.owner, [(p.index, p.start, p.stop) for p in b.bucket.pieces]) for b in buckets]
+            mine = repr(rows)
+            if communicator is not None and mine != self._checked:
+                forms = sorted({bucket.form() for bucket in buckets})
+                communicator.require_equal(
+                    "warmup_bits, bucket_cap_mb, or the parameters whose gradients they average",
+                    [forms, len(buckets), zlib.crc32(mine.encode())],
+                )
+                self._checked = mine
+        else:
+            self._order.begin()
+        self._grads, self._copies, self._averages, self._pipeline = {}, [], [], Pipeline()
+
+    def add(self, param: Tensor, grad: Tensor | None) -> None:
+        """Hand over the gradient of a parameter; the round overwrites it. One that is in no bucket stays local."""
+        if param not in self._order.of:
+            return
+        if grad is not None and not grad.is_contiguous():
+            original, grad = grad, grad.contiguous()
+            self._copies.append((original, grad))
+        self._grads[param] = grad
+        self._order.arrived(param)
+        for index in self._order.due():
+            self._pipeline.add(self._exchange(self._buckets[index]))
+
+    def _exchange(self, bucket: GradientBucket) -> Task[None]:
+        not_finite, finish = yield from bucket.average(bucket.segments(self._grads))
+        self._averages.append((bucket.owner, not_finite, finish))
+
+    def _send_rest(self) -> None:
+        for param in self._order.of:
+            if param not in self._grads:
+                self.add(param, None)  # type: ignore[arg-type]
+
+    def finish(self) -> Collection[int]:
+        """Exchange what has not been sent yet, and end the round. A second call does nothing.
+
+        Returns:
+            The owners with a gradient that is not finite; their errors stay as before the round.
+        """
+        self._send_rest()
+        self._pipeline.drain()
+        averages, self._averages = self._averages, []
+        flags = torch.stack([flag for _, flag, _ in averages]).tolist() if averages else []
+        not_finite = {owner for (owner, _, _), flag in zip(averages, flags, strict=True) if flag}
+        for owner, _, finish in averages:
+            finish(owner not in not_finite)
+        for original, copy in self._copies:
+            original.copy_(copy)
+        self._copies, self._grads = [], dict.fromkeys(self._grads)
+        return not_finite
+
+    def _hand_over(self) -> bool:
+        """Send the rest, and let the owners end the round in their steps; False if a bucket writes into gradients."""
+        if not self._buckets or not all(bucket.waits_in_step for bucket in self._buckets):
+            return False
+        self._send_rest()
+        self._copies = []  # what is written into them is nothing
+        for bucket in self._buckets:
+            bucket.hand_over(self.finish)
+        return True
+
+    def add_ddp_bucket(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+        start: Callable[[], None],
+        done: Callable[[Collection[int]], None] = lambda not_finite: None,
+    ) -> torch.futures.Future[Tensor]:
+        """Take the gradients of a bucket of DDP's.
+
+        Messages travel while backward computes further gradients. What is still on the way is awaited with the last
+        bucket, or in the step if nothing is written into gradients. Nothing is ever started from a callback, so that
+        all ranks start their collectives in one order.
+
+        Args:
+            bucket: The bucket.
+            start: Begins the round, with the first bucket of a backward pass.
+            done: Takes what :meth:`finish` returns, if it is called after the last bucket.
+
+        Returns:
+            The bucket's buffer, as DDP expects it: complete after the last bucket.
+
+        Raises:
+            RuntimeError: If the first bucket of the backward pass has not come.
+        """
+        buffer = bucket.buffer()
+        future = _future_on(buffer.device)
+        if bucket.index() == 0:
+            self._futures = []
+            start()
+        elif not self._futures:
+            raise RuntimeError(
+                "a bucket came before the first one of its step: was the hook registered in a backward pass?"
+            )
+        self._futures.append((future, buffer))
+        for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self.add(param, _in_order_of(param, grad))
+        if bucket.is_last():
+            if not self._hand_over():
+                done(self.finish())
+            futures, self._futures = self._futures, []
+            for waiting, gradients in futures:
+                waiting.set_result(gradients)
+        return future
+
+
+def as_it_is(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future whose value is there: a buffer, for DDP hooks that leave it local."""
+    future = _future_on(buffer.device)
+    future.set_result(buffer)
+    return future
+
+
+def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+
+
+def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient as DDP stores it, by the strides of a dense parameter: DDP's own view ignores the strides."""
+    if param.is_contiguous():
+        return grad
+    strides = torch.empty_like(param, device="meta").stride()
+    return grad.as_strided(param.shape, strides) if strides == param.stride() else grad
+
+
+# -- DistributedDataParallel ------------------------------------------------------------------------------------------
+
+
+class HasPlan(Protocol):
+    """An optimizer that says whether the coming step needs averaged gradients, and how they travel then.
+
+    Attributes:
+        communicator: All ranks.
+        traffic: What was sent.
+        warmup_gradients: The form of averaged gradients.
+        early_messages: The messages that are sent during backward in steps that need local gradients.
+        zero_stage: How much of the state the ranks share out.
+    """
+
+    communicator: Communicator
+    traffic: Traffic
+    warmup_gradients: Any
+    early_messages: Any
+    zero_stage: int
+
+    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Use these names of parameters in messages."""
+        ...
+
+    @property
+    def last_plan(self) -> StepPlan:
+        """The plan of the last step."""
+        ...
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan of the coming step."""
+        ...
+
+    @property
+    def trainable_parameters(self) -> Sequence[Tensor]:
+        """The parameters that the optimizer updates."""
+        ...
+
+    def own_parameters(self) -> Sequence[Tensor]:
+        """The parameters of param groups with a process group of their own."""
+        ...
+
+
+class GradientSync:
+    """State of :func:`ddp_hook` on one DistributedDataParallel model.
+
+    Without an optimizer the hook does what DDP does without a hook.
+
+    Attributes:
+        optimizers: The optimizers that own the model's parameters.
+        communicator: The ranks that DDP averages over.
+        params: The parameters that DDP averages.
+        loss_scale: Returns the factor that gradients carry; None leaves it to the optimizers.
+    """
+
+    def __init__(
+        self, communicator: TorchCommunicator, optimizers: Sequence[HasPlan] = (), params: Sequence[Tensor] = ()
+    ) -> None:
+        """Bind the hook to a communicator and to the optimizers that own the model's parameters."""
+        self.communicator = communicator
+        self.optimizers, self.params = tuple(optimizers), tuple(params)
+        self.loss_scale: Callable[[], float] | None = None
+        self._rounds = GradientRounds()
+        self._others: tuple[list[Tensor], list[GradientBucket]] = ([], [])
+        self._sends = self._reduces = self._early = False  # in the pass under way
+
+    @property
+    def reduce_grads(self) -> bool:
+        """True if the coming step needs averaged gradients."""
+        return not self.optimizers or any(optimizer.plan.reduce_grads for optimizer in self.optimizers)
+
+    def bind(self, optimizers: Sequence[HasPlan], loss_scale: Callable[[], float] | None = None) -> None:
+        """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
+        self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
+        self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
+
+    def average(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP's, and return the future of its averages; :func:`ddp_hook` calls it."""
+        if bucket.index() == 0:
+            self._decide()
+        if self._sends:
+            future = self._rounds.add_ddp_bucket(bucket, self._start)
+            if bucket.is_last() and self._early:
+                _after_backward(self._note_gradients)
+            return future
+        buffer = bucket.buffer()
+        if not self._reduces:
+            return as_it_is(buffer)
+        buffer.mul_(1.0 / self.communicator.world_size)
+        return self.communicator.all_reduce_future(buffer)
+
+    def _decide(self) -> None:
+        """Decide how the gradients of the coming pass travel: by DDP's own all-reduce, otherwise, or not at all."""
+        plans = [optimizer.plan for optimizer in self.optimizers]
+        reduced = [optimizer for optimizer, plan in zip(self.optimizers, plans, strict=True) if plan.reduce_grads]
+        low = any(optimizer.warmup_gradients.bits < 32 for optimizer in reduced)
+        rows = zip(self.optimizers, plans, strict=True)
+        self._early = any(optimizer.early_messages.due(plan, optimizer.last_plan) for optimizer, plan in rows)
+        self._reduces = not plans or bool(reduced)
+        unlike = 0 < len(reduced) < len(self.optimizers)
+        self._sends = self.communicator.world_size > 1 and (self._early or low or unlike)
+
+    def _note_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.early_messages.note_gradients()
+
+    def _start(self) -> None:
+        """Start the round of a backward pass. All ranks call.
+
+        Buckets are sent in the order in which backward brings their last gradient, if it goes through the model's
+        parameters from the last to the first.
+        """
+        scale = None if self.loss_scale is None else float(self.loss_scale())
+        owned, buckets = set(), []
+        for number, optimizer in enumerate(self.optimizers):
+            owned |= set(optimizer.trainable_parameters)
+            plan = optimizer.plan
+            if plan.reduce_grads:
+                buckets += optimizer.warmup_gradients.buckets(scale, owner=number, present=self.params)
+            elif optimizer.early_messages.due(plan, optimizer.last_plan):
+                buckets += optimizer.early_messages.buckets(scale, owner=number, present=self.params)
+        others = [param for param in self.params if param.requires_grad and param not in owned] if self._reduces else []
+        if len(others) != len(self._others[0]) or any(a is not b for a, b in zip(others, self._others[0], strict=True)):
+            self._others = others, plain_buckets(others, self.communicator, len(self.optimizers))
+        buckets += self._others[1]
+        position = {param: number for number, param in enumerate(self.params)}
+        buckets.sort(key=lambda bucket: min(position[param] for param in bucket.members()), reverse=True)
+        self._rounds.begin(buckets, self.communicator)
+
+
+def _after_backward(act: Callable[[], None]) -> None:
+    """Call a function after this backward pass, when DDP has written all gradients. It must start no collective.
+
+    DDP writes them in a callback at the end of the pass, which it queues behind those that its hooks have queued. What
+    a callback queues comes behind both.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(act))
+
+
+def ddp_hook(
+    state: GradientSync,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients over the ranks, or leave it local, as the optimizers' plan says.
+
+    With ``warmup_bits=32`` the average has the bits of DDP's own: times 1/W first, then the all-reduce.
+
+    Args:
+        state: The optimizers and the ranks.
+        bucket: DDP's bucket; its buffer is [numel], of the gradients' dtype.
+
+    Returns:
+        The buffer, as DDP expects it: the average or this rank's own gradients.
+
+    Raises:
+        TypeError: If the bucket holds a sparse gradient.
+        ValueError: If the ranks differ in the gradients that they average, or in how, on all ranks.
+    """
+    if bucket.buffer().is_sparse:
+        raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+    return state.average(bucket)
+
+
+def attach_ddp(
+    model: DistributedDataParallel, *optimizers: HasPlan, loss_scale: Callable[[], float] | None = None
+) -> GradientSync:
+    """Register :func:`ddp_hook` on a DDP model, for a training loop of your own. Call it before the first step.
+
+    A model that has the hook already follows the new optimizers from now on. Trainer and CompressOptAccelerator
+    register the hook themselves.
+
+    Args:
+        model: The model, wrapped in DistributedDataParallel.
+        *optimizers: The compressed optimizers that own the model's parameters.
+        loss_scale: Returns the factor that the gradients of the coming step carry, such as a
+            ``GradScaler.get_scale``. Without it a hf_compressopt.GradScaler tells the optimizers after each step.
+
+    Returns:
+        The state of the hook.
+
+    Raises:
+        TypeError: If the model is no DistributedDataParallel, or an optimizer has no plan.
+        ValueError: If the hook cannot work: the model has another hook, averages over other ranks than an optimizer,
+            or averages parameters that an optimizer averages by itself.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model must be a DistributedDataParallel, got {type(model).__name__}")
+    for optimizer in optimizers:
+        if not hasattr(type(optimizer), "plan"):
+            raise TypeError(
+                f"optimizers must be compressed optimizers, such as OnebitAdam, got {type(optimizer).__name__}: DDP "
+                "averages the gradients of any other by itself"
+            )
+    check_owners(model, optimizers)
+    sync = find_sync(model)
+    if sync is None:
+        device = next(model.parameters()).device  # that of an optimizer may be where its model was before
+        named, ignored = model.module.named_parameters(), model.parameters_to_ignore
+        averaged = [param for name, param in named if name not in ignored]
+        sync = GradientSync(TorchCommunicator(model.process_group, device=device), params=averaged)
+        _register(model, sync)
+    sync.bind(optimizers, loss_scale)
+    for optimizer in optimizers:
+        optimizer.label_parameters(model.module.named_parameters())
+    return sync
+
+
+def find_sync(model: DistributedDataParallel) -> GradientSync | None:
+    """The state of the model's :func:`ddp_hook`, or None if the model has none."""
+    registered: Iterable[tuple[Any, Any]] = model._comm_hooks
+    return next((state for hook, state in registered if hook is ddp_hook), None)
+
+
+def _register(model: DistributedDataParallel, sync: GradientSync) -> None:
+    try:
+        model.register_comm_hook(sync, ddp_hook)
+    except RuntimeError as error:
+        raise ValueError(
+            "a compressed optimizer needs DDP's communication hook for itself, but the model has one already: remove "
+            f"your own comm_hook ({error})"
+        ) from error
+
+
+def check_owners(model: DistributedDataParallel, optimizers: Sequence[HasPlan]) -> None:
+    """Check that DDP and the optimizers can share the averaging of the model's gradients.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    if any(optimizer.zero_stage == 2 for optimizer in optimizers):
+        raise ValueError(
+            "zero_stage=2 frees gradients while backward runs, and the buckets of DistributedDataParallel hold them: "
+            "do not wrap the model, or give zero_stage=1; in Accelerate give model and optimizer to one "
+            "prepare(model, optimizer)"
+        )
+    own = {id(p) for optimizer in optimizers for p in optimizer.own_parameters()}
+    ignored = model.parameters_to_ignore
+    averaged = [name for name, p in model.module.named_parameters() if id(p) in own and name not in ignored]
+    if averaged:
+        raise ValueError(
+            f"{averaged[0]} is in a param group with a process_group of its own, over which the optimizer averages "
+            "its gradient, but DistributedDataParallel averages it over all ranks: before the model is prepared, "
+            "call DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
+        )
+    world_size = dist.get_world_size(model.process_group)
+    if any(optimizer.communicator.world_size != world_size for optimizer in optimizers):
+        raise ValueError(
+            f"the model averages over {world_size} ranks, its optimizer over "
+            f"{[optimizer.communicator.world_size for optimizer in optimizers]}: make the optimizer after the process "
+            "group"
+        )
+
+
+# -- plain loops, and param groups with gradients of their own --------------------------------------------------------
+
+
+def average_gradients(
+    optimizer_or_params: HasPlan | Iterable[Tensor],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    loss_scale: float | None = None,
+) -> None:
+    """Average ``p.grad`` over the ranks, in place, for a training loop without DDP. All ranks call.
+
+    Call it between ``backward()`` and ``step()``. Given a compressed optimizer, it does what the optimizer's plan says,
+    in the form that its ``warmup_bits`` say: in steps that need local gradients it does nothing. A parameter without a
+    gradient on some of the ranks counts as zero there; one without a gradient on any rank stays without.
+
+    Args:
+        optimizer_or_params: A compressed optimizer, or parameters, alike on all ranks.
+        process_group: The ranks, for parameters; None is the default group. An optimizer knows its own.
+        loss_scale: Factor that the gradients carry, such as a ``GradScaler.get_scale()``, for an optimizer. Without it
+            a hf_compressopt.GradScaler tells the optimizer after each step.
+
+    Raises:
+        TypeError: If a gradient is sparse.
+        ValueError: If a process_group is given with an optimizer, and if the ranks differ in the gradients that they
+            average, or in how.
+    """
+    rounds, buckets = GradientRounds(), list[GradientBucket]()
+    if isinstance(optimizer_or_params, Iterable):
+        params = [p for p in optimizer_or_params if p.requires_grad]
+        device = params[0].device if params else None
+        communicator: Communicator = TorchCommunicator(process_group, device=device)
+    else:
+        if process_group is not None:
+            raise ValueError("process_group belongs to parameters: an optimizer knows its own ranks")
+        if not optimizer_or_params.plan.reduce_grads:
+            return
+        own = {id(p) for p in optimizer_or_params.own_parameters()}  # step() averages these over their own ranks
+        params = [p for p in optimizer_or_params.trainable_parameters if id(p) not in own]
+        communicator, form = optimizer_or_params.communicator, optimizer_or_params.warmup_gradients
+        if communicator.world_size > 1 and form.bits < 32:
+            rounds, buckets = form.rounds, form.buckets(loss_scale)[::-1]
+            rounds.begin(buckets, communicator)
+    if communicator.world_size > 1 and params:
+        with torch.no_grad():
+            _average(params, communicator, rounds if buckets else None)
+
+
+def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
+    sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
+    present = torch.tensor(
+        [float(p.grad is not None) for p in params] + [2.0 * sparse], dtype=torch.float32, device=communicator.device
+    )
+    communicator.all_reduce(present, op="max").wait()
+    *has_grad, any_sparse = present.tolist()
+    if any_sparse:
+        raise TypeError("sparse gradients are not supported: make the embedding with sparse=False")
+    rows = [p for p, found in zip(params, has_grad, strict=True) if found]
+    for p in rows:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    if rounds is not None:
+        for p in reversed(params):
+            rounds.add(p, p.grad)
+        rounds.finish()
+        return
+    for bucket in _buckets([p.grad for p in rows if p.grad is not None]):
+        flat = torch.cat([grad.reshape(-1) for grad in bucket])  # [numel of the bucket]
+        flat.mul_(1.0 / communicator.world_size)
+        communicator.all_reduce(flat).wait()
+        for grad, part in zip(bucket, torch.split(flat, [grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view(grad.shape))
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Consecutive gradients of one dtype and device, up to 25 MiB together."""
+    bucket: list[Tensor] = []
+    nbytes = 0
+    for grad in grads:
+        full = bucket and nbytes + grad.nbytes > _BUCKET_BYTES
+        if full or (bucket and (grad.dtype, grad.device) != (bucket[0].dtype, bucket[0].device)):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(grad)
+        nbytes += grad.nbytes
+    if bucket:
+        yield bucket
+
+
+def average_group(
+    grads: Sequence[Tensor | None], layout: FlatLayout, shapes: Sequence[torch.Size], communicator: Communicator
+) -> list[Tensor | None]:
+    """Average one param group's local gradients over the ranks, bucket by bucket. All ranks call.
+
+    Args:
+        grads: One local gradient per parameter; None if this rank has none.
+        layout: Layout of the group.
+        shapes: Shapes of the parameters.
+        communicator: The ranks.
+
+    Returns:
+        The averages, new float32 tensors; None for a parameter without a gradient on any rank.
+    """
+    device = communicator.device
+    present = torch.tensor([float(grad is not None) for grad in grads], dtype=torch.float32, device=device)
+    flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # [numel]
+    for grad, start, numel in zip(grads, layout.starts, layout.numels, strict=True):
+        if grad is not None:
+            flat[start : start + numel] = grad.reshape(-1)
+    flat.mul_(1.0 / communicator.world_size)
+    handles = [communicator.all_reduce(present, op="max")]
+    handles += [communicator.all_reduce(flat[bucket.start : bucket.stop]) for bucket in layout.buckets]
+    for handle in handles:
+        handle.wait()
+    views = [flat[start : start + numel] for start, numel in zip(layout.starts, layout.numels, strict=True)]
+    rows = zip(views, shapes, present.tolist(), strict=True)
+    return [view.view(shape) if has_grad else None for view, shape, has_grad in rows]

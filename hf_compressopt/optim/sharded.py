@@ -1,0 +1,658 @@
+"""ZeRO in the first stage: each rank has 1/W of the moments, and sends what it has updated in a few bits.
+
+For each bucket, with Q the messages of ``warmup_bits`` bits, chunk j the part that rank j serves, and g_r the clipped
+gradient of rank r:
+
+    u_r = g_r + worker_error;  messages <- Q(u_r);  worker_error <- u_r - Q(u_r)                        (1)
+    rank j: g = mean_r Q(u_r);  m, v <- Adam's;  d = -lr m^ / (sqrt(v^) + eps) + server_error           (2)
+    rank j: messages <- Q(d);  server_error <- d - Q(d)                                                 (3)
+    all ranks: p <- p (1 - lr wd) + Q(d)                                                                (4)
+
+All ranks apply the same messages, so that the parameters have the same bits everywhere, without masters. The server
+error is in the unit of the parameters here. At the end of the stage every rank sends its part of the moments once:
+the momentum as signs, the variance in 8 bits. What the signs miss becomes the server error of the next step, whose
+momentum is b1 m + (1 - b1) g:
+
+    messages <- Q(m);  server_error <- b1 (m - Q(m))                                                    (5)
+
+With zero_stage=2 gradients are sent while backward runs, and freed bucket by bucket. In the warmup stage a bucket is
+sent as (1), with a gradient that is not clipped yet. Each server keeps the mean of its chunk, 4/W bytes per parameter,
+until ``step()``. There the norm is that of these means: one sum over the ranks of their squares tells it exactly, and
+the servers clip:
+
+    u_r = g_r + worker_error;  messages <- Q(u_r);  rank j: g = c mean_r Q(u_r),  c = min(1, max_norm / norm)   (6)
+
+In the compressed stage a bucket is sent as with clip="late" (:mod:`~hf_compressopt.optim.late`), by the clip
+coefficient of the step before. In both stages the new errors wait, in their own form, until all ranks know that the
+step is taken.
+
+Sources: ZeRO (arXiv 1910.02054), 1-bit Adam (arXiv 2102.02888), LoCo (arXiv 2407.04480).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.backward import BackwardPasses
+from hf_compressopt.collectives.errors import keep_, scale_
+from hf_compressopt.collectives.exchange import (
+    ErrorFeedback,
+    Pipeline,
+    Task,
+    all_gather,
+    all_reduce,
+    gather_messages,
+    own_message,
+    reduce_scatter,
+    run_tasks,
+)
+from hf_compressopt.collectives.torch_clipping import warn_unguarded
+from hf_compressopt.flat import Bucket, chunk_numel
+from hf_compressopt.kernels import Average, Combination, Errors, IntegerFormat, Segment, all_finite, sum_of_squares
+from hf_compressopt.kernels.errors import like_errors, tensor_of
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
+from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
+from hf_compressopt.optim.gradients import Grads, MeanNorm, StepGradients, find_fault
+from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.late import Early, EarlyMessages, Key, Prepare
+from hf_compressopt.optim.math import adam_options, adam_step_, correct_bias_, sum_of
+from hf_compressopt.optim.moment_shards import MomentShards, part_of
+from hf_compressopt.schedules import StepPlan
+
+_Counts = tuple[Sequence[float], Sequence[float]]
+
+
+# -- a step -----------------------------------------------------------------------------------------------------------
+
+
+def take_sharded_step(
+    states: Sequence[GroupState], gradients: Grads, sent: FreedGradients | None = None, *, bits: int, fused: bool
+) -> None:
+    """Take a step of the param groups whose moments are shared out. All ranks call.
+
+    As in a step of AdamW, a parameter without a gradient on any rank does not move, except for what earlier messages
+    have missed, and does not count the step.
+
+    Args:
+        states: The param groups, which all ranks hold.
+        gradients: This rank's gradients, clipped, by the numbers of the groups; those of all ranks are finite.
+        sent: Gradients that have left during backward, in the place of those of their groups.
+        bits: Bits per element of a message, 4 or 8.
+        fused: Whether one pass of a native kernel updates the moments.
+    """
+    present = _present(states, gradients, sent)
+    run_tasks(
+        _step_of_bucket(state, number, feedback, gradients[state.number], here, sent, bits=bits, fused=fused)
+        for state, here in zip(states, present, strict=True)
+        for number, feedback in enumerate(state.feedback)
+    )
+    for state, here in zip(states, present, strict=True):
+        state.steps += torch.tensor(here, dtype=torch.float32, device="cpu")
+
+
+def _present(states: Sequence[GroupState], gradients: Grads, sent: FreedGradients | None) -> list[list[bool]]:
+    """Return for each parameter of each group whether some rank has a gradient of it. All ranks call."""
+    communicator = states[0].communicator
+    mine: list[float] = []
+    for state in states:
+        left = None if sent is None else sent.present(state)
+        mine += map(float, [grad is not None for grad in gradients[state.number]] if left is None else left)
+    flags = torch.tensor(mine, dtype=torch.float32, device=communicator.device)
+    communicator.all_reduce(flags, op="max").wait()
+    rest = iter(flags.tolist())
+    return [[next(rest) > 0 for _ in state.params] for state in states]
+
+
+def _step_of_bucket(
+    state: GroupState,
+    number: int,
+    feedback: ErrorFeedback,
+    grads: Sequence[Tensor | None],
+    present: Sequence[bool],
+    sent: FreedGradients | None,
+    *,
+    bits: int,
+    fused: bool,
+) -> Task[None]:
+    """Take the step of one bucket: send the gradients, update this rank's chunk, apply what all ranks have updated."""
+    bucket, form = state.layout.buckets[number], IntegerFormat(bits)
+    mean = None if sent is None else sent.take_mean(state, bucket, feedback)
+    if mean is None:
+        z = Combination(bucket.numel, state.device, grads=state.gradient_segments(bucket, grads))
+        mean = yield from reduce_scatter(z, feedback.worker, feedback.worker, form, state.communicator)
+    together, message = own_message(bucket.numel, form, state.communicator, state.device)
+    if mean.numel():
+        update, error = Combination.of(_update(state, number, mean, present, fused=fused)), feedback.server
+        form.compress_settled_(update, error, error, message, 1)  # (3)
+    changes = yield from gather_messages(bucket.numel, together, form, state.communicator)
+    decay = 1 - float(state.options["lr"]) * state.options["weight_decay"]
+    with state.parameter_segments(bucket) as params:  # (4)
+        for here, factor in ((True, decay), (False, 1.0)):
+            if any(present[segment.index] == here for segment in params):
+                chosen = [s if present[s.index] == here else replace(s, tensor=None) for s in params]
+                form.add_(changes, chosen, factor)
+
+
+def _update(state: GroupState, number: int, mean: Tensor, present: Sequence[bool], *, fused: bool) -> Tensor:
+    """Update this rank's moments of a bucket by the averaged gradient, [n_own], and return the parameters' change."""
+    shards = _shards_of(state)
+    spans = [span for span in shards.spans[number] if present[span.index]]
+    change = torch.zeros_like(mean)
+    wholes = change, mean, shards.exp_avg[number], shards.exp_avg_sq[number]
+    changes, means, firsts, seconds = ([part_of(whole, span) for span in spans] for whole in wholes)
+    steps = [state.steps[span.index].clone() for span in spans]
+    # Adam's step of parameters that are 0 and do not decay is the change
+    options = replace(adam_options(state.options), weight_decay=0.0)
+    adam_step_(changes, means, firsts, seconds, steps, options, fused=fused)  # (2)
+    return change
+
+
+def _shards_of(state: GroupState) -> MomentShards:
+    shards = state.moments.shards
+    assert shards is not None
+    return shards
+
+
+# -- the end of the stage ---------------------------------------------------------------------------------------------
+
+
+def end_first_stage(
+    states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float, clipped: float = 1.0
+) -> None:
+    """Fold the bias corrections into the moments, apply the variance floor, and gather what ranks have shared out.
+
+    All ranks call. The errors of the gradients' messages become errors of the momentum, b1 m + (1 - b1) g: times
+    1 - b1.
+
+    Args:
+        states: The param groups; those that are never compressed stay as they are.
+        counts: Returns how often the moments of a group's parameters have been updated.
+        floor: See :meth:`GroupState.freeze_variance`.
+        clipped: Factor by which gradients were clipped after they had left: the errors of those that are shared out
+            are in the unit of before.
+    """
+    for state in states:
+        if state.compressed:
+            factor = (1 - state.options["betas"][0]) * (clipped if state.shared_out else 1.0)
+            state.errors.scale_([factor] * len(state.params))
+            freeze = GroupState.freeze_variance if state.moments.shards is None else _gather
+            freeze(state, *counts(state), floor, factor)
+
+
+def _gather(state: GroupState, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
+    """Do what :meth:`GroupState.freeze_variance` does, and bring the moments to all ranks, in their compact form."""
+    shards, communicator = _shards_of(state), state.communicator
+    beta1, beta2 = state.options["betas"]
+    if state.options["bias_correction"]:
+        for span, exp_avg, exp_avg_sq in shards.parts():
+            correct_bias_(exp_avg, first[span.index], beta1)
+            correct_bias_(exp_avg_sq, second[span.index], beta2)
+    sums = torch.zeros(len(state.params), dtype=torch.float64, device=state.device)
+    for span, _, exp_avg_sq in shards.parts():
+        sums[span.index] += sum_of(exp_avg_sq)
+    communicator.all_reduce(sums).wait()
+    total = sums.tolist()
+    for span, _, exp_avg_sq in shards.parts():
+        if floor > 0:
+            exp_avg_sq.clamp_(min=floor * total[span.index] / state.layout.numels[span.index])
+    points = _tops(state)
+    missing = [index for index, top in enumerate(points) if top <= NO_TOP]
+    others = state.layout.numel - sum(state.layout.numels[index] for index in missing)
+    unsent = state.unsent_variance(missing, first, second, unit, floor * sum(total) / max(others, 1))
+    if missing:
+        for span, _, exp_avg_sq in shards.parts():
+            exp_avg_sq.clamp_(min=unsent.get(span.index, 0.0))
+        points = _tops(state)
+    still = [top <= NO_TOP for top in points]
+    rows = enumerate(state.feedback)
+    run_tasks(_gather_momentum(state, number, feedback, still) for number, feedback in rows)
+    state.moments.make_codes(points)  # in the memory that the momentum has left, on up to four ranks
+    run_tasks(_gather_variance(state, number, points) for number in range(len(state.layout.buckets)))
+    state.moments.shards = None
+    state.find_still()
+
+
+def _tops(state: GroupState) -> list[int]:
+    """Return the point of the largest variance of each parameter on any rank. All ranks call."""
+    found = [float(NO_TOP)] * len(state.params)
+    for span, _, exp_avg_sq in _shards_of(state).parts():
+        found[span.index] = max(found[span.index], top_of_variance(exp_avg_sq))
+    tops = torch.tensor(found, dtype=torch.float64, device=state.device)
+    state.communicator.all_reduce(tops, op="max").wait()
+    return [int(top) for top in tops.tolist()]
+
+
+def _gather_momentum(state: GroupState, number: int, feedback: ErrorFeedback, still: Sequence[bool]) -> Task[None]:
+    """Make the momentum of a bucket a message of signs on all ranks, as (5) says. That of ``still`` has no error."""
+    shards, communicator, bucket = _shards_of(state), state.communicator, state.layout.buckets[number]
+    form, exp_avg = state.form, shards.exp_avg[number]
+    together, message = own_message(bucket.numel, form, communicator, state.device)
+    if exp_avg.numel():
+        form.compress_(Combination.of(exp_avg), torch.zeros_like(exp_avg), message, 1)
+        missed = torch.empty_like(exp_avg)
+        form.decompress_(form.average(exp_avg.numel(), message, 1, message.numel()), missed)
+        missed.neg_().add_(exp_avg).mul_(state.options["betas"][0])
+        for span in shards.spans[number]:
+            if still[span.index]:
+                part_of(missed, span).zero_()
+        keep_(feedback.server, missed)
+    shards.exp_avg[number] = exp_avg.new_empty(0)
+    del exp_avg
+    average = yield from gather_messages(bucket.numel, together, form, communicator)
+    state.moments.keep(bucket, average)
+
+
+def _gather_variance(state: GroupState, number: int, tops: Sequence[int]) -> Task[None]:
+    """Make the variance of a bucket codes of 8 bits on all ranks."""
+    shards, communicator, bucket = _shards_of(state), state.communicator, state.layout.buckets[number]
+    count, place = chunk_numel(bucket.numel, communicator.world_size), communicator.topology
+    whole = torch.zeros(place.world_size * count, dtype=torch.uint8, device=state.device)
+    codes = whole[place.own_chunk * count :][:count]
+    for span in shards.spans[number]:
+        encode_variance_(part_of(shards.exp_avg_sq[number], span), part_of(codes, span), tops[span.index])
+    shards.exp_avg_sq[number] = shards.exp_avg_sq[number].new_empty(0)
+    yield from all_gather(whole, communicator, last=None)
+    state.moments.codes[bucket.start : bucket.stop] = whole[: bucket.numel]
+
+
+# -- zero_stage=2 -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _SentMean:
+    """The mean of this rank's chunk of a bucket, [n_own] float32, and the new worker errors of its message."""
+
+    values: Tensor
+    errors: tuple[Errors, ...]
+
+
+@dataclass(frozen=True)
+class _SentBucket:
+    """A bucket, its param group and its errors."""
+
+    state: GroupState
+    bucket: Bucket
+    feedback: ErrorFeedback
+
+    @property
+    def key(self) -> Key:
+        """The number of the param group, and the first element of the bucket."""
+        return self.state.number, self.bucket.start
+
+
+@dataclass
+class _SentGradients:
+    """The gradients that were sent in one backward pass.
+
+    Attributes:
+        means: Of the warmup stage, by bucket.
+        returned: Of the compressed stage: the average and the new errors of a bucket.
+        present: For each param group, for which of its parameters this rank had a gradient.
+        tasks: The exchanges that are on their way.
+        sketch: The sketch of the gradients with their loss scale, [4096] float32, and the sum of their squares, []
+            float64; None if it is not taken.
+        waiting: Sketches of single buckets, by number, before their turn to be added.
+        turn: Number of the bucket whose sketch is added next: the order in which buckets are sent changes no bit.
+        fault: The error in a gradient of this rank.
+        is_late: Whether a part of a gradient came after a part of it was sent, or a pass after one that had raised.
+        clipped: Factor by which the means were clipped.
+    """
+
+    means: dict[Key, _SentMean] = field(default_factory=dict)
+    returned: list[tuple[Key, Average, ErrorFeedback]] = field(default_factory=list)
+    present: dict[int, list[bool]] = field(default_factory=dict)
+    tasks: Pipeline = field(default_factory=Pipeline)
+    sketch: tuple[Tensor, Tensor] | None = None
+    waiting: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    turn: int = 0
+    fault: Exception | None = None
+    is_late: bool = False
+    clipped: float = 1.0
+
+
+class FreedGradients:
+    """The gradients of one optimizer that are sent while backward runs, of the param groups whose state is shared out.
+
+    It is a :class:`~hf_compressopt.collectives.backward.Sender`.
+
+    Attributes:
+        loss_scale: Returns the factor that the gradients of the coming backward pass carry; None for the one that a
+            gradient scaler has told.
+    """
+
+    def __init__(
+        self,
+        groups: ParamGroups,
+        early: EarlyMessages,
+        begin: Callable[[], StepPlan],
+        prepare: Prepare,
+        *,
+        bits: int,
+        clips: bool,
+    ) -> None:
+        """Hook the parameters.
+
+        Args:
+            groups: The param groups of the optimizer.
+            early: Its messages of the compressed stage.
+            begin: Makes the checks before a step, together on all ranks, and returns the plan of the coming step.
+            prepare: See :class:`~hf_compressopt.optim.late.EarlyMessages`.
+            bits: Bits per element of the messages of the warmup stage.
+            clips: Whether step() clips by itself.
+        """
+        self._states, self._communicator, self._follow = groups
+        self._early, self._begin, self._prepare = early, begin, prepare
+        self._form, self._clips = IntegerFormat(bits), clips
+        self.loss_scale: Callable[[], float] | None = None
+        self._passes: BackwardPasses | None = None
+        self._sent, self._params = _SentGradients(), list[Tensor]()
+        self.attach()
+        if not clips:
+            warn_unguarded()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but hooks and messages: a copy hooks its parameters in its first step."""
+        return self.__dict__ | {"_passes": None, "loss_scale": None, "_sent": _SentGradients()}
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    @property
+    def states(self) -> list[GroupState]:
+        """The param groups whose gradients are sent; alike on all ranks."""
+        return [state for state in self._states if state.shared_out]
+
+    def attach(self) -> BackwardPasses:
+        """Hook the parameters, if there are new ones."""
+        params = [param for state in self.states for param in state.params]
+        if self._passes is None or len(self._params) != len(params):
+            numbers = {param: number for number, param in enumerate(params)}
+            members = [{numbers[row.state.params[p.index]] for p in row.bucket.pieces} for row in self._make_rows()]
+            if self._passes is not None:
+                self._passes.hooks.require_attached()
+                self._passes.hooks.detach()
+            self._passes = BackwardPasses(self, "compressed optimizer (zero_stage=2)", self._communicator)
+            self._passes.add(params, members)
+            self._params, self._members = params, members
+        return self._passes
+
+    def _make_rows(self) -> list[_SentBucket]:
+        """Return the buckets, the last ones of all groups first: backward goes through each group to its beginning."""
+        rows = [
+            _SentBucket(state, bucket, feedback)
+            for state in self.states
+            for bucket, feedback in zip(state.layout.buckets, state.feedback, strict=True)
+        ]
+        return sorted(rows, key=lambda row: row.bucket.start / row.state.layout.numel, reverse=True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients in ``p.grad`` inside; the next pass outside sends them with its own."""
+        return self.attach().no_sync()
+
+    def holds_gradients(self) -> bool:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        return self.have_left
+
+    @property
+    def have_left(self) -> bool:
+        """True if the gradients of the coming step were sent; alike on all ranks."""
+        return self._passes is not None and self._passes.done
+
+    def complete(self) -> None:
+        """Send the gradients of the coming step, if they were not sent. All ranks call.
+
+        Raises:
+            RuntimeError: If another optimizer has taken over some of the parameters.
+        """
+        passes = self.attach()
+        passes.hooks.require_attached()
+        passes.flush()
+        if not passes.done:
+            passes.empty_pass()
+        if passes.done:
+            passes.order.agree(self._communicator)
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> bool:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`.
+
+        Gradients stay whole in a compressed step of which it is not known by which norm to clip: the first one after
+        the load of a checkpoint of a run that clipped otherwise.
+        """
+        plan = self._begin()
+        self._sent = _SentGradients(is_late=self._sent.is_late)
+        if not self.states or (plan.stage.number and not self._early.knows_norm):
+            return False
+        scale = None if self.loss_scale is None else float(self.loss_scale())
+        self._plan, self._backward = plan, self._early.begin(scale, plan)
+        self._rows = self._make_rows()
+        self._parts_to_send = [sum(number in bucket for bucket in self._members) for number in range(len(self._params))]
+        self._sent.present = {state.number: [False] * len(state.params) for state in self.states}
+        self._starts = self._starts_in_sketch()
+        if plan.stage.number and (self._clips or self._early.measures):
+            self._sent.sketch = _empty_sketch(self._communicator.device)
+        return True
+
+    def _starts_in_sketch(self) -> dict[int, int]:
+        """Return the place of each group's first element in the sketch of all ranks' gradients."""
+        starts, start = {}, 0
+        for state in self._states:
+            if state.communicator is self._communicator:
+                starts[state.number] = start
+                start += state.layout.numel
+        return starts
+
+    def take(self, number: int) -> bool:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        passes = self.attach()
+        mine = passes.order.of.get(number, [])
+        came = any(not passes.order.awaits(index, number) for index in mine)
+        self._sent.is_late |= came and self._parts_to_send[number] < len(mine)
+        return True
+
+    def send(self, index: int) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        row = self._rows[index]
+        state, bucket, old = row.state, row.bucket, row.feedback
+        grads: list[Tensor | None] = [None] * len(state.params)
+        for piece in bucket.pieces:
+            param = state.params[piece.index]
+            fault = find_fault([param], [param.grad], [state.names[piece.index]])
+            self._sent.fault = self._sent.fault or fault
+            if param.grad is not None and fault is None:
+                grads[piece.index] = param.grad
+                self._sent.present[state.number][piece.index] = True
+        segments = state.gradient_segments(bucket, grads)
+        if not self._plan.stage.number:
+            z = Combination(bucket.numel, state.device, grads=segments, beta=1 / self._backward.loss_scale)
+            errors = tuple(map(like_errors, old.worker))
+            mean = reduce_scatter(z, old.worker, errors, self._form, state.communicator)
+            self._sent.tasks.add(self._keep_mean(row.key, mean, errors))
+        else:
+            if self._sent.sketch is not None:
+                self._add_to_sketch(index, state, bucket, segments)
+            z, new = self._early.message(state, bucket, grads, segments), old.like()
+            self._early.keep(row.key, None)
+            average = all_reduce(z, old, state.form, state.communicator, new)
+            self._sent.tasks.add(self._keep_average(row.key, average, new))
+        for number in self._members[index]:
+            self._parts_to_send[number] -= 1
+            if not self._parts_to_send[number]:
+                self._params[number].grad = None
+
+    def _add_to_sketch(self, index: int, state: GroupState, bucket: Bucket, segments: Sequence[Segment]) -> None:
+        sent = self._sent
+        sent.waiting[index] = own = _empty_sketch(state.device)
+        sketch_(segments, self._starts[state.number] + bucket.start, self._plan.step, *own)
+        while sent.sketch is not None and sent.turn in sent.waiting:
+            for total, part in zip(sent.sketch, sent.waiting.pop(sent.turn), strict=True):
+                total += part
+            sent.turn += 1
+
+    def _keep_mean(self, key: Key, mean: Task[Tensor], errors: tuple[Errors, ...]) -> Task[None]:
+        values = yield from mean
+        self._sent.means[key] = _SentMean(values, errors)
+
+    def _keep_average(self, key: Key, returned: Task[Average], errors: ErrorFeedback) -> Task[None]:
+        average = yield from returned
+        self._sent.returned.append((key, average, errors))
+
+    def end_pass(self) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        for param, parts in zip(self._params, self._parts_to_send, strict=True):
+            if not parts:
+                param.grad = None  # also of parameters of no element
+        self.attach().done = True
+        self._sent.tasks.drain()
+        returned, self._sent.returned = self._sent.returned, []
+        found = [all_finite(average) for _, average, _ in returned]
+        finite = torch.stack(found).tolist() if found else []
+        for (key, average, errors), is_finite in zip(returned, finite, strict=True):
+            self._early.keep(key, Early(average, errors, is_finite))
+        self._early.note_gradients()
+
+    def interrupted(self) -> None:
+        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
+        self._sent.is_late = True
+
+    def drop(self) -> None:
+        """Drop the gradients that were sent, and keep the errors. All ranks call."""
+        if self._passes is not None:
+            self._passes.flush()
+        if self.have_left:
+            self._early.drop()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Forget the gradients that were sent: those of another step come next."""
+        self._sent = _SentGradients()
+        if self._passes is not None:
+            self._passes.done = False
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def put_into(self, gradients: StepGradients) -> None:
+        """Merge sent gradients into this step."""
+        gradients.freed = self
+        gradients.fault = gradients.fault or self._sent.fault
+        for state in self.states:
+            late = [name for p, name in zip(state.params, state.names, strict=True) if p.grad is not None]
+            gradients.groups[state.number] = [None] * len(state.params)
+            if late or self._sent.is_late:
+                gradients.fault = gradients.fault or ValueError(
+                    f"{late[0] if late else 'a parameter'} got a gradient after its gradient had left (zero_stage=2): "
+                    "run all backward passes but the last one of a step inside optimizer.no_sync(), wrap the model in "
+                    "no DistributedDataParallel, checkpoint activations with use_reentrant=False, and call "
+                    "optimizer.zero_grad(), which drops what has left, after a backward pass that raised"
+                )
+
+    @property
+    def signature(self) -> list[Key]:
+        """The buckets of the first stage that have left, for ranks to compare."""
+        return sorted(self._sent.means)
+
+    def require_same(self) -> None:
+        """Check that the same gradients have left on all ranks.
+
+        Raises:
+            ValueError: If they have not, on all ranks: those that were freed cannot leave once more.
+        """
+        what = "what has left in backward (did all of them call zero_grad() and backward() alike?)"
+        keys = [*self.signature, *self._early.signature] if self.have_left else []
+        self._communicator.require_equal(what, [list(key) for key in keys])
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the norm of the mean gradient of these groups is known from their means; alike on all ranks."""
+        return self.have_left and not self._plan.stage.number
+
+    def squares(self) -> dict[float, Tensor]:
+        """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm.
+
+        In the first stage that is the norm of the mean gradient, later the mean square of the ranks' norms.
+        """
+        device = self._communicator.device
+        if self.is_exact:
+            return {1.0: sum_of_squares([self._sent.means[key].values for key in self.signature], device)}
+        square = torch.tensor(self._backward.square, dtype=torch.float64, device=device)
+        return {1 / self._communicator.world_size: square}
+
+    def contribute(self, mean: MeanNorm) -> None:
+        """Make the gradients that have left a part of what is measured for the norm of the mean."""
+        for share, square in self.squares().items():
+            mean.squares[share] = mean.squares.get(share, 0) + square
+        number = next(i for i, sketch in enumerate(mean.sketches) if sketch.communicator is self._communicator)
+        if self.is_exact:
+            mean.averaged = mean.averaged + mean.squares[1.0]
+            others = (state for state in self._states if state.communicator is self._communicator)
+            if all(state.shared_out or not state.params for state in others):
+                del mean.sketches[number]  # of nothing
+        elif self._sent.sketch is not None:
+            sketch, (mine, own) = mean.sketches[number], self._sent.sketch
+            scale = self._backward.loss_scale
+            mean.sketches[number] = sketch._replace(y=sketch.y + mine / scale, square=sketch.square + own / scale**2)
+
+    @property
+    def knows_norm(self) -> bool:
+        """True if the norm of the mean gradient can be measured; alike on all ranks."""
+        return self.is_exact or self._sent.sketch is not None
+
+    @property
+    def clipped(self) -> float:
+        """Factor by which the means of this step were clipped."""
+        return self._sent.clipped
+
+    def scale_(self, factor: float) -> None:
+        """Clip the means that have come; messages of the compressed stage have left with a factor already."""
+        self._sent.clipped *= factor
+        for mean in self._sent.means.values():
+            mean.values.mul_(factor)
+
+    def present(self, state: GroupState) -> Sequence[bool] | None:
+        """Return for each parameter of a group whether this rank had a gradient; None if none was sent."""
+        return self._sent.present.get(state.number) if self.have_left else None
+
+    def take_mean(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Tensor | None:
+        """Return the mean of this rank's chunk, [n_own] float32, clipped, and write the worker error; None if none."""
+        mean = self._sent.means.pop((state.number, bucket.start), None)
+        if mean is None:
+            return None
+        for place, new in zip(feedback.worker, mean.errors, strict=True):
+            tensor_of(place).copy_(tensor_of(new))
+        return mean.values
+
+    def note_loss_scale(self, scale: float) -> None:
+        """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
+
+        In the first stage it is divided out of what has left under another factor, as in a scaler's first step.
+
+        Raises:
+            ValueError: If gradients have left under another factor in the compressed stage. They are dropped.
+        """
+        self.complete()
+        if not self.have_left or scale == self._backward.loss_scale:
+            return
+        before = self._backward.loss_scale
+        if not self.is_exact:
+            self.drop()
+            self._early.expect_loss_scale(scale)
+            raise ValueError(
+                f"gradients have left with a loss scale of {before}, and the scaler used {scale}: do not change the "
+                "scale of a hf_compressopt.GradScaler between its update() and backward(). The next step takes it"
+            )
+        self._early.expect_loss_scale(scale)
+        self._backward.loss_scale = scale
+        for mean in self._sent.means.values():
+            mean.values.mul_(before / scale)
+            scale_(mean.errors, before / scale)
+
+
+def _empty_sketch(device: torch.device) -> tuple[Tensor, Tensor]:
+    y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
+    return y, torch.zeros((), dtype=torch.float64, device=device)

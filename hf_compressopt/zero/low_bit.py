@@ -1,0 +1,212 @@
+"""Slices in messages of 4 or 8 bits: gradients to their owners, and parameters back to all ranks.
+
+Gradients go up in one phase with error feedback (LoCo, arXiv 2407.04480). Rank r sends, and the owner averages in
+float32, in rank order:
+
+    u_r = g_r + worker_error;  message <- Q(u_r);  worker_error <- u_r - Q(u_r);  g = mean_r Q(u_r)     (1)
+
+Parameters come down as differences (SDP4Bit, arXiv 2410.15526). The owner has float32 masters, and all ranks have alike
+replicas, the parameters that the model computes with:
+
+    message <- Q(master - replica);  replica <- replica + Q(master - replica) on all ranks              (2)
+
+What a message misses is still there in the next difference, so that (2) needs no error feedback of its own.
+
+In the hierarchical topology the ranks of a node first average what they have for the owners at each place, at full
+precision. Then (1) is among the peers: r and W are nodes, and each rank has the errors of the parts that it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+from hf_compressopt.collectives.exchange import Pipeline, Task, all_gather, in_place_order, in_rank_order, summed
+from hf_compressopt.kernels import Combination, CompactErrors, IntegerFormat, Segment, chunk_messages, scales_of
+from hf_compressopt.kernels.errors import ERROR_BITS
+from hf_compressopt.kernels.memory import is_direct
+from hf_compressopt.zero.parts import Part, Slice
+
+
+class SliceErrors:
+    """The errors of this rank's messages of a slice, in 8 bits, in the unit of a gradient without loss scale.
+
+    The errors of the passes since the last step lie beside those of that step, until the step is taken or dropped: a
+    step is dropped if a gradient is not finite on any rank, and its errors with it. Each lot takes 1.02 bytes per
+    element.
+
+    Attributes:
+        form: The form of the messages.
+        kept: The errors of the last step that was taken.
+    """
+
+    def __init__(self, form: IntegerFormat, numel: int, world_size: int, device: torch.device) -> None:
+        """Start with errors of 0 for ``numel`` elements of a slice, which are sent to ``world_size`` ranks."""
+        self.form, self.kept = form, CompactErrors.zeros(numel, world_size, device)
+        self._pending: CompactErrors | None = None
+
+    @property
+    def latest(self) -> CompactErrors:
+        """The errors that the next message takes up."""
+        return self.kept if self._pending is None else self._pending
+
+    def pending(self) -> CompactErrors:
+        """Return the errors since the last step, to be written; they are :attr:`latest` if there are any."""
+        if self._pending is None:
+            self._pending = replace(self.kept, messages=torch.empty_like(self.kept.messages))
+        return self._pending
+
+    def keep(self) -> None:
+        """Make the errors since the last step those of a step that was taken."""
+        self.kept, self._pending = self.latest, None
+
+    def drop(self) -> None:
+        """Drop the errors since the last step."""
+        self._pending = None
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the errors since the last step, whose unit turned out to be another one."""
+        if self._pending is not None:
+            errors, bits = self._pending, ERROR_BITS
+            for start, stop, message in chunk_messages(errors.messages, errors.count, errors.world_size, bits):
+                scales_of(message, stop - start, bits).mul_(factor)
+
+    def to(self, device: torch.device) -> None:
+        """Move the errors."""
+        if device != self.kept.device:
+            self.kept = replace(self.kept, messages=self.kept.messages.to(device))
+            if self._pending is not None:
+                self._pending = replace(self._pending, messages=self._pending.messages.to(device))
+
+    def take(self, messages: Tensor) -> None:
+        """Take over the bytes of errors that :attr:`kept` had, and drop those since.
+
+        Raises:
+            ValueError: If they are of another number of elements, ranks or nodes.
+        """
+        self.check(messages)
+        self.kept.messages.copy_(messages)
+        self._pending = None
+
+    def check(self, messages: Tensor) -> None:
+        """Check that bytes are errors of this slice.
+
+        Raises:
+            ValueError: If they are of another number of elements, ranks or nodes.
+        """
+        wanted = self.kept.messages
+        if messages.shape != wanted.shape or messages.dtype != wanted.dtype:
+            raise ValueError(
+                f"worker errors of {messages.dtype} {list(messages.shape)} do not fit a slice whose errors are uint8 "
+                f"{list(wanted.shape)}: were they saved with the same bucket size, number of ranks and topology?"
+            )
+
+    def copy_from(self, other: SliceErrors) -> None:
+        """Copy the errors of a slice of the same layout."""
+        self.take(other.kept.messages)
+        if other._pending is not None:
+            self.pending().messages.copy_(other._pending.messages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(errors.messages.numel() for errors in (self.kept, self._pending) if errors is not None)
+
+
+def send_gradients(
+    buffer: Tensor, cut: Slice, communicator: Communicator, errors: SliceErrors, loss_scale: float
+) -> Task[Tensor]:
+    """Average every rank's part of a slice, as (1) says. The errors wait for :meth:`SliceErrors.keep`.
+
+    Args:
+        buffer: [world_size * part_numel] float32, bfloat16 or float16, this rank's gradients.
+        cut: The layout of the slice.
+        communicator: The ranks, at least two.
+        errors: The worker errors of the slice.
+        loss_scale: Factor that the gradients carry; the average carries it too.
+
+    Returns:
+        [part_numel] float32, the average.
+    """
+    form, levels, peers = errors.form, communicator.levels, communicator
+    if levels is not None:
+        buffer, node, peers = in_place_order(buffer, communicator), levels.node, levels.peers
+        sizes = [buffer.numel() // node.world_size] * node.world_size
+        buffer = yield from summed(buffer, sizes, node, 1.0 / node.world_size)
+    z = Combination(buffer.numel(), buffer.device, grads=[Segment(buffer, 0, buffer.numel(), 0)], beta=1.0 / loss_scale)
+    nbytes = form.nbytes(cut.part_numel)  # of a chunk: a part is one, since ALIGN is a multiple of 8
+    messages = torch.empty(peers.world_size * nbytes, dtype=torch.uint8, device=buffer.device)
+    form.compress_settled_(z, errors.latest, errors.pending(), messages, peers.world_size)
+    del buffer, z
+    received, splits = torch.empty_like(messages), [nbytes] * peers.world_size
+    handle = peers.all_to_all(received, messages, output_splits=splits, input_splits=splits)
+    yield True
+    handle.wait()
+    del messages
+    mean = torch.empty(cut.part_numel, dtype=torch.float32, device=received.device)
+    form.mean_(received, mean, peers.world_size, loss_scale / peers.world_size)
+    return mean
+
+
+def send_differences(
+    params: Sequence[Tensor],
+    parts: Sequence[Part],
+    cut: Slice,
+    communicator: Communicator,
+    form: IntegerFormat,
+    pipeline: Pipeline,
+) -> None:
+    """Start bringing all replicas nearer to the masters, as (2) says. All ranks add the same numbers.
+
+    The replicas have them when ``pipeline`` is drained.
+
+    Args:
+        params: All parameters, by their numbers in the layout; contiguous or not.
+        parts: This rank's parts of the slice, with the masters.
+        cut: The layout of the slice.
+        communicator: The ranks that share it, at least two.
+        form: The form of the messages.
+        pipeline: Completes the message.
+    """
+    nbytes = communicator.world_size * form.nbytes(cut.part_numel)
+    pipeline.room_for(nbytes)
+    pipeline.add(_exchange_differences(params, parts, cut, communicator, form), nbytes)
+
+
+def _exchange_differences(
+    params: Sequence[Tensor], parts: Sequence[Part], cut: Slice, communicator: Communicator, form: IntegerFormat
+) -> Task[None]:
+    nbytes, count = form.nbytes(cut.part_numel), communicator.world_size
+    device = params[next(iter(cut.places))].device
+    ahead = torch.zeros(cut.part_numel, dtype=torch.float32, device=device)
+    for part in parts:
+        place = ahead[part.span.offset : part.span.offset + part.span.numel]
+        torch.sub(part.tensor.to(device), part.replica_in(params[part.param]), out=place)
+    gathered = torch.empty(count * nbytes, dtype=torch.uint8, device=device)
+    message = gathered[communicator.topology.own_chunk * nbytes :][:nbytes]
+    form.compress_(Combination(cut.part_numel, device), ahead, message, 1)
+    del ahead
+    yield from all_gather(gathered, communicator)
+    messages = in_rank_order(gathered, communicator)
+    with replicas_of(cut, params) as replicas:
+        form.add_(form.average(cut.numel, messages, count, nbytes), replicas, decay=1.0)
+    for part in parts:
+        part.note_replica(params[part.param])
+
+
+@contextmanager
+def replicas_of(cut: Slice, params: Sequence[Tensor]) -> Iterator[list[Segment]]:
+    """Give the elements of the parameters in a slice as segments that cover it, to be changed inside."""
+    flats = {number: params[number].detach().reshape(-1).resolve_neg() for number in cut.places}
+    rows = [(start, Segment(None, 0, stop - start, 0)) for start, stop in cut.gaps]
+    for number, spans in cut.places.items():
+        rows += [(begin, Segment(flats[number], span.start, span.numel, number)) for begin, span in spans]
+    yield [segment for _, segment in sorted(rows, key=lambda row: row[0])]
+    for number, flat in flats.items():
+        if not is_direct(params[number]):  # flat is a copy
+            params[number].detach().copy_(flat.view(params[number].shape))
