@@ -20,7 +20,7 @@ COMPAT     := oldest newest
 # Three tests at a time: many have one process, and ranks wait for each other. With bytecode, which the ranks share.
 PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WORKERS),3) --dist worksteal
 
-.PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style wheel test-wheel clean
+.PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style docs wheel test-wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
@@ -31,6 +31,7 @@ help:
 	@echo "make kernels   the native libraries, into hf_compressopt/kernels/lib (needs a C++ compiler; CUDA where nvcc and a GPU are)"
 	@echo "make wheel     the manylinux wheel and the sdist, checked, and tested where they are installed"
 	@echo "make style     ruff and mypy --strict"
+	@echo "make docs      the site of the documentation, into build/site, with links that are checked"
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== installing the development environment into $(VENV) (once; about a minute) =="
@@ -97,6 +98,15 @@ style: $(STAMP)
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+
+build/docs-venv/.installed: compat/docs.txt
+	@$(PYTHON) -m venv build/docs-venv
+	@build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+docs: build/docs-venv/.installed
+	@echo "== site of the documentation, into build/site =="
+	@build/docs-venv/bin/python scripts/make_site.py
 
 $(TOOLS)/.installed: constraints.txt
 	@$(PYTHON) -m venv $(TOOLS)
