@@ -1,7 +1,7 @@
 """Build the site of the documentation into build/site. `make docs` runs this with mkdocs in build/docs-venv.
 
-README.md, the pages of docs/ and of the recipes are gathered into build/pages, in their own places, so that links lead to
-the same pages on the site. A page with the API is made from the public names.
+README.md, the pages of docs/ and of the recipes are gathered into build/pages, in their own places, so that links lead
+to the same pages on the site. A page with the API is made from the public names.
 """
 
 from __future__ import annotations

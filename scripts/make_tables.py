@@ -45,8 +45,6 @@ METHODS = {
     "powersgd_4": "PowerSGD, rank 4",
     "local_sgd_8": "LocalSGD, 8 steps",
     "diloco_32": "DiLoCo, 32 steps",
-    "demo_32": "DeMo, k=32",
-    "sign_sgd": "signSGD, majority vote",
 }
 Table = list[list[str]]
 
@@ -176,8 +174,6 @@ RIVALS = {
     "PowerSGD, rank 4": "AdamW, PowerSGD rank 4",
     "LocalSGD, 8 steps": "AdamW, LocalSGD, 8 steps",
     "DiLoCo, 32 steps": "DiLoCo, 32 steps",
-    "DeMo, k=32": "DeMo, k=32",
-    "signSGD, majority vote": "signSGD, majority vote",
 }
 
 
