@@ -14,10 +14,13 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-#: Spellings that configurations of DeepSpeed bring: each is another name of an option, or has one legal value.
+#: Arguments that are accepted and that nobody has to set: spellings of DeepSpeed and torch, what is found by itself.
 ACCEPTED = (
-    *("amsgrad", "comm_backend_name", "cuda_aware", "reduce_scatter", "reduce_bucket_size"),
-    *("allgather_bucket_size", "clip_grad", "var_freeze_step"),
+    *("comm_backend_name", "cuda_aware", "amsgrad", "eps_inside_sqrt", "var_freeze_step", "node_size", "fused_warmup"),
+    *("var_update_scaler", "local_step_scaler", "local_step_clipper", "adam_w_mode", "set_grad_none", "maximize"),
+    *("capturable", "reduce_scatter", "reduce_bucket_size", "allgather_bucket_size", "clip_grad"),
+    *("contiguous_gradients", "round_robin_gradients", "postscale_gradients", "gradient_predivide_factor"),
+    *("ignore_unused_parameters", "initial_loss_scale", "loss_scale_window"),
 )
 _NOT_OPTIONS = ("self", "params", "optimizer_class", "config")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")

@@ -25,7 +25,8 @@ OTHERS = ("Lamb", "FusedAdam", "ZeroOptimizer", "GradientCompression")
 INTRODUCTION = """\
 # Options
 
-Made by `python scripts/make_options.py` from signatures and docstrings. Each option is described once.
+Made by `python scripts/make_options.py` from signatures and docstrings. Each option is described once; nobody has
+to set the [accepted arguments](#accepted-arguments).
 
 | where | how |
 |---|---|
@@ -33,8 +34,6 @@ Made by `python scripts/make_options.py` from signatures and docstrings. Each op
 | Trainer | `--optim NAME --optim_args "name=value,name=value"`; `none` is None, `--optim_args help` lists all. \
 `lr`, `betas`, `eps`, `weight_decay` and `max_grad_norm` are Trainer's own flags |
 | Accelerate | the fields of [CompressOptPlugin](#compressoptplugin), or environment variables of the same names |
-
-Accepted too, as configurations of DeepSpeed have them: {accepted}.
 
 ## Names for `--optim`
 
@@ -57,6 +56,13 @@ Trainer fits every schedule to the length of the run, as `total_steps` does in a
 """
 
 
+SPELLINGS = """\
+## Accepted arguments
+
+Spellings of DeepSpeed and of torch's AdamW, and what is found by itself.
+"""
+
+
 def main() -> int:
     """Write or check the page; the exit code."""
     parser = argparse.ArgumentParser(description="Write docs/options.md from signatures and docstrings.")
@@ -72,7 +78,7 @@ def render() -> str:
     classes = {name: getattr(hf_compressopt, name) for name in (*COMPRESSED, *OTHERS)}
     first, *others = (options(classes[name]) for name in COMPRESSED)
     common = {name: option for name, option in first.items() if all(other.get(name) == option for other in others)}
-    parts = [INTRODUCTION.format(names=_names(), accepted=", ".join(f"`{name}`" for name in ACCEPTED))]
+    parts = [INTRODUCTION.format(names=_names())]
     parts += [f"## All compressed optimizers\n\n{_table(common)}\n"]
     known = dict(common)
     for name, cls in classes.items():
@@ -80,6 +86,8 @@ def render() -> str:
     plugin = hf_compressopt.CompressOptPlugin
     words = f"{summary(plugin)} The environment variable of a field is `COMPRESSOPT_<FIELD>`, in capitals."
     parts += [_section("CompressOptPlugin", words, _fields(plugin), known)]
+    found = {key: option for cls in reversed(classes.values()) for key, option in options_of(cls).items()}
+    parts += [f"{SPELLINGS}\n{_table({name: found[name] for name in ACCEPTED})}\n"]
     return "\n".join(parts)
 
 

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.checkpoint.io import wait_for_saves
 from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression

@@ -92,9 +92,9 @@ class DDPModels:
             if owners and find_compression(model) is None:
                 check_no_hook(own_hook, "grad_compression")
                 named, group = model.module.named_parameters(), model.process_group
-                state = GradientCompression(
-                    named, compression, process_group=group, loss_scale=loss_scale, **asdict(messages)
-                )
+                cap = messages.bucket_cap_mb or model.bucket_bytes_cap / 2**20
+                options = {**asdict(messages), "bucket_cap_mb": cap, "loss_scale": loss_scale}
+                state = GradientCompression(named, compression, process_group=group, **options)
                 model.register_comm_hook(state, compress_hook)
 
     def hooked(self) -> list[DistributedDataParallel]:
@@ -139,7 +139,7 @@ class ShardedModels:
         loss_scale: Callable[[], float],
     ) -> None:
         """Give every model low-bit messages between its replicas, unless it has them."""
-        if replace(messages, bucket_cap_mb=MessageOptions.bucket_cap_mb) != MessageOptions():
+        if replace(messages, bucket_cap_mb=None) != MessageOptions():
             raise ValueError(
                 f"topology={messages.topology!r}, node_size={messages.node_size} and node_bits={messages.node_bits} "
                 "have no effect with FSDP, whose mesh says which ranks share a node: leave them out"
@@ -151,7 +151,7 @@ class ShardedModels:
                 mesh: Any = next(model.parameters()).device_mesh  # type: ignore[attr-defined]
             else:
                 mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-            cap = messages.bucket_cap_mb
+            cap = messages.bucket_cap_mb or 25.0
             state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale)
             self._found.append(weakref.ref(state))
 

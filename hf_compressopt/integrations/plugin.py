@@ -28,51 +28,48 @@ _TRAINER_FLAGS = {
     "weight_decay": "--weight_decay",
     "max_grad_norm": "--max_grad_norm",
 }
-_ASYNC_SAVE: Options = {"async_save": ((bool,), False)}
-_ZERO_STAGE: Options = {"zero_stage": ((int,), 0)}
 _COMPRESSIONS = ("grad_compression", "param_compression")
 
 
 @dataclass
 class OptimArgs:
-    """The options of one ``--optim_args``, by their owners.
+    """The options of one ``--optim_args``, by their owners."""
 
-    Attributes:
-        optimizer: Options of an optimizer of this package.
-        zero: Options of ZeroOptimizer, with ``stage``; empty without ZeRO.
-        async_save: True to write checkpoints in the background.
-        grad_compression: "int4" or "int8" for gradients in low-bit messages, "none", or "" if it is not given. Under
-            ZeRO it is in ``zero``.
-        messages: Options of these messages.
-        others: The rest of the text, for Trainer's own optimizer.
-    """
-
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    zero: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)  # of an optimizer of this package
+    zero: dict[str, Any] = field(default_factory=dict)  # of ZeroOptimizer, with ``stage``; empty without ZeRO
     async_save: bool = False
-    grad_compression: str = ""
-    messages: dict[str, Any] = field(default_factory=dict)
-    others: str = ""
+    grad_compression: str = ""  # "" if it is not given; under ZeRO it is in ``zero``
+    messages: dict[str, Any] = field(default_factory=dict)  # of grad_compression
+    others: str = ""  # the rest of the text, for Trainer's own optimizer
 
 
 def read_optim_args(name: str, text: str | None) -> OptimArgs:
     """Read ``--optim_args`` for the optimizer that ``--optim`` names."""
     ours = name in OPTIMIZERS or name in ZERO_NAMES
     if (text or "").strip() == "help":
-        raise ValueError(f"optim_args: the options of {name} are {_described(_legal(name, zero=name in ZERO_NAMES))}")
+        legal = sorted(_legal(name, zero=name in ZERO_NAMES).items())
+        told = (f"{key} ({describe_kinds(kinds)}; default {default})" for key, (kinds, default) in legal)
+        raise ValueError(f"optim_args: the options of {name} are {', '.join(told)}")
     if not ours and not any(option in (text or "") for option in ("zero_stage", "async_save", *_COMPRESSIONS)):
         return OptimArgs(others=text or "")
     pairs = _pairs(text)
     stage = _take_stage(name, pairs)
-    found = OptimArgs(
-        zero={} if stage is None else {"stage": stage},
-        async_save=_take_async_save(name, pairs, stage),
-        grad_compression=_take_grad_compression(name, pairs, stage),
-    )
+    found = OptimArgs(zero={} if stage is None else {"stage": stage})
+    found.async_save = parse("async_save", pairs.pop("async_save", "false"), (bool,))
+    if found.async_save and stage is None and name not in ALGORITHMS:
+        raise ValueError(
+            f"optim_args: async_save=true is not supported with {name}, because Trainer saves its state: use it with "
+            f"one of {[*ALGORITHMS, *ZERO_NAMES]}, or with zero_stage"
+        )
+    if stage is None and (value := pairs.pop("grad_compression", "")):  # ZeroOptimizer has an option of that name
+        check_grad_compression(value, name if name in ALGORITHMS else "")
+        found.grad_compression = value
     if not ours:
         check_param_compression(pairs.get("param_compression", "none"), stage)
     if found.grad_compression in FORMATS:
-        found.messages = _take_messages(pairs)
+        legal_here, names = text_options(GradientCompression), {option.name for option in fields(MessageOptions)}
+        found.messages = {key: parse(key, pairs.pop(key), legal_here[key][0]) for key in names & pairs.keys()}
+        MessageOptions(**found.messages)
     own = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     zero = {} if stage is None else {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if key != "stage"}
     for key, value in pairs.items():
@@ -101,36 +98,6 @@ def _take_stage(name: str, pairs: dict[str, str]) -> int | None:
         return None
     check_stage(stage)
     return stage
-
-
-def _take_async_save(name: str, pairs: dict[str, str], stage: int | None) -> bool:
-    """The value of ``async_save``, which is an option of the host."""
-    wanted: bool = parse("async_save", pairs.pop("async_save", "false"), (bool,))
-    if wanted and stage is None and name not in ALGORITHMS:
-        raise ValueError(
-            f"optim_args: async_save=true is not supported with {name}, because Trainer saves its state: use it with "
-            f"one of {[*ALGORITHMS, *ZERO_NAMES]}, or with zero_stage"
-        )
-    return wanted
-
-
-def _take_grad_compression(name: str, pairs: dict[str, str], stage: int | None) -> str:
-    """The value of ``grad_compression``, which is an option of the host; "" if it is not given."""
-    if stage is not None:
-        return ""  # ZeroOptimizer has an option of that name
-    value = pairs.pop("grad_compression", "")
-    if value:
-        check_grad_compression(value, name if name in ALGORITHMS else "")
-    return value
-
-
-def _take_messages(pairs: dict[str, str]) -> dict[str, Any]:
-    """The options of the messages of compressed gradients."""
-    legal = text_options(GradientCompression)
-    names = [field.name for field in fields(MessageOptions) if field.name in pairs]
-    found = {name: parse(name, pairs.pop(name), legal[name][0]) for name in names}
-    MessageOptions(**found)
-    return found
 
 
 def check_grad_compression(value: str, other: str) -> None:
@@ -167,10 +134,11 @@ def _legal(name: str, *, zero: bool) -> Options:
     """The options that --optim_args may have for an optimizer."""
     found = text_options(OPTIMIZERS[name]) if name in OPTIMIZERS else {}
     found |= {key: kinds for key, kinds in text_options(ZeroOptimizer).items() if zero and key != "stage"}
-    found |= _ASYNC_SAVE if zero or name in ALGORITHMS else {}
-    if name not in ALGORITHMS and not zero:
-        found |= {name: ((str,), "none") for name in _COMPRESSIONS[:1]}
-    return found if name in ALGORITHMS or name in ZERO_NAMES else found | _ZERO_STAGE
+    if zero or name in ALGORITHMS:
+        found["async_save"] = (bool,), False
+    else:
+        found["grad_compression"] = (str,), "none"
+    return found if name in ALGORITHMS or name in ZERO_NAMES else found | {"zero_stage": ((int,), 0)}
 
 
 def _unknown(name: str, key: str, legal: Options) -> str:
@@ -207,12 +175,6 @@ def text_options(optimizer_class: type[Any]) -> Options:
     }
 
 
-def _described(options: Options) -> str:
-    return ", ".join(
-        f"{name} ({describe_kinds(kinds)}; default {default})" for name, (kinds, default) in sorted(options.items())
-    )
-
-
 def check_takes_stage(name: str, stage: Any) -> None:
     """Check that a compressed optimizer knows ZeRO; its constructor checks the stage."""
     if len(ALGORITHMS[name].zero_stages) > 1:
@@ -242,15 +204,14 @@ def partitioned(optimizer: torch.optim.Optimizer, stage: int, **options: Any) ->
     return ZeroOptimizer(optimizer.param_groups, type(optimizer), stage=stage, **options, **inner)
 
 
-#: Fields that all compressed optimizers take as they are, ``state`` if it is set.
-OPTIONS = (
+#: Fields that all compressed optimizers take as they are, if they are not None; and those of ZeroOptimizer.
+_COMMON = (
     *("warmup_bits", "scale_block", "variance_floor", "clip", "bucket_cap_mb", "state", "communicator"),
-    *("topology", "node_size", "node_bits", "zero_stage"),
+    *("topology", "node_bits", "zero_stage"),
 )
+_ZERO = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology")
 AUTO = "auto"
 _OF_THE_BUILD = ("COMPRESSOPT_CUDA_ARCHITECTURES", "COMPRESSOPT_PORTABLE_ONLY")
-
-
 _SHARED = options_of(OnebitAdam)
 
 
@@ -270,15 +231,6 @@ def _shared(name: str) -> Any:
     return _own(name, _SHARED[name].default, *_SHARED[name].kinds)
 
 
-def _freeze_step_from_env() -> int | str:
-    name = "COMPRESSOPT_FREEZE_STEP"
-    text = os.environ.get(name, AUTO)
-    try:
-        return AUTO if text == AUTO else int(text)
-    except ValueError:
-        raise ValueError(f"{name} must be an int, or 'auto', got {text!r}") from None
-
-
 def check_variables() -> None:
     """Check that every COMPRESSOPT_... variable is one that the package reads."""
     legal = [
@@ -295,7 +247,7 @@ class CompressOptPlugin:
 
     Every field defaults from the environment variable ``COMPRESSOPT_<FIELD>``, in capitals; ``COMPRESSOPT_OPTIM`` is
     another name for that of ``optimizer``. ``warmup_bits``, ``scale_block``, ``variance_floor``, ``max_update``,
-    ``clip``, ``bucket_cap_mb``, ``topology``, ``node_size`` and ``node_bits`` are options of the compressed optimizers.
+    ``clip``, ``topology`` and ``node_bits`` are options of the compressed optimizers.
 
     Attributes:
         optimizer: "onebit_adam" (the default without zero_stage and grad_compression), "zero_one_adam" or
@@ -309,6 +261,8 @@ class CompressOptPlugin:
         param_compression: "int4" or "int8", with zero_stage: give the updated parameters to all ranks by such messages.
         total_steps: Optimizer steps of the run, for freeze_step="auto"; None takes the scheduler's.
         state: "compact" or "float32", as in the optimizers; None is the optimizer's own default.
+        bucket_cap_mb: MiB of float32 values that are sent together, > 0. None is 25, and with grad_compression the size
+            of DDP's own buckets.
         communicator: "auto", or the name of a torch.distributed backend.
         zero_stage: 1 or 2: every fresh element-wise optimizer becomes a ZeroOptimizer of it, and ``optimizer`` is
             "none" unless it is given. With "onebit_adam" it is that optimizer's option, and with 2 models get no DDP.
@@ -324,12 +278,12 @@ class CompressOptPlugin:
     """
 
     optimizer: str = field(default_factory=lambda: CompressOptPlugin.optimizer_from_env())
-    freeze_step: int | str = field(default_factory=_freeze_step_from_env)
+    freeze_step: int | str = _shared("freeze_step")
     scale_block: int | None = _shared("scale_block")
     variance_floor: float = _shared("variance_floor")
     max_update: float | None = _shared("max_update")
     clip: str = _shared("clip")
-    bucket_cap_mb: float = _shared("bucket_cap_mb")
+    bucket_cap_mb: float | None = _own("bucket_cap_mb", None, float, type(None))
     communicator: str = _own("communicator", AUTO, str)
     zero_stage: int = _shared("zero_stage")
     async_save: bool = _own("async_save", False, bool)
@@ -339,7 +293,6 @@ class CompressOptPlugin:
     state: str | None = _own("state", None, str, type(None))
     param_compression: str = _own("param_compression", "none", str)
     topology: str = _shared("topology")
-    node_size: int | None = _shared("node_size")
     node_bits: int = _shared("node_bits")
     gradient_as_bucket_view: bool = _own("gradient_as_bucket_view", True, bool)
 
@@ -371,15 +324,11 @@ class CompressOptPlugin:
 
     def message_options(self) -> MessageOptions:
         """The options of ``grad_compression``'s messages, checked."""
-        return MessageOptions(self.topology, self.node_size, self.node_bits, self.bucket_cap_mb)
+        return MessageOptions(self.topology, None, self.node_bits, self.bucket_cap_mb)
 
     @staticmethod
     def optimizer_from_env() -> str:
-        """The value of COMPRESSOPT_OPTIM, or of its longer form COMPRESSOPT_OPTIMIZER; "" if neither is set.
-
-        Raises:
-            ValueError: If the two differ.
-        """
+        """The value of COMPRESSOPT_OPTIM, or of its longer form COMPRESSOPT_OPTIMIZER; "" if neither is set."""
         short, long = (os.environ.get(f"COMPRESSOPT_{name}", "") for name in ("OPTIM", "OPTIMIZER"))
         if short and long and short != long:
             raise ValueError(f"COMPRESSOPT_OPTIM={short} and COMPRESSOPT_OPTIMIZER={long} differ: set one of them")
@@ -397,13 +346,21 @@ class CompressOptPlugin:
             return partitioned(optimizer, self.zero_stage, **self.zero_options())
         if self.optimizer == "none" or not _is_plain_adam(optimizer):
             return optimizer
-        self._check_replaceable(optimizer)
+        if optimizer.state:
+            raise ValueError(
+                f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that "
+                f"{self.optimizer} can replace it"
+            )
+        decays = any(group["weight_decay"] for group in optimizer.param_groups)
+        if decays and not isinstance(optimizer, torch.optim.AdamW):
+            raise ValueError(
+                f"Adam with weight_decay is L2 regularization, which {self.optimizer} does not support: use AdamW"
+            )
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether it ever steps
         cls = ALGORITHMS[self.optimizer]
-        given: dict[str, Any] = {"freeze_step": self.freeze_step} if hasattr(cls, "schedule_class") else {}
+        given: dict[str, Any] = {"freeze_step": self.freeze_step, **self.common_options()}
         if self.max_update != _SHARED["max_update"].default or "max_update" in text_options(cls):
             given["max_update"] = self.max_update  # a class that does not know it says so
-        given |= self.common_options()
         return cls(optimizer.param_groups, **given)
 
     @property
@@ -413,20 +370,19 @@ class CompressOptPlugin:
 
     def common_options(self) -> dict[str, Any]:
         """The fields that a compressed optimizer takes as they are."""
-        unset = {"state"} if self.state is None else set()
-        return {name: getattr(self, name) for name in OPTIONS if name not in unset}
+        unset = {name for name in ("state", "bucket_cap_mb") if getattr(self, name) is None}
+        return {name: getattr(self, name) for name in _COMMON if name not in unset}
 
     def zero_options(self) -> dict[str, Any]:
         """The fields that ZeroOptimizer takes as they are."""
-        names = ("bucket_cap_mb", "communicator", "grad_compression", "param_compression", "topology", "node_size")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _ZERO}
 
-    def options_from_env(self, name: str) -> dict[str, Any]:
+    def options_from_env(self) -> dict[str, Any]:
         """The options of a compressed optimizer that are set in the environment, by the names of its constructor."""
-        options = {"freeze_step": self.freeze_step, "max_update": self.max_update, **self.common_options()}
-        given = {name: value for name, value in options.items() if f"COMPRESSOPT_{name.upper()}" in os.environ}
-        freeze_step = given.pop("freeze_step", AUTO)
-        return given | ({} if freeze_step == AUTO else {"freeze_step": freeze_step})
+        options = {"max_update": self.max_update, **self.common_options()}
+        if self.freeze_step != AUTO:
+            options["freeze_step"] = self.freeze_step
+        return {name: value for name, value in options.items() if f"COMPRESSOPT_{name.upper()}" in os.environ}
 
     def leaves_alone(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the reason why an optimizer is not replaced by the compressed one that the plugin names, or ""."""
@@ -438,18 +394,6 @@ class CompressOptPlugin:
             f"CompressOptPlugin(optimizer={self.optimizer!r}) replaces Adam and AdamW, not other optimizers and not "
             f"subclasses with a step of their own. Give AdamW to prepare, or set optimizer='none' to keep {name}"
         )
-
-    def _check_replaceable(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer.state:
-            raise ValueError(
-                f"{type(optimizer).__name__} has taken steps already: prepare it before the first one, so that "
-                f"{self.optimizer} can replace it"
-            )
-        decays = any(group["weight_decay"] for group in optimizer.param_groups)
-        if decays and not isinstance(optimizer, torch.optim.AdamW):
-            raise ValueError(
-                f"Adam with weight_decay is L2 regularization, which {self.optimizer} does not support: use AdamW"
-            )
 
 
 def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:

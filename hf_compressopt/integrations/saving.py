@@ -19,7 +19,7 @@ from hf_compressopt.checkpoint.io import (
     save_state,
     state_is_loaded,
 )
-from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, trainer, trainer_utils, train
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint import io
-from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.checkpoint.io import wait_for_saves
 from hf_compressopt.integrations import accelerate
 from hf_compressopt.integrations.accelerate import Attachment, attach, make_ours
 from hf_compressopt.integrations.algorithms import (
@@ -127,7 +127,7 @@ def _get_optimizer_cls_and_kwargs(original: Callable[..., Any], args: Any, model
         inner: Any = OPTIMIZERS[name]
         kwargs = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
         if name in ALGORITHMS:
-            kwargs |= CompressOptPlugin().options_from_env(name)
+            kwargs |= CompressOptPlugin().options_from_env()
         kwargs |= options.optimizer
     else:
         wrapped = copy.copy(args)

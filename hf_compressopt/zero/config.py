@@ -78,7 +78,7 @@ class ZeroConfig:
         stage: 1 or 2.
         communicator: "auto", the name of a torch.distributed backend, "mpi", or a Communicator.
         bucket_cap_mb: MiB of float32 gradients that are sent at the same time; None is 25.
-        reduce_bucket_size: The same, in elements.
+        reduce_bucket_size: ``bucket_cap_mb`` in elements.
         allgather_bucket_size: Elements of parameters that are gathered at the same time; None is as many as are
             reduced.
         overlap_comm: Send gradients while backward runs.

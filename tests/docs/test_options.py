@@ -1,5 +1,6 @@
 """docs/options.md is what the signatures and docstrings of the classes say."""
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ def make_options() -> dict[str, Any]:
 def test_the_options_page_is_up_to_date(make_options: dict[str, Any]) -> None:
     page: Path = make_options["PAGE"]
     assert page.read_text() == make_options["render"](), "run `python scripts/make_options.py`"
+
+
+def test_there_are_few_options(make_options: dict[str, Any]) -> None:
+    options, _, accepted = make_options["render"]().partition("## Accepted arguments")
+    sections = options[options.index("## All compressed optimizers") :]
+    rows = re.findall(r"^\| `(\w+)` \|", sections, re.MULTILINE)
+    assert len(rows) <= 70 and len(set(rows)) <= 48 and "`amsgrad`" in accepted
 
 
 def test_an_option_without_a_description_is_an_error(make_options: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Accelerate without Trainer: the plug-in, the accelerator class, and an accelerator that exists already."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -141,47 +140,6 @@ def test_load_state_resumes_inside_a_local_interval(step: int, tmp_path: Path) -
         assert equal_params(before["params"], after["params"]) and before["norms"][step:] == after["norms"]
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
-def test_the_plugin_makes_each_of_the_family(name: str) -> None:
-    from hf_compressopt import CompressOptPlugin
-
-    plain = torch.optim.AdamW(network().parameters(), lr=0.5, weight_decay=0.1)
-    made: Any = CompressOptPlugin(optimizer=name, freeze_step=7).convert(plain)
-    assert made.freeze_step == 7 and made.param_groups[0] is plain.param_groups[0]
-    assert type(made).__name__.lower() == name.replace("_", "")
-
-
-@pytest.mark.invariant(34)
-def test_local_gradients_are_clipped_alike_by_the_norm_of_their_mean() -> None:
-    for rank, (logged, expected, clipped, limit) in enumerate(run_ranks(2, clip_local)):
-        assert logged == pytest.approx(expected, rel=0.06), rank  # the sketch of a small model is small
-        assert clipped == pytest.approx(min(limit, expected), rel=0.06), rank
-
-
-def clip_local(rank: int, world_size: int) -> tuple[float, float, float, float]:
-    import torch.distributed as dist
-
-    use_accelerate(rank, world_size)
-    accelerator, model, optimizer, _ = make("class")
-    optimizer.optimizer.freeze_step = 1
-    limit = 0.01
-    for step in range(2):
-        inputs, targets = batch(rank, step)
-        optimizer.zero_grad()
-        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
-        if step == 0:
-            optimizer.step()
-
-    def norm_of_mean() -> float:
-        mean = torch.cat([p.grad.double().flatten() for p in model.parameters()]) / world_size
-        dist.all_reduce(mean)
-        return float(mean.norm())
-
-    expected = norm_of_mean()
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), limit))
-    return norm, expected, norm_of_mean(), limit
-
-
 @pytest.mark.parametrize("order", ["first", "last", "apart"])
 def test_a_second_optimizer_of_another_kind_on_the_same_model_is_refused(order: str) -> None:
     errors = run_ranks_expecting_error(2, mix_optimizers, order)
@@ -311,22 +269,6 @@ def skip_with_scheduler(rank: int, world_size: int) -> tuple[float, float, float
     return results[0], results[1], results[2], skips[0], skips[1]
 
 
-def test_attaching_too_late_is_refused() -> None:
-    errors = run_ranks_expecting_error(2, attach_too_late)
-    assert all("ValueError: this accelerator has prepared a model" in text for text in errors.values())
-
-
-def attach_too_late(rank: int, world_size: int) -> None:
-    use_accelerate(rank, world_size)
-    from accelerate import Accelerator
-
-    from hf_compressopt import attach
-
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
-    attach(accelerator)
-
-
 def test_a_comm_hook_of_the_users_own_is_refused_on_all() -> None:
     for way in ("accelerate", "ddp"):
         errors = run_ranks_expecting_error(2, with_own_hook, way)
@@ -373,75 +315,3 @@ def foreign(rank: int, world_size: int, attached: bool) -> dict[str, torch.Tenso
 def test_with_a_foreign_optimizer_it_is_accelerates_own() -> None:
     plain, attached = run_ranks(2, foreign, False), run_ranks(2, foreign, True)
     assert equal_params(plain[0], attached[0]) and equal_params(plain[1], attached[1])
-
-
-def test_plugin_fields_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_compressopt import CompressOptPlugin
-
-    settings = {"FREEZE_STEP": "77", "SCALE_BLOCK": "none", "VARIANCE_FLOOR": "0.5", "OPTIMIZER": "none"}
-    for name, value in settings.items():
-        monkeypatch.setenv(f"COMPRESSOPT_{name}", value)
-    plugin = CompressOptPlugin()
-    assert (plugin.freeze_step, plugin.scale_block, plugin.variance_floor) == (77, None, 0.5)
-    assert plugin.optimizer == "none" and CompressOptPlugin(freeze_step=5).freeze_step == 5
-    monkeypatch.setenv("COMPRESSOPT_FREEZE_STEP", "soon")
-    with pytest.raises(ValueError, match="COMPRESSOPT_FREEZE_STEP must be an int, or 'auto', got 'soon'"):
-        CompressOptPlugin()
-    with pytest.raises(ValueError, match="optimizer must be one of"):
-        CompressOptPlugin(optimizer="zwei_bit", freeze_step=1)
-    assert "COMPRESSOPT_FREEZE_STEP" in os.environ
-
-
-def test_the_form_of_the_state_comes_from_the_plugin_and_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    from hf_compressopt import CompressOptPlugin
-
-    def make(name: str, **options: Any) -> Any:
-        return CompressOptPlugin(optimizer=name, **options).convert(torch.optim.AdamW(network().parameters()))
-
-    for name in ("onebit_adam", "zero_one_adam", "onebit_lamb"):
-        assert [make(name, state=form).compact for form in ("compact", "float32")] == [True, False]
-        assert make(name).compact == make(name, state=None).compact == (name == "onebit_adam")
-    for text in ("", "none"):  # "none" leaves it to the optimizer, as in every option that may be None
-        if text:
-            monkeypatch.setenv("COMPRESSOPT_STATE", text)
-        assert "state" not in CompressOptPlugin().options_from_env("onebit_adam")
-        assert make("onebit_adam").compact and not make("onebit_lamb").compact
-    for form in ("compact", "float32"):
-        monkeypatch.setenv("COMPRESSOPT_STATE", form)
-        assert CompressOptPlugin().options_from_env("onebit_adam")["state"] == form
-        assert make("onebit_adam").compact == (form == "compact")
-    with pytest.raises(ValueError, match="state must be one of .*'compact', 'float32'.*, got 'small'"):
-        make("onebit_adam", state="small")
-
-
-def test_the_plugins_bound_reaches_the_optimizers_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_compressopt import CompressOptPlugin
-
-    def make(name: str, **options: Any) -> Any:
-        return CompressOptPlugin(optimizer=name, **options).convert(torch.optim.AdamW(network().parameters()))
-
-    for name in ("onebit_adam", "zero_one_adam"):
-        assert make(name, max_update=3.0).max_update == 3.0 and not make(name, max_update=None).max_update
-    assert make("onebit_lamb").param_groups  # without an option that it does not have
-    with pytest.raises(ValueError, match="max_update is not supported with OnebitLamb, got 3.0"):
-        make("onebit_lamb", max_update=3.0)
-    monkeypatch.setenv("COMPRESSOPT_MAX_UPDATE", "2.5")
-    assert make("onebit_adam").max_update == 2.5
-
-
-def test_the_plugin_refuses_what_it_cannot_take_over() -> None:
-    from hf_compressopt import CompressOptPlugin
-
-    plugin = CompressOptPlugin(freeze_step=3)
-    model = network()
-    l2 = torch.optim.Adam(model.parameters(), weight_decay=0.1)
-    with pytest.raises(ValueError, match="use AdamW"):
-        plugin.convert(l2)
-    used = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 10)).sum().backward()
-    used.step()
-    with pytest.raises(ValueError, match="before the first"):
-        plugin.convert(used)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert plugin.convert(sgd) is sgd

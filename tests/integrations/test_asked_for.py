@@ -25,25 +25,6 @@ def outcome(rank: int, world_size: int, variables: dict[str, str], arguments: di
 
 
 @pytest.mark.parametrize(
-    ("optim", "options", "said"),
-    [
-        ("adamw_torch", "grad_compresion=int4", "has no option 'grad_compresion': did you mean 'grad_compression'?"),
-        ("adamw_torch", "zero_stge=2", "has no option 'zero_stge': did you mean 'zero_stage'?"),
-        ("adamw_torch", "freeze_step=200", "adamw_torch has no option 'freeze_step', which onebit_adam"),
-        ("adamw_torch", "foo=1", "adamw_torch has no option 'foo'."),
-        ("sgd", "momentum=0.9,warmup_bits=4", "sgd has no option 'warmup_bits', which onebit_adam"),
-        ("sgd", "momentum=0.9", "SGD"),
-        ("adamw_torch", None, "AdamW"),
-    ],
-)
-def test_options_that_an_ordinary_optimizer_would_ignore_are_refused(
-    optim: str, options: str | None, said: str, tmp_path: Path
-) -> None:
-    arguments = {"output_dir": str(tmp_path), "optim": optim, "optim_args": options}
-    assert all(said in found for found in run_ranks(2, outcome, {}, arguments))
-
-
-@pytest.mark.parametrize(
     ("variables", "optim", "said"),
     [
         ({"COMPRESSOPT_GRAD_COMPRESION": "int4"}, "adamw_torch", "did you mean 'COMPRESSOPT_GRAD_COMPRESSION'"),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.test_async_save import held_back
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import run_ranks
 from tests.support.trainer_runs import Run, equal_params, make_trainer
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -174,22 +174,3 @@ def test_a_checkpoint_is_uploaded_when_it_is_whole(strategy: str, tmp_path: Path
     checkpoints = [entry for entry in uploaded if entry[0].startswith("checkpoint-")]
     assert checkpoints == ([("checkpoint-2", True), ("checkpoint-4", True)] if strategy == "checkpoint" else [])
     assert len(uploaded) == 2 + len(checkpoints)
-
-
-def train_with(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    make_trainer(rank, world_size, Run(arguments)).create_optimizer()
-
-
-@pytest.mark.parametrize(
-    ("optim", "optim_args", "said"),
-    [
-        ("adamw_torch", "async_save=true", "async_save=true is not supported with adamw_torch"),
-        ("fused_adam", "async_save=yes", "use it with one of ['onebit_adam'"),
-        ("onebit_adam", "async_save=maybe", "async_save must be true or false, got 'maybe'"),
-        ("onebit_adam", "async_save=true,async_save=true", "async_save is given twice"),
-    ],
-)
-def test_what_cannot_be_is_refused(optim: str, optim_args: str, said: str, tmp_path: Path) -> None:
-    arguments = {"optim": optim, "optim_args": optim_args, "output_dir": str(tmp_path)}
-    errors = run_ranks_expecting_error(2, train_with, arguments)
-    assert all(text.startswith("ValueError: ") and said in text for text in errors.values()), errors

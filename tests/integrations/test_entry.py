@@ -115,22 +115,6 @@ def test_a_wrong_variable_is_said_before_the_script_starts() -> None:
     assert done.returncode == 2 and "optimizer must be one of" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"COMPRESSOPT_OPTIM": "onebit_adam", "COMPRESSOPT_OPTIMIZER": "zero_one_adam"}, "differ: set one of them"),
-        ({"COMPRESSOPT_GRAD_COMPRESSION": "int5"}, "grad_compression must be one of"),
-    ],
-)
-def test_wrong_variables_are_refused(variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_compressopt import CompressOptPlugin
-
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=message):
-        CompressOptPlugin()
-
-
 def test_a_trainer_script_follows_the_same_variables(tmp_path: Path) -> None:
     words = arguments(tmp_path)
     for option in ("--optim", "--optim_args"):

@@ -81,7 +81,7 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     rows: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
         "dp_replicate_size=NODES": ({"replicas": 1}, {"grad_compression": "int4"}, False),
         "fsdp_version=2": ({"replicas": 1, "version": 1}, {"grad_compression": "int4"}, False),
-        "node_size=2": ({"replicas": 2}, {"grad_compression": "int4", "node_size": 2}, False),
+        "node_bits=16": ({"replicas": 2}, {"grad_compression": "int4", "node_bits": 16}, False),
         "ZeroOptimizer works with DistributedDataParallel": (
             {"replicas": 2},
             {"grad_compression": "int4", "zero_stage": 2},

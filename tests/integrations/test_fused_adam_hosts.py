@@ -1,24 +1,20 @@
 """FusedAdam in Trainer and Accelerate, with two real processes."""
 
 import os
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch import nn
 
-from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.trainer_runs import Run, equal_params, same_on_all_ranks, train, use_accelerate
+from tests.support.harness import run_ranks
+from tests.support.trainer_runs import Run, same_on_all_ranks, train, use_accelerate
 
 # The gradient of an attention's key bias is nothing but rounding, which Adam would blow up to steps of full size.
 EPSILON = {"adam_epsilon": 1e-5}
 
 # Older Trainers have torch load every optimizer's tensors to "cpu:0" where CPU ranks are several, which it refuses.
-RESUMING_RANKS = 2 if Version(version("transformers")) >= Version("5.18") else 1
-
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulation_and_clipping": ({"gradient_accumulation_steps": 3, "max_grad_norm": 0.3}, {}),
     "scaler": ({"max_grad_norm": 0.0}, {"scaler": True, "overflow": (1, 2)}),
@@ -42,33 +38,6 @@ def test_trainer_has_the_numbers_of_adamw_torch(name: str, tmp_path: Path) -> No
     if name == "scaler":
         assert [row["skipped"] for row in fused["rows"]] == [False, False, True, False, False, False]
         assert fused["rows"][2]["norm"] == fused["rows"][1]["norm"]
-
-
-def test_trainer_resumes_bit_for_bit(tmp_path: Path) -> None:
-    arguments = {"optim": "fused_adam", "optim_args": "fp32_moments=true, master_weights=true", "save_steps": 3}
-    whole = run_ranks(
-        RESUMING_RANKS, train, Run({**arguments, "output_dir": str(tmp_path), "save_strategy": "steps"}), timeout=240
-    )
-    resume = Run({**arguments, "output_dir": str(tmp_path / "resumed")}, resume=str(tmp_path / "checkpoint-3"))
-    resumed = run_ranks(RESUMING_RANKS, train, resume, timeout=240)
-    assert equal_params(resumed[0]["params"], whole[0]["params"]) and len(resumed[0]["rows"]) == 5
-
-
-def test_trainer_continues_a_run_of_adamw_torch(tmp_path: Path) -> None:
-    here = {**EPSILON, "output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 3}
-    whole = run_ranks(RESUMING_RANKS, train, Run({**here, "optim": "adamw_torch"}), timeout=240)[0]
-    on = {**EPSILON, "optim": "fused_adam", "output_dir": str(tmp_path / "on")}
-    resume = Run(on, resume=str(tmp_path / "checkpoint-3"))
-    continued = run_ranks(RESUMING_RANKS, train, resume, timeout=240)[0]
-    assert continued["optimizer"] == "FusedAdam" and len(continued["rows"]) == 5
-    for parameter, value in whole["params"].items():
-        torch.testing.assert_close(continued["params"][parameter], value, rtol=0, atol=1e-6)
-
-
-def test_trainer_refuses_what_is_no_option(tmp_path: Path) -> None:
-    run = Run({"optim": "fused_adam", "optim_args": "freeze_step=3", "output_dir": str(tmp_path)})
-    message = run_ranks_expecting_error(1, train, run)[0]
-    assert "FusedAdam has no option 'freeze_step', which onebit_adam" in message and "--optim_args help" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

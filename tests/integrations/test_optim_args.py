@@ -1,8 +1,12 @@
 """--optim_args: every option reaches its owner, and one that nobody knows is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from hf_compressopt.integrations.plugin import OptimArgs, read_optim_args
+from tests.support.harness import run_ranks
+from tests.support.trainer_runs import Run, make_trainer
 
 
 @pytest.mark.parametrize(
@@ -30,36 +34,69 @@ def test_each_option_reaches_its_owner(name: str, text: str | None, found: Optim
     assert read_optim_args(name, text) == found
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("zero2_adamw", "bukcet_cap_mb=50", "zero2_adamw has no option 'bukcet_cap_mb': did you mean 'bucket_cap_mb'"),
-        (
-            "fused_adam",
-            "zero_stage=2,bukcet_cap_mb=50",
-            "FusedAdam has no option 'bukcet_cap_mb': did you mean 'bucket_cap_mb'",
-        ),
-        ("zero1_adamw", "freeze_step=3", "no option 'freeze_step'"),
-        ("zero1_adamw", "stage=2", "no option 'stage'"),
-        ("zero1_adamw", "help", "the options of zero1_adamw are allgather_bucket_size .an int or none; default None"),
-        ("onebit_adam", "help", "warmup_bits .an int; default 4"),
-        ("adamw_torch", "help", "grad_compression .a name; default none.*zero_stage"),
-        ("zero1_adamw", "lr=2", "--learning_rate"),
-        (
-            "onebit_lamb",
-            "max_update=5",
-            "OnebitLamb has no option 'max_update', which onebit_adam and zero_one",
-        ),
-        ("lamb", "async_save=true", "async_save=true is not supported with lamb"),
-        ("adamw_torch", "zero_stage=3", "stage must be 1 or 2, got 3"),
-        ("adamw_torch", "zero_stage=two", "zero_stage must be an int"),
-        ("zero2_adamw", "bucket_cap_mb=50,bucket_cap_mb=60", "given twice"),
-        ("zero2_adamw", "bucket_cap_mb", "name=value"),
-    ],
-)
-def test_what_nobody_knows_is_refused(name: str, text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said.replace("(", "[(]")):
-        read_optim_args(name, text)
+#: ``--optim``, ``--optim_args``, and what the error says.
+REFUSED = [
+    ("zero2_adamw", "bukcet_cap_mb=50", "zero2_adamw has no option 'bukcet_cap_mb': did you mean 'bucket_cap_mb'"),
+    ("fused_adam", "zero_stage=2,bukcet_cap_mb=50", "FusedAdam has no option 'bukcet_cap_mb': did you mean 'bucket_"),
+    ("fused_adam", "freeze_step=3", "FusedAdam has no option 'freeze_step', which onebit_adam"),
+    ("zero1_adamw", "freeze_step=3", "no option 'freeze_step'"),
+    ("zero1_adamw", "stage=2", "no option 'stage'"),
+    ("zero1_adamw", "help", "the options of zero1_adamw are allgather_bucket_size (an int or none; default None"),
+    ("onebit_adam", "help", "warmup_bits (an int; default 4)"),
+    ("adamw_torch", "help", "grad_compression (a name; default none), zero_stage"),
+    ("zero1_adamw", "lr=2", "--learning_rate"),
+    ("onebit_adam", "betas=0.9", "--adam_beta1"),
+    ("onebit_lamb", "max_update=5", "OnebitLamb has no option 'max_update', which onebit_adam and zero_one"),
+    ("onebit_adam", "frezze_step=3", "no option 'frezze_step': did you mean 'freeze_step'"),
+    ("onebit_adam", "freeze_step=soon", "freeze_step must be an int >= 1, or 'auto', got 'soon'"),
+    ("onebit_adam", "max_freeze_step=soon", "max_freeze_step must be an int or none, got 'soon'"),
+    ("onebit_adam", "freeze_step=0", "freeze_step must be >= 1, got 0"),
+    ("onebit_adam", "scale_block=12", "scale_block must be a positive multiple of 8"),
+    ("onebit_adam", "bias_correction=perhaps", "bias_correction must be true or false"),
+    ("onebit_adam", "communicator=carrier_pigeon", "carrier_pigeon"),
+    ("onebit_adam", "param_compression=int4", "OnebitAdam has no option 'param_compression'"),
+    ("onebit_adam", "grad_compression=int4", "onebit_adam sends gradients in a way of"),
+    ("adamw_torch", "grad_compression=int2", "grad_compression must be one of"),
+    ("adamw_torch", "grad_compression=int4,bucket_cap_mb=0", "bucket_cap_mb must be > 0"),
+    ("adamw_torch", "grad_compression=int4,param_compression=int4", "is an option of ZeRO"),
+    ("adamw_torch", "zero_stage=1,grad_compression=int3", "grad_compression must be one of"),
+    ("zero2_adamw", "param_compression=int3", "param_compression must be one of"),
+    ("adamw_torch", "grad_compresion=int4", "has no option 'grad_compresion': did you mean 'grad_compression'?"),
+    ("adamw_torch", "zero_stge=2", "has no option 'zero_stge': did you mean 'zero_stage'?"),
+    ("adamw_torch", "freeze_step=200", "adamw_torch has no option 'freeze_step', which onebit_adam"),
+    ("adamw_torch", "foo=1", "adamw_torch has no option 'foo'."),
+    ("lamb", "async_save=true", "async_save=true is not supported with lamb"),
+    ("fused_adam", "async_save=yes", "use it with one of ['onebit_adam'"),
+    ("onebit_adam", "async_save=maybe", "async_save must be true or false, got 'maybe'"),
+    ("adamw_torch", "zero_stage=3", "stage must be 1 or 2, got 3"),
+    ("adamw_torch", "zero_stage=two", "zero_stage must be an int"),
+    ("zero2_adamw", "zero_stage=1", "part of the optimizer's name"),
+    ("onebit_lamb", "zero_stage=2", "--optim zero2_adamw"),
+    ("adafactor", "zero_stage=1", "whole rows and columns"),
+    ("zero2_adamw", "offload_optimizer=cpu", "no accelerator"),
+    ("zero2_adamw", "bucket_cap_mb=50,bucket_cap_mb=60", "given twice"),
+    ("zero2_adamw", "bucket_cap_mb", "name=value"),
+]
+
+
+def refuse(rank: int, world_size: int, directory: str) -> list[str]:
+    """The error of each row, by a Trainer."""
+    errors = []
+    for name, text, _ in REFUSED:
+        try:
+            run = Run({"optim": name, "optim_args": text, "output_dir": directory})
+            make_trainer(rank, world_size, run).create_optimizer()
+            errors.append("no error")
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_what_nobody_knows_is_refused_by_trainer_on_all_ranks(tmp_path: Path) -> None:
+    for errors in run_ranks(2, refuse, str(tmp_path), timeout=120):
+        wrong = [(row, error) for row, error in zip(REFUSED, errors, strict=True) if row[2] not in error]
+        assert not wrong, "\n".join(map(str, wrong))
+        assert "variance_floor" not in errors[[row[1] for row in REFUSED].index("frezze_step=3")]
 
 
 @pytest.mark.parametrize(("optim", "known"), [("adamw_torch", ""), ("sgd", "momentum=0.9,")])
@@ -97,5 +134,5 @@ def test_the_spellings_of_the_ecosystem_mean_what_the_older_ones_mean() -> None:
         assert ZeroOptimizer(params, inner, lr=0.1, max_grad_norm=2.0).clip_grad == 2.0
     with pytest.raises(ValueError, match="max_grad_norm=2.0 and clip_grad=1.0 are two spellings"):
         ZeroOptimizer(params, torch.optim.AdamW, max_grad_norm=2.0, clip_grad=1.0)
-    both = [CompressOptPlugin(topology=name, node_size=2).message_options() for name in ("hierarchical", "two-level")]
+    both = [CompressOptPlugin(topology=name).message_options() for name in ("hierarchical", "two-level")]
     assert both[0] == both[1] and both[0].topology == "hierarchical"

@@ -69,18 +69,6 @@ def test_the_plugins_default_is_auto_and_says_when_it_knows_no_length() -> None:
     assert not any("not know the length" in line for line in run_ranks(2, plug_in, {}, 50, "auto", "AdamW")[0]["lines"])
 
 
-def test_the_plugins_fields_take_auto_and_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_compressopt import CompressOptPlugin
-
-    assert CompressOptPlugin().freeze_step == "auto" and CompressOptPlugin().total_steps is None
-    monkeypatch.setenv("COMPRESSOPT_FREEZE_STEP", "auto")
-    monkeypatch.setenv("COMPRESSOPT_TOTAL_STEPS", "70")
-    assert (CompressOptPlugin().freeze_step, CompressOptPlugin().total_steps) == ("auto", 70)
-    for options in ({"freeze_step": "soon"}, {"freeze_step": 0}, {"total_steps": 0}, {"total_steps": 1.5}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} must be an int >= 1"):
-            CompressOptPlugin(**options)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam", "onebit_lamb"])
 def test_a_freeze_step_beyond_the_run_is_said_once(name: str) -> None:
     options = {"optimizer": name, "warmup_bits": 32}
@@ -98,15 +86,6 @@ def test_what_the_plugin_leaves_alone_is_said_once(cls: str) -> None:
     found = run_ranks(2, plug_in, {"freeze_step": 3}, 50, "none", cls)
     assert [rank["class"] for rank in found] == [{"Own": "OwnStep"}.get(cls, cls)] * 2
     assert [sum("stays as it is" in line for line in rank["lines"]) for rank in found] == [1, 0]
-
-
-def test_subclasses_without_a_step_of_their_own_are_converted() -> None:
-    from hf_compressopt import CompressOptPlugin, OnebitAdam
-
-    class Named(torch.optim.AdamW):
-        """An optimizer with defaults of its own, and AdamW's step."""
-
-    assert isinstance(CompressOptPlugin(freeze_step=2).convert(Named(network().parameters())), OnebitAdam)
 
 
 def trainer_run(

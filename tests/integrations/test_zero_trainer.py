@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import run_ranks
 from tests.support.spreading import short
 from tests.support.trainer_runs import Run, equal_params, train
 
@@ -103,18 +103,3 @@ def test_zero_stage_in_optim_args_wraps_element_wise_optimizers_and_lamb(tmp_pat
         assert partitioned["optimizer"] == "ZeroOptimizer"
         assert losses(plain) == pytest.approx(losses(partitioned), abs=5e-7)
         assert all(torch.allclose(v, partitioned["params"][k], atol=1e-6) for k, v in plain["params"].items())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"optim": "onebit_lamb", "optim_args": "zero_stage=2"}, "--optim zero2_adamw"),
-        ({"optim": "adafactor", "optim_args": "zero_stage=1"}, "whole rows and columns"),
-        ({"optim": "adamw_torch", "optim_args": "zero_stage=3"}, "stage must be 1 or 2, got 3"),
-        ({"optim": "zero2_adamw", "optim_args": "zero_stage=1"}, "part of the optimizer's name"),
-        ({"optim": "zero2_adamw", "optim_args": "offload_optimizer=cpu"}, "no accelerator"),
-    ],
-)
-def test_what_cannot_be_had_is_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    errors = run_ranks_expecting_error(2, train, Run({"output_dir": str(tmp_path), **arguments}))
-    assert all(message in error for error in errors.values()), errors

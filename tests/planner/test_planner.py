@@ -287,7 +287,7 @@ def bytes_of_freed(rank: int, world_size: int, params: int, bucket_cap_mb: float
     (state,), found = optimizer._states, []
     for step in range(3):
         param.sum().backward()
-        left, early, moments = optimizer.freed._left, optimizer.early_messages._arrived, state.moments
+        left, early, moments = optimizer.freed._sent, optimizer.early_messages._arrived, state.moments
         means = sum(mean.values.nbytes for mean in left.means.values())
         pending = [mean.errors for mean in left.means.values()] + [
             message.exchanged.errors for message in early.values()
