@@ -289,11 +289,10 @@ def bytes_of_freed(rank: int, world_size: int, params: int, bucket_cap_mb: float
         param.sum().backward()
         left, early, moments = optimizer.freed._sent, optimizer.early_messages._arrived, state.moments
         means = sum(mean.values.nbytes for mean in left.means.values())
-        pending = [mean.errors for mean in left.means.values()] + [
-            message.exchanged.errors for message in early.values()
-        ]
-        held = [tensor_of(error) for row in pending for error in (*row.worker, row.server) if error is not None]
-        held += [message.exchanged.average.messages for message in early.values()]
+        errors = [error for mean in left.means.values() for error in mean.errors]
+        errors += [error for message in early.values() for error in (*message.errors.worker, message.errors.server)]
+        held = [tensor_of(error) for error in errors if error is not None]
+        held += [message.average.messages for message in early.values()]
         held += [last.messages for last in moments.last.values()]
         shards = moments.shards.exp_avg + moments.shards.exp_avg_sq if moments.shards else []
         held += [*shards, moments.codes, moments.exp_avg, moments.exp_avg_sq, state.worker_error, state.server_error]
