@@ -34,12 +34,18 @@ def blocks(document: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
 
 
+def changed(document: Path) -> list[str]:
+    """What the diffs of a document leave behind."""
+    return ["".join(re.findall(r"^[+ ] (.*\n)", text, re.MULTILINE)) for text in blocks(document, "diff")]
+
+
 def commands(document: Path) -> Iterator[list[str]]:
-    """The words of each command: in bash blocks, expanded by bash (a block sees what an earlier one has set), and in
-    the text."""
+    """The words of each command: in bash blocks, expanded by bash (a block sees what an earlier one has set), in diffs,
+    and in the text."""
     for text in re.findall(r"`(python scripts/[^`]*)`", document.read_text()):
         yield text.split()
     script = PRELUDE + "\n".join(blocks(document, "bash"))
+    script += "\n".join(text for text in changed(document) if text.startswith("torchrun"))
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=REPO_ROOT)
     assert done.returncode == 0, f"{document}: {done.stderr}"
     for record in done.stdout.split("\036")[:-1]:
@@ -149,7 +155,8 @@ def unknown_options(rank: int, world_size: int, commands: list[list[str]]) -> li
 
 def test_the_examples_run_as_printed(tmp_path: Path) -> None:
     examples = [text for document in (README, *DOCS, *RECIPES) for text in blocks(document, "python")]
-    assert len(examples) >= 9
+    examples += [text for text in changed(README) if not text.startswith("torchrun")]
+    assert len(examples) >= 14
     ran = run_ranks(2, run_examples, examples, str(tmp_path), timeout=240)
     assert ran[0] == ran[1] and {"OnebitAdam", "FusedAdam", "ZeroOptimizer"} <= set(ran[0])
     assert (tmp_path / "checkpoint" / "compressopt.index.json").is_file()
@@ -176,6 +183,7 @@ def run_examples(rank: int, world_size: int, examples: list[str], directory: str
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         names = {
             "torch": torch,
+            "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
             "model": model,
             "optimizer": optimizer,
             "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
