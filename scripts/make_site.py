@@ -28,7 +28,7 @@ def gather() -> None:
     """Copy the pages, and write that of the API."""
     shutil.rmtree(PAGES, ignore_errors=True)
     shutil.copytree(ROOT / "docs", PAGES / "docs")
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("recipes/*/README.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("recipes/*/README.md"), *ROOT.glob("recipes/*.ipynb")):
         place = PAGES / page.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, place)
