@@ -84,18 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Place:
-    """The place of this rank among the others, from the launcher's variables.
+    """The place of this rank among the others, from the launcher's variables."""
 
-    Attributes:
-        ranks: All ranks.
-        local: Ranks of each node.
-        device: This rank's device.
-        everyone: All ranks, after :meth:`join`.
-        neighbours: The ranks of this node, if there are several, and several nodes.
-    """
-
-    everyone: Communicator
-    neighbours: Communicator | None = None
+    everyone: Communicator  # from join() on
+    neighbours: Communicator | None = None  # the ranks of this node, if there are several, and several nodes
 
     def __init__(self, use_cpu: bool) -> None:
         """Read the launcher's variables."""
@@ -110,7 +102,7 @@ class _Place:
                 f"LOCAL_WORLD_SIZE must divide WORLD_SIZE={self.ranks}, got {self.local}: start as many ranks on "
                 "every machine"
             )
-        self.device = torch.device("cpu")
+        self.nodes, self.device = self.ranks // self.local, torch.device("cpu")
         use_cpu |= os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         if torch.cuda.is_available() and not use_cpu:
             if self.local > torch.cuda.device_count():
@@ -119,11 +111,6 @@ class _Place:
                     "rank for each, or give --use_cpu"
                 )
             self.device = torch.device("cuda", announced("LOCAL_RANK", 0))
-
-    @property
-    def nodes(self) -> int:
-        """The number of machines."""
-        return self.ranks // self.local
 
     def join(self, timeout: float) -> None:
         """Wait for the others, at most ``timeout`` seconds."""
@@ -201,13 +188,12 @@ def _measure_step(arguments: argparse.Namespace, place: _Place, measured: dict[s
 
 def _measure_links(arguments: argparse.Namespace, place: _Place, measured: dict[str, Any]) -> None:
     """Fill in the rates of the links."""
-    needed = (arguments.bandwidth, arguments.latency, arguments.host_bandwidth)
-    if None in needed:
+    missing = [name for name in ("bandwidth", "latency", "host_bandwidth") if getattr(arguments, name) is None]
+    if missing:
         shape = (place.ranks, 1) if place.nodes == 1 else (place.nodes, place.local)
         found = _link(place.everyone, place, shape, measured, "link")
-        given = {name: getattr(arguments, name) for name in ("bandwidth", "latency", "host_bandwidth")}
-        for name, value in given.items():
-            setattr(arguments, name, getattr(found, name) if value is None else value)
+        for name in missing:
+            setattr(arguments, name, getattr(found, name))
     if place.neighbours is not None and arguments.local_bandwidth is None:
         found = _link(place.neighbours, place, (place.local, 1), measured, "local_link")
         arguments.local_bandwidth = -link.slowest([-found.bandwidth], place.everyone)[0]

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=hf_compressopt.__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     estimate.add_parser(commands)
-    for subcommand in _SUBCOMMANDS:
-        subcommand.add_parser(commands)
+    for name, run, help_line, description, options in _SUBCOMMANDS:
+        subparser = commands.add_parser(name, help=help_line, description=description)
+        for option, keywords in options.items():
+            subparser.add_argument(option, **keywords)
+        subparser.set_defaults(run=run)
     arguments = parser.parse_args(argv)
     try:
         with _as_one_process():
@@ -145,32 +147,6 @@ def _complain(command: str, what: object) -> None:
     print(f"hf-compressopt {command}: {text}", file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class _Subcommand:
-    """A subcommand.
-
-    Attributes:
-        name: Its name.
-        run: Takes the parsed arguments and returns the exit code.
-        help: One line for the list of subcommands.
-        description: Its own help.
-        arguments: Keyword arguments of ``add_argument``, by name or flag.
-    """
-
-    name: str
-    run: Callable[[argparse.Namespace], int]
-    help: str
-    description: str
-    arguments: dict[str, dict[str, Any]]
-
-    def add_parser(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-        """Add the subcommand to those of a command."""
-        parser = commands.add_parser(self.name, help=self.help, description=self.description)
-        for name, options in self.arguments.items():
-            parser.add_argument(name, **options)
-        parser.set_defaults(run=self.run)
-
-
 def _flag(text: str) -> dict[str, Any]:
     return {"action": "store_true", "help": text}
 
@@ -179,15 +155,16 @@ def _prefix_option(text: str, default: str | None = None) -> dict[str, Any]:
     return {"type": _prefix, "default": default, "help": f"start of the file names{text}"}
 
 
-_SUBCOMMANDS = (
-    _Subcommand(
+#: Name, what runs and returns the exit code, help in the list, its own help, keyword arguments of ``add_argument``.
+_SUBCOMMANDS: tuple[tuple[str, Callable[[argparse.Namespace], int], str, str, dict[str, dict[str, Any]]], ...] = (
+    (
         "env",
         _env,
         "print versions, native libraries, GPUs, communicators, and which kernels are in use",
         "Print the information to include in a bug report. Exit code 1 if something cannot work.",
         {"--json": _flag("print JSON")},
     ),
-    _Subcommand(
+    (
         "selftest",
         _selftest,
         "test all kernels and each optimizer on this machine, and print one JSON for an issue",
@@ -195,7 +172,7 @@ _SUBCOMMANDS = (
         "two processes. Exit code 0 if all is well, 1 if something differs, 2 if there is no GPU to test.",
         {"--gpu": _flag("on the GPU; over NCCL where there are two, else over gloo")},
     ),
-    _Subcommand(
+    (
         "from-deepspeed",
         _from_deepspeed,
         "translate a DeepSpeed configuration into Trainer's flags and Accelerate's call",
@@ -213,7 +190,7 @@ _SUBCOMMANDS = (
             "--json": _flag("print JSON"),
         },
     ),
-    _Subcommand(
+    (
         "inspect",
         _inspect,
         "list what a checkpoint holds, and check that it is complete",
@@ -226,7 +203,7 @@ _SUBCOMMANDS = (
             "--json": _flag("print JSON, with every tensor"),
         },
     ),
-    _Subcommand(
+    (
         "consolidate",
         _consolidate,
         "write a checkpoint as one file with the state of torch.optim.AdamW",
@@ -240,7 +217,7 @@ _SUBCOMMANDS = (
             "--force": _flag("replace OUT if it exists"),
         },
     ),
-    _Subcommand(
+    (
         "import",
         _import,
         "write one file with the state of torch.optim.AdamW as a checkpoint",

@@ -129,7 +129,6 @@ def _gpus() -> dict[str, Any]:
 
 
 def _backends() -> list[str]:
-    """The available backends of torch.distributed, also those of other packages."""
     import torch.distributed as dist
 
     if not dist.is_available():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-MIB = 2**20
+MIB, MB = 2**20, 1e6
 
 Variants = dict[str, Callable[[], object]]
 
@@ -86,6 +86,19 @@ def gloo_ranks(rank: int, world_size: int, store: str | Path, threads: int = 1) 
     time.sleep(0.3)  # gloo's threads come to rest
 
 
+def small_gpt2(layers: int, width: int, vocabulary: int, tokens: int) -> Any:
+    """Transformers' GPT-2 without dropout, alike on all ranks."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // 64), "vocab_size": vocabulary}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(n_positions=tokens, use_cache=False, bos_token_id=0, eos_token_id=0, **sizes, **dropout)
+    )
+
+
 # -- reports ----------------------------------------------------------------------------------------------------------
 
 
@@ -131,3 +144,13 @@ def pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def logarithmic(panel: Any) -> None:
+    """Make a panel's horizontal axis logarithmic, with plain numbers at 1, 2, 5, 10, ..."""
+    from matplotlib.ticker import LogLocator
+
+    panel.set_xscale("log")
+    panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.xaxis.set_major_formatter("{x:,g}")
+    panel.xaxis.set_minor_formatter("")

@@ -213,6 +213,52 @@ def nothing_hook(_, bucket):  # DDP compares annotations with its own types
     return future
 
 
+def trainer_of(
+    model: Any, examples: Any, folder: str, watch: Any, *, hook: str, data: Any = None, **options: Any
+) -> Any:
+    """A Trainer on CPUs that logs and saves nothing.
+
+    Args:
+        model: The model.
+        examples: Its training examples.
+        folder: An empty folder.
+        watch: A callback.
+        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
+        data: Other arguments of Trainer.
+        options: Other TrainingArguments.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    import hf_compressopt.auto  # noqa: F401
+
+    class Hook(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            if not hook or not isinstance(trainer.model_wrapped, DistributedDataParallel):
+                return
+            state = None
+            if hook == "powersgd":
+                state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+            hooks = {"none": nothing_hook, "fp16": default_hooks.fp16_compress_hook}
+            trainer.model_wrapped.register_comm_hook(state, hooks.get(hook, powerSGD_hook.powerSGD_hook))
+
+    arguments = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        ddp_backend="gloo",
+        ddp_find_unused_parameters=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=examples, callbacks=[Hook(), watch], **data or {})
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
 def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """On a rank: take orders, one JSON object a line, and answer each with one; ends where its input does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks

@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import set_forkserver_preload
@@ -45,15 +44,11 @@ from hf_compressopt.zero.memory import release_memory, resident_bytes
 BLOCK = 4 * MIB
 
 
-def matrices(options: dict[str, Any]) -> int:
-    """The number of square matrices that have as many elements as there are to be parameters, or fewer."""
-    return max(options["parameters"] // options["width"] ** 2, 1)
-
-
 def parameters(options: dict[str, Any]) -> list[nn.Parameter]:
-    """Square matrices, of 1024 x 1024 elements by default; alike on all ranks."""
+    """Square matrices of about as many elements as asked for, alike on all ranks."""
     torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(options["width"], options["width"])) for _ in range(matrices(options))]
+    width = options["width"]
+    return [nn.Parameter(torch.randn(width, width)) for _ in range(max(options["parameters"] // width**2, 1))]
 
 
 def make(options: dict[str, Any]) -> torch.optim.Optimizer:
@@ -68,97 +63,87 @@ def make(options: dict[str, Any]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def tensors_of(optimizer: Any) -> dict[str, torch.Tensor]:
+def tensors_of(optimizer: Any, folder: str) -> dict[str, torch.Tensor]:
     """This rank's state for torch.save and DCP: plain tensors under names of its own."""
-    folder = Path(tempfile.mkdtemp(dir=os.environ["BENCHMARK_FOLDER"]))
-    snapshot = take_snapshot(checkpointable(optimizer), folder, None, "names")
+    snapshot = take_snapshot(checkpointable(optimizer), Path(tempfile.mkdtemp(dir=folder)), None, "names")
     snapshot.remove()
     dist.barrier()
     return {f"rank{dist.get_rank()}/{tensor.key}@{tensor.start}": tensor.local for tensor in snapshot.tensors}
 
 
-class Variant(ABC):
+class Variant:
     """One way to write a state and to read it back; ``save`` returns what finishes it, where it goes on behind."""
 
     def __init__(self, optimizer: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
         self.optimizer, self.tensors, self.folder = optimizer, tensors, folder
+        self.file = folder / f"{dist.get_rank()}.pt"
 
-    @abstractmethod
-    def save(self) -> Callable[[], Any] | None: ...
+    def save(self) -> Callable[[], Any] | None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def load(self) -> None: ...
+    def load(self) -> None:
+        raise NotImplementedError
 
 
 class Disk(Variant):
     """The same bytes from one buffer, and fsync."""
 
-    def _file(self) -> Path:
-        return self.folder / f"bytes-{dist.get_rank()}"
-
-    def _blocks(self) -> list[memoryview]:
-        nbytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
-        buffer = memoryview(self.buffer)
-        return [buffer[: min(BLOCK, nbytes - low)] for low in range(0, nbytes, BLOCK)]
-
-    buffer = os.urandom(BLOCK)
+    buffer = memoryview(os.urandom(BLOCK))
 
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self._file(), "wb", buffering=0) as file:
-            for block in self._blocks():
-                file.write(block)
+        nbytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        with open(self.file, "wb", buffering=0) as file:
+            for low in range(0, nbytes, BLOCK):
+                file.write(self.buffer[: min(BLOCK, nbytes - low)])
             os.fsync(file.fileno())
 
     def load(self) -> None:
-        room = bytearray(BLOCK)
-        with open(self._file(), "rb", buffering=0) as file:
-            while file.readinto(room):
+        space = bytearray(BLOCK)
+        with open(self.file, "rb", buffering=0) as file:
+            while file.readinto(space):
                 pass
 
 
 class Ours(Variant):
-    def save(self) -> None:
+    def save(self) -> Callable[[], Any] | None:
         save_state(self.optimizer, self.folder)
+        return None
 
     def load(self) -> None:
         load_state(self.optimizer, self.folder)
 
 
 class OursBehind(Ours):
-    def save(self) -> Callable[[], Any]:  # type: ignore[override]
+    def save(self) -> Callable[[], Any]:
         return async_save_state(self.optimizer, self.folder).result
 
 
 class TorchSave(Variant):
     """A file for each rank."""
 
-    def _file(self) -> Path:
-        return self.folder / f"{dist.get_rank()}.pt"
-
     def save(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.tensors, self._file())
+        torch.save(self.tensors, self.file)
 
     def load(self) -> None:
-        for key, value in torch.load(self._file(), weights_only=True).items():
+        for key, value in torch.load(self.file, weights_only=True).items():
             self.tensors[key].copy_(value)
 
 
 class Dcp(Variant):
-    def _writer(self) -> Any:
-        return dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True)
+    write: Callable[..., Any] = staticmethod(dcp.save)
 
-    def save(self) -> None:
-        dcp.save(self.tensors, storage_writer=self._writer())
+    def save(self) -> Callable[[], Any] | None:
+        writer = dcp.FileSystemWriter(self.folder, sync_files=True, overwrite=True)
+        return getattr(self.write(self.tensors, storage_writer=writer), "result", None)
 
     def load(self) -> None:
         dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(self.folder))
 
 
 class DcpBehind(Dcp):
-    def save(self) -> Callable[[], Any]:  # type: ignore[override]
-        return dcp.async_save(self.tensors, storage_writer=self._writer()).result
+    write = staticmethod(dcp.async_save)
 
 
 VARIANTS: dict[str, type[Variant]] = {
@@ -237,7 +222,6 @@ def measure(variant: Variant, keep_cache: bool, memory: bool) -> dict[str, float
 
 def work(rank: int, options: dict[str, Any], folder: str) -> None:
     warnings.filterwarnings("ignore")
-    os.environ["BENCHMARK_FOLDER"] = folder
     with gloo_ranks(rank, options["ranks"], f"{folder}/store", options["threads"]):
         found = measure_variants(rank, options, folder)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -246,7 +230,7 @@ def work(rank: int, options: dict[str, Any], folder: str) -> None:
 def measure_variants(rank: int, options: dict[str, Any], folder: str) -> dict[str, Any]:
     """Seconds and memory of each variant; in each round the variants take turns."""
     optimizer = make(options)
-    tensors = tensors_of(optimizer)
+    tensors = tensors_of(optimizer, folder)
     variants = {n: cls(optimizer, tensors, Path(folder, f"v{i}")) for i, (n, cls) in enumerate(VARIANTS.items())}
     result: dict[str, Any] = {name: [] for name in variants}
     names = list(variants)
@@ -262,35 +246,34 @@ def measure_variants(rank: int, options: dict[str, Any], folder: str) -> dict[st
 
 
 def table(ranks: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
+    rounds = range(options["rounds"])
+
     def seconds(name: str, what: str, number: int) -> float:
         return max(r[name][number][what] for r in ranks)
 
-    def median(name: str, what: str) -> float:
-        return statistics.median(seconds(name, what, n) for n in range(options["rounds"]))
+    def median(name: str, what: str) -> str:
+        return f"{statistics.median(seconds(name, what, n) for n in rounds):.2f}"
 
-    def share(name: str, what: str) -> float:
+    def share(name: str, what: str) -> str:
         """Of the disk's speed in the same round, the median."""
-        rounds = range(options["rounds"])
-        return statistics.median(seconds("disk", what, n) / seconds(name, what, n) for n in rounds)
+        return f"{statistics.median(seconds('disk', what, n) / seconds(name, what, n) for n in rounds):.2f}"
 
     total = sum(r["bytes"] for r in ranks)
     cached = "" if ranks[0]["disk"][0]["from_disk"] else ", reads from the page cache"
     heading = (
-        f"{options['optimizer']}, {options['ranks']} ranks, {total / MIB:.0f} MiB in all, medians of "
-        f"{options['rounds']} rounds{cached}"
+        f"{options['optimizer']}, {len(ranks)} ranks, {total / MIB:.0f} MiB in all, medians of {len(rounds)} rounds"
     )
     speed = "of the disk's speed"
     rows = [["", "save, s", speed, "blocked, s", "load, s", speed, "RSS +, save, MiB", "RSS +, load, MiB"]]
     for name in VARIANTS:
-        grown = [max(r[name][0][what] for r in ranks) / MIB for what in ("rss_save", "rss_load")]
-        numbers = [median(name, "save"), share(name, "save"), median(name, "blocked")]
-        numbers += [median(name, "load"), share(name, "load")]
-        rows.append([name, *(f"{number:.2f}" for number in numbers), *(f"{number:.0f}" for number in grown)])
+        grown = (f"{max(r[name][0][what] for r in ranks) / MIB:.0f}" for what in ("rss_save", "rss_load"))
+        saved = median(name, "save"), share(name, "save"), median(name, "blocked")
+        rows.append([name, *saved, median(name, "load"), share(name, "load"), *grown])
     ratio = statistics.median(
-        seconds("async_save_state", "blocked", n) / seconds("save_state", "save", n) for n in range(options["rounds"])
+        seconds("async_save_state", "blocked", n) / seconds("save_state", "save", n) for n in rounds
     )
-    lines = [heading, "", *markdown(rows, "right")]
-    return [*lines, "", f"blocked by async_save_state: {ratio:.1%} of the time of save_state", ""]
+    blocked = f"blocked by async_save_state: {ratio:.1%} of the time of save_state"
+    return [heading + cached, "", *markdown(rows, "right"), "", blocked, ""]
 
 
 def main() -> None:

@@ -72,13 +72,16 @@ class Vectors(nn.Module):
 
 
 class Training:
-    """A variant: a model, and what follows its backward."""
+    """A variant: a model, and what follows its backward; it has done what only first steps do."""
 
     def __init__(self, name: str, buckets: int, numel: int) -> None:
         self.model: nn.Module = Vectors(buckets, numel)
         self.params = list(self.model.parameters())
         self.bucket_mb = 4 * numel / 2**20
         self._after = METHODS[name](self)
+        for _ in range(SETTLING):
+            self.prepare()
+            self.step()
 
     def prepare(self) -> None:
         """Run forward, which is not part of a step."""
@@ -212,7 +215,6 @@ class WaitingCalls(TorchDispatchMode):
         self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count it, then run it."""
         self.counts.update(name for name in [func.name().split(".")[0]] if name in _WAITING)
         return func(*args, **(kwargs or {}))
 
@@ -242,25 +244,18 @@ def host_syncs(step: Step) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def settled(name: str, arguments: argparse.Namespace) -> Training:
-    """A variant that has done what only first steps do."""
-    training = Training(name, arguments.buckets, arguments.numel)
-    for _ in range(SETTLING):
-        training.prepare()
-        training.step()
-    training.prepare()
-    return training
-
-
 def run_rank(rank: int, store: str, arguments: argparse.Namespace) -> None:
     """Measure on a rank; rank 0 prints."""
     logging.getLogger("hf_compressopt").setLevel(logging.ERROR)
     with gloo_ranks(rank, WORLD_SIZE, store):
         if arguments.modules or arguments.syncs:
-            count = called_modules if arguments.modules else host_syncs
-            found: dict[str, Any] = {name: count(settled(name, arguments).step) for name in METHODS}
+            count, found = called_modules if arguments.modules else host_syncs, {}
+            for name in METHODS:
+                training = Training(name, arguments.buckets, arguments.numel)
+                training.prepare()
+                found[name] = count(training.step)
         else:
-            trainings = {name: settled(name, arguments) for name in METHODS}
+            trainings = {name: Training(name, arguments.buckets, arguments.numel) for name in METHODS}
             found = as_ratios(measured_seconds(trainings, arguments.rounds), arguments.buckets)
         if rank == 0:
             report(arguments, found)

@@ -1,16 +1,13 @@
 """Train a small language model over slow links to the same number of steps, and compare loss against wall-clock time.
 
-    sudo python scripts/benchmark_time_to_loss.py --report docs/time_to_loss.md
+    sudo python scripts/benchmark_time_to_loss.py --report time_to_loss.md
     python scripts/benchmark_time_to_loss.py --loopback                          # without the right to make networks
     python scripts/benchmark_time_to_loss.py --links --steps 1000 --tokens 16 --batch-size 1   # bytes of whole runs
 
 The model, the text and Trainer are those of recipes/causal_lm (`--tiny`), with Trainer's defaults for each optimizer,
-so that the first stage is part of the time. What a run learns does not depend on the link: each method trains once, on
-an unshaped one, where its bytes are counted too. Then the step of each of its stages is timed on each link, the methods
-in turn, several times over, so that a slow spell of the machine meets all; the seconds of a run are the sum over its
-steps. "compute only" is a run that exchanges nothing, and takes as many steps; with a barrier at the end of each step
-it also shows what it costs that ranks wait for each other. Every rank has a network namespace and a shaped link of its
-own (_slow_network.py).
+so that the warmup stage is part of the time. Each method trains whole on each link; evaluations do not count, neither
+their seconds nor their bytes. "compute only" exchanges nothing. Every rank has a network namespace and a shaped link of
+its own (_slow_network.py). Runs that a report has are not repeated with --reuse.
 """
 
 from __future__ import annotations
@@ -19,17 +16,16 @@ import argparse
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from _common import REPOSITORY, check_least, in_turn, markdown, parser_of, pyplot, write_rows
+from _common import MB, REPOSITORY, check_least, markdown, parser_of, pyplot, write_rows
 from _slow_network import (
     RATES,
     Network,
@@ -37,52 +33,37 @@ from _slow_network import (
     add_link_arguments,
     check_report,
     check_rights,
-    nothing_hook,
     ranks_on_links,
     sent_bytes,
     serve,
+    trainer_of,
 )
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm"
 COMPUTE, BASELINE = "compute", "adamw"
-ALONE = (COMPUTE, "in_step")  # they exchange no gradients, so what they learn is not compared
 ORDERED = ("steps", "batch_size", "tokens", "seed", "evaluated")
 NEAR = 1.01  # of the loss that the baseline ends with
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train.
-
-    Attributes:
-        title: Its name in tables.
-        optim: Trainer's ``--optim``.
-        lr: Peak learning rate.
-        options: Trainer's ``--optim_args``.
-        hook: DDP communication hook: "fp16", "none", which exchanges nothing, or "" for the method's own.
-        barrier: Whether ranks wait for each other at the end of a step.
-        stages: Options, beside the others, that keep a run in its first stage or in its last one.
-    """
+    """A way to train: its name in tables, Trainer's ``--optim`` and ``--optim_args``, DDP's hook, the peak rate."""
 
     title: str
-    optim: str
-    lr: float = 1e-3
+    optim: str = "adamw_torch"
     options: str = ""
     hook: str = ""
-    barrier: bool = False
-    stages: tuple[str, ...] = ("",)
+    lr: float = 1e-3
 
 
-SETTLING = 8  # steps before a window, in which DDP settles its buckets and a compressed optimizer switches
-SWITCHED = (f"freeze_step={10**6}", "freeze_step=3")
 METHODS = {
-    COMPUTE: Method("compute only", "adamw_torch", hook="none"),
-    "in_step": Method("compute only, and a barrier", "adamw_torch", hook="none", barrier=True),
-    BASELINE: Method("AdamW, DDP fp32", "adamw_torch"),
-    "fp16": Method("AdamW, 16-bit gradients", "adamw_torch", hook="fp16"),
-    "int4": Method("AdamW, int4 gradients", "adamw_torch", options="grad_compression=int4"),
-    "onebit_adam": Method("OnebitAdam", "onebit_adam", options="warmup_bits=4", stages=SWITCHED),
-    "onebit_lamb": Method("OnebitLamb", "onebit_lamb", lr=1e-2, options="warmup_bits=4", stages=SWITCHED),
+    COMPUTE: Method("compute only", hook="none"),
+    BASELINE: Method("AdamW, DDP fp32"),
+    "fp16": Method("AdamW, 16-bit gradients", hook="fp16"),
+    "int4": Method("AdamW, int4 gradients", options="grad_compression=int4"),
+    "onebit_adam": Method("OnebitAdam", "onebit_adam"),
+    "zero_one_adam": Method("ZeroOneAdam", "zero_one_adam"),
+    "onebit_lamb": Method("OnebitLamb", "onebit_lamb", lr=1e-2),
 }
 
 
@@ -91,14 +72,13 @@ class Row:
     """A run on a link.
 
     Attributes:
-        link: Name of the link; "" for what no link changes.
+        link: Name of the link.
         method: Key of METHODS.
-        seconds: From the run's start to each evaluation.
+        seconds: From the run's start to each evaluation, without evaluations.
         steps: The steps of the evaluations.
         losses: Evaluation losses.
-        first: Steps of the first stage.
+        first: Steps of the warmup stage.
         sent: Bytes that a rank sent in the run.
-        windows: Seconds of a step in each stage, one number per round.
     """
 
     link: str
@@ -108,10 +88,9 @@ class Row:
     losses: list[float]
     first: int
     sent: int
-    windows: list[list[float]]
 
 
-# --------------------------------------------------------------------------------------------------- one rank
+# -- one rank ---------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -131,79 +110,61 @@ def text_and_tokenizer(evaluated: int, tokens: int) -> tuple[Any, Any]:
     return recipe.make_blocks(text, tokenizer, options), tokenizer
 
 
-def learn(order: dict[str, Any]) -> dict[str, Any]:
-    """Train with one method: a whole run with evaluations; or, where a stage is given, a window of its steps.
-
-    Returns:
-        What a Row has of it, or the mean seconds of a step.
-    """
+def learn(order: dict[str, Any], interface: str) -> dict[str, Any]:
+    """Train with one method. Returns what a Row has of it."""
     blocks, tokenizer = text_and_tokenizer(order["evaluated"], order["tokens"])
     import torch.distributed as dist
     import train as recipe
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from transformers import (
-        PrinterCallback,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-        default_data_collator,
-        set_seed,
-    )
+    from transformers import TrainerCallback, default_data_collator, set_seed
 
-    method, stage = METHODS[order["method"]], order.get("stage")
-    steps = int(order["steps"]) if stage is None else SETTLING + int(order["window"])
+    method, steps = METHODS[order["method"]], int(order["steps"])
     interval = max(1, steps // 30)
     set_seed(order["seed"])
     model = recipe.make_model(recipe.ModelArguments(tiny=True), order["tokens"], tokenizer)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
-        """Losses, bytes without those of evaluations, and the time of a window."""
+        """Losses, and seconds and bytes between evaluations."""
 
         def __init__(self) -> None:
-            self.sent, self.sent_before, self.first = 0, 0, 0
+            self.sent, self.first, self.taken = 0, 0, 0.0
+            self.seconds: list[float] = []
             self.steps: list[int] = []
             self.losses: list[float] = []
-            self.times: list[float] = []
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            if method.hook == "fp16":
-                trainer.model_wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            elif method.hook:
-                trainer.model_wrapped.register_comm_hook(None, nothing_hook)
             self.go()
 
         def go(self) -> None:
             dist.barrier()
-            self.sent_before = sent_bytes(order["interface"])
+            self.began, self.sent_before = time.perf_counter(), sent_bytes(interface)
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             plan = getattr(trainer.optimizer.optimizer, "plan", None)
             self.first += plan is None or plan.reduce_grads
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if method.barrier:
+            if state.global_step % interval == 0:
                 dist.barrier()
-            if stage is not None and state.global_step in (SETTLING, steps):
-                dist.barrier()
-                self.times.append(time.perf_counter())
-            if stage is None and state.global_step % interval == 0:
-                dist.barrier()
-                self.sent += sent_bytes(order["interface"]) - self.sent_before
+                self.taken += time.perf_counter() - self.began
+                self.sent += sent_bytes(interface) - self.sent_before
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            self.seconds.append(self.taken)
             self.steps.append(state.global_step)
             self.losses.append(metrics["eval_loss"])
             self.go()
 
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            ddp_backend="gloo",
-            ddp_find_unused_parameters=False,
+        trainer = trainer_of(
+            model,
+            blocks["train"],
+            folder,
+            watch,
+            hook=method.hook,
+            data={"eval_dataset": blocks["validation"], "data_collator": default_data_collator},
             optim=method.optim,
-            optim_args=",".join(filter(None, [method.options, stage])) or None,
+            optim_args=method.options or None,
             per_device_train_batch_size=order["batch_size"],
             per_device_eval_batch_size=16,
             max_steps=steps,
@@ -211,88 +172,44 @@ def learn(order: dict[str, Any]) -> dict[str, Any]:
             lr_scheduler_type="cosine",
             warmup_steps=steps // 10,
             max_grad_norm=1.0,
-            eval_strategy="steps" if stage is None else "no",
+            eval_strategy="steps",
             eval_steps=interval,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
             seed=order["seed"],
         )
-        trainer = Trainer(
-            model=model,
-            args=arguments,
-            train_dataset=blocks["train"],
-            eval_dataset=blocks["validation"],
-            data_collator=default_data_collator,
-            callbacks=[watch],
-        )
-        trainer.remove_callback(PrinterCallback)
         trainer.train()
-    if stage is not None:
-        return {"seconds": (watch.times[1] - watch.times[0]) / order["window"]}
-    return {"steps": watch.steps, "losses": watch.losses, "first": watch.first, "sent": watch.sent}
+    return {name: getattr(watch, name) for name in ("seconds", "steps", "losses", "first", "sent")}
 
 
-# ------------------------------------------------------------------------------------------------------ the runs
+# -- the runs ---------------------------------------------------------------------------------------------------------
 
 
 def measure(arguments: argparse.Namespace, network: Network | None, ranks: Ranks) -> list[Row]:
-    """The runs, on an unshaped link and saved one by one, and then their steps on each link."""
-    options: dict[str, Any] = {key: getattr(arguments, key) for key in ORDERED}
-    options["interface"] = "lo" if network is None else "eth0"
-    if network is not None:
-        network.shape(None)
-    runs = known_runs(arguments)
-    for name in arguments.methods:
-        if name not in ALONE and name not in runs:
-            runs[name] = run = Row("", name, [], windows=[], **ranks.order(**options, method=name)[0])
-            if network is None:
-                run.sent //= len(ranks.processes)  # one interface for all ranks
-            print(f"{METHODS[name].title}: loss {run.losses[-1]:.3f}, {run.sent / 1e6:.0f} MB", flush=True)
-            if arguments.report is not None:
-                write_rows(arguments.report, list(runs.values()))
-    runs = {name: runs[name] for name in METHODS if name in runs and name in arguments.methods}
-    everywhere = runs[BASELINE].steps
-    compute = Row("", "", [], everywhere, [0.0] * len(everywhere), everywhere[-1], 0, [])
-    rows = []
-    for link in ["unshaped"] if network is None else arguments.links:
+    """Every method on every link, each saved when it has ended."""
+    rows = {(row.link, row.method): row for row in (read_rows(arguments.report) if arguments.reuse else [])}
+    links = ["unshaped"] if network is None else arguments.links or ["unshaped"]
+    places = [(link, name) for link in links for name in METHODS if name in arguments.methods]
+    for link, name in places:
+        if (link, name) in rows:
+            continue
         if network is not None:
             network.shape(RATES[link])
-        windows = windows_on(link, arguments, ranks, options)
-        for name, of_stages in windows.items():
-            run, step = runs.get(name, compute), [statistics.median(times) for times in of_stages]
-            seconds = [step[0] * min(at, run.first) + step[-1] * max(0, at - run.first) for at in run.steps]
-            rows.append(replace(run, link=link, method=name, seconds=seconds, windows=of_stages))
-    return rows or list(runs.values())
+        answer = ranks.order(method=name, **{key: getattr(arguments, key) for key in ORDERED})[0]
+        row = rows[link, name] = Row(link, name, **answer)
+        if network is None:
+            row.sent //= len(ranks.processes)  # one interface for all ranks
+        print(f"{link}: {METHODS[name].title}: {row.seconds[-1]:.0f} s, {row.sent / MB:.0f} MB", flush=True)
+        if arguments.report is not None:
+            write_rows(arguments.report, list(rows.values()))
+    return [rows[place] for place in places]
 
 
-def known_runs(arguments: argparse.Namespace) -> dict[str, Row]:
-    """The runs of the report that is there, for --reuse."""
-    if not arguments.reuse:
-        return {}
-    known = [Row(**row) for row in json.loads(arguments.report.with_suffix(".json").read_text())]
-    return {row.method: replace(row, link="", seconds=[], windows=[]) for row in known if row.method not in ALONE}
+def read_rows(report: Path) -> list[Row]:
+    """The rows of an earlier report."""
+    found = json.loads(report.with_suffix(".json").read_text())
+    return [Row(**{key: row[key] for key in Row.__dataclass_fields__}) for row in found if row["method"] in METHODS]
 
 
-def windows_on(
-    link: str, arguments: argparse.Namespace, ranks: Ranks, options: dict[str, Any]
-) -> dict[str, list[list[float]]]:
-    """Of each method and stage the seconds of a step, one number per round; the methods take turns."""
-    windows: dict[str, list[list[float]]] = {name: [[] for _ in METHODS[name].stages] for name in arguments.methods}
-    for number in range(arguments.rounds):
-        for name in in_turn(arguments.methods, number):
-            for stage, times in zip(METHODS[name].stages, windows[name], strict=True):
-                answers = ranks.order(**options, method=name, stage=stage, window=arguments.window)
-                times.append(answers[0]["seconds"])
-                print(f"{link}: {METHODS[name].title} {stage}: {times[-1] * 1e3:.0f} ms per step", flush=True)
-    return windows
-
-
-def seconds_to(row: Row, loss: float) -> float | None:
-    """When a run first had this loss, by interpolation between evaluations; None where it never had."""
-    place = place_of(row.losses, loss)
-    return None if place is None else at(row.seconds, place)
+# -- the report -------------------------------------------------------------------------------------------------------
 
 
 def place_of(losses: Sequence[float], loss: float) -> float | None:
@@ -314,6 +231,12 @@ def at(values: Sequence[float], place: float) -> float:
     return values[number] + (place - number) * (values[number + 1] - values[number])
 
 
+def seconds_to(row: Row, loss: float) -> float | None:
+    """When a run first had this loss, by interpolation between evaluations; None where it never had."""
+    place = place_of(row.losses, loss)
+    return None if place is None else at(row.seconds, place)
+
+
 def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
     lines = [
         "# Loss against wall-clock time" if arguments.links else "# Bytes of whole runs",
@@ -322,49 +245,45 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> str:
         f"{arguments.ranks} ranks of {arguments.threads} thread(s) on {os.cpu_count()} CPU cores, "
         f"{arguments.batch_size} examples of {arguments.tokens} tokens per rank and step, {arguments.steps} steps, "
         f"cosine schedule, peak learning rate 1e-3 (OnebitLamb 1e-2), seed {arguments.seed}, Trainer's defaults. The "
-        "bytes are those that left a rank's network interface in the whole run, first stages included.",
+        "bytes are those that left a rank's network interface in the whole run, warmup stages included.",
         "",
     ]
     if arguments.links:
         lines += [
-            "Each method trained once. The seconds are the sum over its steps of the time of a step in their stage: "
-            f"the median of {arguments.rounds} windows of {arguments.window} steps on the link, in which the methods "
-            'took turns. The target is AdamW\'s last loss plus 1 %. "Of compute only" compares the time to the target '
-            "with that of a run that exchanges nothing and takes as many steps.",
+            'Each method trained whole on each link. The target is AdamW\'s last loss plus 1 %. "Of compute only" '
+            "compares the time to the target with that of a run that exchanges nothing and takes as many steps.",
             "",
         ]
-    if arguments.report is not None and arguments.links:
-        lines += [f"![loss against seconds]({arguments.report.stem}.png)", ""]
+        if arguments.report is not None:
+            lines += [f"![loss against seconds]({arguments.report.stem}.png)", ""]
     baseline = next(row for row in rows if row.method == BASELINE)
-    target = NEAR * baseline.losses[-1]
-    heading = ["", "final loss", "MB sent", "times fewer than AdamW"]
-    cells = [heading]
-    for row in (row for row in rows if row.link == rows[0].link and row.method not in ALONE):
+    cells = [["", "final loss", "MB sent", "times fewer than AdamW"]]
+    for row in (row for row in rows if row.link == rows[0].link and row.method != COMPUTE):
         title, fewer = METHODS[row.method].title, f"{baseline.sent / row.sent:.2f}"
-        cells.append([title, f"{row.losses[-1]:.3f}", f"{row.sent / 1e6:.1f}", fewer])
+        cells.append([title, f"{row.losses[-1]:.3f}", f"{row.sent / MB:.1f}", fewer])
     lines += [*markdown(cells, "right"), ""]
-    for link in dict.fromkeys(row.link for row in rows if row.link):
-        lines += [*times_on(link, [row for row in rows if row.link == link], target), ""]
+    for link in dict.fromkeys(row.link for row in rows) if arguments.links else ():
+        lines += [*times_on([row for row in rows if row.link == link]), ""]
     return "\n".join(lines)
 
 
-def times_on(link: str, rows: Sequence[Row], target: float) -> list[str]:
+def times_on(rows: Sequence[Row]) -> list[str]:
     """Lines of one link."""
     of = {row.method: row for row in rows}
-    names = ["ms per step, by stage", "whole run, s", "seconds to the target", "as fast as AdamW", "of compute only"]
-    cells = [["", *names]]
+    target = NEAR * of[BASELINE].losses[-1]
     baseline = seconds_to(of[BASELINE], target)
-    assert baseline is not None
+    assert baseline is not None  # its last loss is below
+    cells = [["", "ms per step", "whole run, s", "seconds to the target", "as fast as AdamW", "of compute only"]]
     for row in rows:
-        step = " / ".join(f"{statistics.median(times) * 1e3:.0f}" for times in row.windows)
-        place = None if row.method in ALONE else place_of(row.losses, target)
-        found = ["", "", ""] if row.method in ALONE else ["never", "", ""]
+        place = None if row.method == COMPUTE else place_of(row.losses, target)
+        found = ["" if row.method == COMPUTE else "never", "", ""]
         if place is not None:
             seconds = at(row.seconds, place)
             of_compute = f"{seconds / at(of[COMPUTE].seconds, place):.2f}" if COMPUTE in of else ""
             found = [f"{seconds:.0f}", f"{baseline / seconds:.2f}", of_compute]
+        step = f"{row.seconds[-1] / row.steps[-1] * 1e3:.0f}"
         cells.append([METHODS[row.method].title, step, f"{row.seconds[-1]:.0f}", *found])
-    return [f"**{link}**, target {target:.3f}", "", *markdown(cells, "right")]
+    return [f"**{rows[0].link}**, target {target:.3f}", "", *markdown(cells, "right")]
 
 
 def plot(path: Path, rows: Sequence[Row]) -> None:
@@ -372,7 +291,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     figure, panels = pyplot().subplots(1, len(links), figsize=(7 * len(links), 5), layout="constrained", squeeze=False)
     for link, panel in zip(links, panels[0], strict=True):
         for row in rows:
-            if row.link == link and row.method not in ALONE:
+            if row.link == link and row.method != COMPUTE:
                 panel.plot(row.seconds, row.losses, marker=".", label=METHODS[row.method].title)
         panel.set(title=link, xlabel="seconds of training", ylabel="evaluation loss (nats per token)", xscale="log")
         panel.grid(True, which="both", alpha=0.2)
@@ -380,7 +299,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=110)
 
 
-# ----------------------------------------------------------------------------------------------------------- main
+# -- main -------------------------------------------------------------------------------------------------------------
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -393,16 +312,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="of each run (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=4, help="examples per rank and step (%(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="of an example (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="how often the methods take turns (%(default)s)")
-    parser.add_argument("--window", type=int, default=8, help="steps that are timed in each turn (%(default)s)")
-    parser.add_argument("--reuse", action="store_true", help="the runs of the report; only steps are timed")
+    parser.add_argument("--reuse", action="store_true", help="repeat no run that the report has")
     parser.add_argument("--seed", type=int, default=42, help="(%(default)s)")
     arguments = parser.parse_args()
-    check_least(
-        parser,
-        arguments,
-        {"ranks": 2, "threads": 1, "steps": 10, "batch_size": 1, "evaluated": 1, "tokens": 2, "rounds": 1, "window": 1},
-    )
+    least = {"ranks": 2, "threads": 1, "steps": 10, "batch_size": 1, "evaluated": 1, "tokens": 2}
+    check_least(parser, arguments, least)
     if BASELINE not in arguments.methods:
         parser.error(f"--methods must have {BASELINE}, which sets the target, got {' '.join(arguments.methods)}")
     check_report(parser, arguments.report)
@@ -414,7 +328,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.serve is not None:
-        return serve(learn)
+        return serve(partial(learn, interface=arguments.serve))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if not arguments.loopback:
         check_rights()
@@ -422,12 +336,11 @@ def main() -> None:
         with ranks_on_links(arguments.ranks, arguments.threads, __file__, loopback=arguments.loopback) as started:
             rows = measure(arguments, *started)
     except KeyboardInterrupt:
-        sys.exit("interrupted; nothing is left behind")
+        sys.exit("interrupted; nothing is left behind but the runs that the report has")
     text = report(rows, arguments)
     print(f"\n{text}")
     if arguments.report is not None:
         arguments.report.write_text(text)
-        write_rows(arguments.report, rows)
         if arguments.links:
             plot(arguments.report.with_suffix(".png"), rows)
 

@@ -6,7 +6,7 @@ Every variant trains the same GPT-2-like model on the same tokens. Each is built
 several times over, so that a slow spell of the machine meets all of them. What is measured, on each rank:
 
 - live bytes: every tensor storage that is alive, counted by a dispatch mode as they come and go (one untimed pass), at
-  the end of backward and after the step; of these parameters, gradients, optimizer state and master copies by holder;
+  the end of backward and after the step; of these parameters, gradients, optimizer state and master weights by holder;
   the rest is buckets and whatever else a variant keeps.
 - RSS at the same moments, from /proc.
 - bytes sent: what the loopback interface carried per step and rank (headers included): keep the machine idle.
@@ -23,6 +23,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, write_measurements
+from _common import MIB, gloo_ranks, in_turn, markdown, parser_of, small_gpt2, write_measurements
 from _slow_network import sent_bytes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -42,6 +43,7 @@ from hf_compressopt import ZeroOptimizer, estimate_zero_memory
 from hf_compressopt.zero.memory import release_memory, resident_bytes
 
 BUCKET_MB = 25.0
+DDP = "DDP + AdamW"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -49,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = self.peak = 0
+        self.total = 0
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +69,6 @@ class LiveBytes(TorchDispatchMode):
             self._known[key] = 0
         self.total += size - self._known[key]
         self._known[key] = size
-        self.peak = max(self.peak, self.total)
 
     def _forget(self, key: int) -> None:
         self.total -= self._known.pop(key)
@@ -103,35 +104,17 @@ def nbytes(tensors: list[Tensor]) -> int:
 
 
 def make_model(options: dict[str, Any]) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=options["layers"],
-        n_embd=options["width"],
-        n_head=max(options["width"] // 64, 1),
-        vocab_size=options["vocabulary"],
-        n_positions=options["length"],
-        use_cache=False,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config).to(getattr(torch, options["dtype"]))
+    sizes = (options[name] for name in ("layers", "width", "vocabulary", "length"))
+    return small_gpt2(*sizes).to(getattr(torch, options["dtype"]))
 
 
-def ddp(options: dict[str, Any]) -> Training:
-    model = DistributedDataParallel(make_model(options), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-
-
-def zero_redundancy(options: dict[str, Any]) -> Training:
+def ddp(options: dict[str, Any], partitioned: bool) -> Training:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(make_model(options), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
-    return Training(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4))
+    if partitioned:
+        return Training(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4))
+    return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
 def fsdp2(options: dict[str, Any]) -> Training:
@@ -140,9 +123,8 @@ def fsdp2(options: dict[str, Any]) -> Training:
 
     model = make_model(options)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for module in (*model.transformer.h, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 
@@ -153,8 +135,8 @@ def ours(options: dict[str, Any], stage: int) -> Training:
 
 
 VARIANTS: dict[str, Callable[[dict[str, Any]], Training]] = {
-    "DDP + AdamW": ddp,
-    "ZeroRedundancyOptimizer": zero_redundancy,
+    DDP: partial(ddp, partitioned=False),
+    "ZeroRedundancyOptimizer": partial(ddp, partitioned=True),
     "FSDP2, no reshard": fsdp2,
     "ZeroOptimizer, stage 1": partial(ours, stage=1),
     "ZeroOptimizer, stage 2": partial(ours, stage=2),
@@ -172,7 +154,7 @@ def finish(training: Training) -> None:
 
 
 def measure_memory(make: Callable[[dict[str, Any]], Training], options: dict[str, Any]) -> dict[str, Any]:
-    """Live bytes in the third step. In stage 1 (and DDP) two micro-batches accumulate, as in accumulation."""
+    """Live bytes in the third step; in ZeRO-1 that of the first of two micro-batches."""
     release_memory()
     before = resident_bytes()
     with LiveBytes() as live:
@@ -181,23 +163,15 @@ def measure_memory(make: Callable[[dict[str, Any]], Training], options: dict[str
             backward(training, options)
             finish(training)
         gc.collect()
-        zero = training.optimizer if isinstance(training.optimizer, ZeroOptimizer) else None
-        if zero is not None and zero.stage == 1:
-            with zero.no_sync():
-                backward(training, options)
-            held = live.total
-        else:
+        accumulates = isinstance(training.optimizer, ZeroOptimizer) and training.optimizer.stage == 1
+        with training.optimizer.no_sync() if accumulates else nullcontext():
             backward(training, options)
-            held = live.total
-        found = {"after_backward": held, "rss_after_backward": resident_bytes() - before, **training.parts()}
-        if zero is not None and zero.stage == 1:
+        found = {"after_backward": live.total, "rss": resident_bytes() - before, **training.parts()}
+        if accumulates:
             backward(training, options)
         finish(training)
         gc.collect()
-        found |= {"after_step": live.total, "peak": live.peak, "rss_after_step": resident_bytes() - before}
-        found["numel"] = sum(p.numel() for p in training.model.parameters())
-        del training
-    return found
+        return found | {"after_step": live.total, "numel": sum(p.numel() for p in training.model.parameters())}
 
 
 def measure_time(make: Callable[[dict[str, Any]], Training], options: dict[str, Any]) -> tuple[list[float], float]:
@@ -246,56 +220,36 @@ def measure_variants(rank: int, world_size: int, options: dict[str, Any]) -> dic
     return result
 
 
-def formula(name: str, numel: int, world_size: int, dtype: str) -> int | None:
-    kind = getattr(torch, dtype)
-    stage = {"ZeroOptimizer, stage 1": 1, "ZeroOptimizer, stage 2": 2}.get(name)
-    if stage is None:
-        return None
-    return estimate_zero_memory(numel, world_size, stage, dtype=kind, bucket_cap_mb=0).total
-
-
 def table(ranks: list[dict[str, Any]], world_size: int, dtype: str) -> list[str]:
     heading = f"{world_size} ranks, {dtype}, buckets of {BUCKET_MB:g} MiB (MiB; the largest of all ranks; median step)"
-    columns = ["parameters", "gradients", "states", "other", "live after backward", "formula (+ 2 buckets)"]
-    columns += ["live after step", "RSS after backward", "sent per step", "sent / (2 psi (N-1)/N)", "step, s", "/ DDP"]
+    columns = ["parameters", "gradients", "states", "live after backward", "formula (+ 2 buckets)", "live after step"]
+    columns += ["RSS after backward", "sent per step", "sent / (2 psi (N-1)/N)", "step, s", "/ DDP"]
     rows = [["", *columns]]
-    base = statistics.median(ranks[0]["DDP + AdamW"]["seconds"]) if "DDP + AdamW" in ranks[0] else float("nan")
-    for name in ranks[0]:
-        memory = {key: max(r[name]["memory"][key] for r in ranks) for key in ranks[0][name]["memory"]}
-        numel = ranks[0]["DDP + AdamW"]["memory"]["numel"] if "DDP + AdamW" in ranks[0] else memory["numel"]
-        held = memory["parameters"] + memory["gradients"] + memory["states"]
-        expected = formula(name, numel, world_size, dtype)
-        volume = 2 * numel * getattr(torch, dtype).itemsize * (world_size - 1) / world_size
-        sent = statistics.median(ranks[0][name]["sent"])
+    base = statistics.median(ranks[0][DDP]["seconds"]) if DDP in ranks[0] else float("nan")
+    kind = getattr(torch, dtype)
+    for name, found in ranks[0].items():
+        memory = {key: max(r[name]["memory"][key] for r in ranks) for key in found["memory"]}
+        numel, formula = ranks[0].get(DDP, found)["memory"]["numel"], ""
+        if name.startswith("ZeroOptimizer"):
+            estimate = estimate_zero_memory(numel, world_size, int(name[-1]), dtype=kind, bucket_cap_mb=0)
+            formula = f"{estimate.total / MIB:.0f} (+ {2 * BUCKET_MB:.0f})"
+        volume = 2 * numel * kind.itemsize * (world_size - 1) / world_size
+        sent = statistics.median(found["sent"])
         seconds = statistics.median(statistics.median(r[name]["seconds"]) for r in ranks)
-        cells = [
-            *(f"{memory[key] / MIB:.0f}" for key in ("parameters", "gradients", "states")),
-            f"{(memory['after_backward'] - held) / MIB:.0f}",
-            f"{memory['after_backward'] / MIB:.0f}",
-            "" if expected is None else f"{expected / MIB:.0f} (+ {2 * BUCKET_MB:.0f})",
-            f"{memory['after_step'] / MIB:.0f}",
-            f"{memory['rss_after_backward'] / MIB:.0f}",
-            f"{sent / MIB:.1f}",
-            f"{sent / volume:.3f}",
-            f"{seconds:.3f}",
-            f"{seconds / base:.3f}",
-        ]
-        rows.append([name, *cells])
+        shown = (f"{memory[key] / MIB:.0f}" for key in ("parameters", "gradients", "states", "after_backward"))
+        after = (f"{memory[key] / MIB:.0f}" for key in ("after_step", "rss"))
+        wire = f"{sent / MIB:.1f}", f"{sent / volume:.3f}"
+        rows.append([name, *shown, formula, *after, *wire, f"{seconds:.3f}", f"{seconds / base:.3f}"])
     return [heading, "", *markdown(rows), ""]
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--vocabulary", type=int, default=20000)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1)
+    sizes = {"layers": 12, "width": 768, "vocabulary": 20000, "length": 64, "batch": 1}
+    for name, value in {**sizes, "rounds": 3, "steps": 4, "warmup": 2}.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help="(%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--only", help="only variants with this in their name")
     parser.add_argument("--out", type=Path, help="write everything that was measured to this JSON file")

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _common import REPOSITORY, parser_of
+from _common import REPOSITORY, markdown, parser_of
 
 from hf_compressopt.collectives.topology import FLAT, TWO_LEVELS
-from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ONEBIT_LAMB, Model, Training
+from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_ADAM_FLOAT32, ONEBIT_LAMB, Cluster, Model, Training
 from hf_compressopt.planner.estimate import bandwidth
-from hf_compressopt.planner.wire import Cluster
 
 CORES = 2
 
@@ -68,7 +67,7 @@ def predict(row: dict[str, Any], compute_seconds: float) -> float | None:
     machine = XEON if row["file"].name == "avx512.json" else EPYC
     if row["method"] in machine.earlier:
         return None
-    ranks, per_node = row["ranks"], row.get("per_node", 1)
+    ranks, per_node = row["ranks"], row["per_node"]
     crowd = max(1.0, ranks / CORES)  # ranks that take turns on a core
     method = row["method"].removesuffix("_levels")
     cluster = Cluster(
@@ -105,40 +104,33 @@ def main() -> int:
     parser.add_argument("rows", type=Path, nargs="*", help="JSON of benchmark_network.py", default=FILES)
     parser.add_argument("--bound", type=float, default=0.2, help="largest relative error (%(default)s)")
     arguments = parser.parse_args()
-    rows = [{**row, "file": file} for file in arguments.rows for row in json.loads(file.read_text())]
+    rows = [{"per_node": 1, **row, "file": file} for file in arguments.rows for row in json.loads(file.read_text())]
     compute = {place(row): statistics.median(row["seconds"]) for row in rows if row["method"] == "compute"}
-    print("| model | ranks | link | method | measured, ms | predicted, ms | error, % |")
-    print("|---|---:|---|---|---:|---:|---:|")
-    errors = []
+    cells, errors = [["model", "ranks", "link", "method", "measured, ms", "predicted, ms", "error, %"]], []
     for row in rows:
-        if row["method"] == "compute" or place(row) not in compute:
-            continue
-        predicted = predict(row, compute[place(row)])
+        base = None if row["method"] == "compute" else compute.get(place(row))
+        predicted = None if base is None else predict(row, base)
         if predicted is None:
             continue
         measured = statistics.median(row["seconds"])
         errors.append(predicted / measured - 1)
-        print(
-            f"| {row['model']} | {row['ranks']}{_on_nodes(row)} | {row['link']} | {row['method']} "
-            f"| {measured * 1e3:.0f} | {predicted * 1e3:.0f} | {errors[-1] * 100:+.1f} |"
-        )
+        nodes = "" if row["per_node"] == 1 else f" on {row['ranks'] // row['per_node']} nodes"
+        numbers = f"{measured * 1e3:.0f}", f"{predicted * 1e3:.0f}", f"{errors[-1] * 100:+.1f}"
+        cells.append([row["model"], f"{row['ranks']}{nodes}", row["link"], row["method"], *numbers])
     if not errors:
         print("no row of a predicted method with its compute-only row", file=sys.stderr)
         return 2
     largest = max(errors, key=abs)
     mean = statistics.fmean(map(abs, errors))
+    lines = markdown(cells)
+    print("\n".join([lines[0], "|---|---:|---|---|---:|---:|---:|", *lines[2:]]))
     print(f"\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
     return int(abs(largest) > arguments.bound)
 
 
-def _on_nodes(row: dict[str, Any]) -> str:
-    per_node = row.get("per_node", 1)
-    return "" if per_node == 1 else f" on {row['ranks'] // per_node} nodes"
-
-
-def place(row: dict[str, Any]) -> tuple[Path, str, int, int, str]:
+def place(row: dict[str, Any]) -> tuple[Any, ...]:
     """Where a row was measured; what computing takes there is in the same file."""
-    return row["file"], row["model"], row["ranks"], row.get("per_node", 1), row["link"]
+    return tuple(row[name] for name in ("file", "model", "ranks", "per_node", "link"))
 
 
 if __name__ == "__main__":

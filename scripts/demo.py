@@ -7,6 +7,7 @@ loss.png and results.json to the output folder and prints one table.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import shutil
@@ -14,14 +15,24 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from _common import REPOSITORY, check_least
-from _demo_report import BASELINE, COMPRESSED, Result, measure_traffic, plot, print_table, read_result, write_json
+from _common import MB, REPOSITORY, check_least, logarithmic, print_table, pyplot
 
 RECIPE = REPOSITORY / "recipes" / "causal_lm" / "train.py"
+BASELINE, COMPRESSED = "adamw_torch", "onebit_adam"
+COLOURS = {BASELINE: "#1f6fb4", COMPRESSED: "#d1495b"}
 LEARNING_RATE = 1e-3
 TAIL_LINES = 60
+FOOTNOTE = f"""
+* {COMPRESSED}: counted by the optimizer. {BASELINE}: computed for a ring all-reduce of float32 gradients,
+  2 (W-1)/W * 4 n bytes with W = {{ranks}} ranks and n = {{parameters:,}} parameters.
+  Bytes cost next to nothing between processes of one machine: the times show what compressing costs here, and
+  whatever else the machine was doing, not what a slower network would save."""
+
+# -- the runs ---------------------------------------------------------------------------------------------------------
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,24 +47,16 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def logging_interval(steps: int) -> int:
-    """A divisor of `steps`, about a thirtieth of it, so that the last step is logged too."""
-    return max(divisor for divisor in range(1, max(1, steps // 30) + 1) if steps % divisor == 0)
-
-
-def evaluation_interval(steps: int) -> int:
-    """A multiple of the logging interval, about an eighth of `steps`."""
-    logging_steps = logging_interval(steps)
-    return logging_steps * math.ceil(steps / (8 * logging_steps))
-
-
 def command(optim: str, directory: Path, arguments: argparse.Namespace) -> list[str]:
+    """The recipe's command line; it logs some thirty times, the last step too, and evaluates some eight times."""
+    steps = arguments.steps
+    interval = max(divisor for divisor in range(1, max(1, steps // 30) + 1) if steps % divisor == 0)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc_per_node", str(arguments.processes)]
     options: dict[str, object] = {
         "optim": optim,
         "output_dir": directory,
-        "max_steps": arguments.steps,
+        "max_steps": steps,
         "seed": arguments.seed,
         "data_seed": arguments.seed,
         "block_size": 128,
@@ -61,11 +64,11 @@ def command(optim: str, directory: Path, arguments: argparse.Namespace) -> list[
         "per_device_eval_batch_size": arguments.batch_size,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "cosine",
-        "warmup_steps": max(1, arguments.steps // 10),
+        "warmup_steps": max(1, steps // 10),
         "max_grad_norm": 1.0,
-        "logging_steps": logging_interval(arguments.steps),
+        "logging_steps": interval,
         "eval_strategy": "steps",
-        "eval_steps": evaluation_interval(arguments.steps),
+        "eval_steps": interval * math.ceil(steps / (8 * interval)),
         "save_strategy": "no",
         "report_to": "none",
         "ddp_backend": "gloo",
@@ -141,6 +144,178 @@ def train(optim: str, number: int, arguments: argparse.Namespace) -> Result:
     return read_result(optim, directory, time.monotonic() - start)
 
 
+# -- the results ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """The log of one run, by step."""
+
+    optim: str
+    parameters: int
+    wall_seconds: float
+    train_seconds: float = math.nan
+    train_loss: dict[int, float] = field(default_factory=dict)
+    eval_loss: dict[int, float] = field(default_factory=dict)
+    stage: dict[int, float] = field(default_factory=dict)
+    bytes_sent: dict[int, float] = field(default_factory=dict)
+    bytes_sent_step: dict[int, float] = field(default_factory=dict)
+    compression_ratio: dict[int, float] = field(default_factory=dict)
+
+
+#: Where a Result keeps what Trainer logs.
+LOGGED = {
+    "loss": "train_loss",
+    "eval_loss": "eval_loss",
+    "compressopt/stage": "stage",
+    "compressopt/bytes_sent": "bytes_sent",
+    "compressopt/bytes_sent_step": "bytes_sent_step",
+    "compressopt/compression_ratio": "compression_ratio",
+}
+
+
+def read_result(optim: str, directory: Path, wall_seconds: float) -> Result:
+    parameters = json.loads((directory / "train_results.json").read_text())["parameters"]
+    result = Result(optim, parameters, wall_seconds)
+    for entry in json.loads((directory / "trainer_state.json").read_text())["log_history"]:
+        for key, name in LOGGED.items():
+            if key in entry:
+                getattr(result, name)[entry["step"]] = entry[key]
+        result.train_seconds = entry.get("train_runtime", result.train_seconds)
+    return result
+
+
+@dataclass
+class Traffic:
+    """Bytes that one rank sends: those of onebit_adam as it counts them, those of adamw_torch by the formula.
+
+    A run that stays in the warmup stage, as a short one may, has neither a compressed_step nor a switch_step.
+    """
+
+    baseline_step: float
+    warmup_step: float
+    compressed_step: float | None
+    switch_step: int | None
+    baseline: dict[int, float]
+    compressed: dict[int, float]
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        last = max(self.compressed)
+        return self.baseline[last], self.compressed[last]
+
+
+def measure_traffic(result: Result, ranks: int) -> Traffic:
+    """Bytes per step by stage; the step of the switch follows from the bytes between the logs around it."""
+    warmup_logs = [step for step, stage in result.stage.items() if stage == 0.0]
+    compressed_logs = [step for step, stage in result.stage.items() if stage == 1.0]
+    if not warmup_logs:
+        sys.exit(f"the log of {result.optim} does not show the warmup stage: {sorted(set(result.stage.values()))}")
+    before = max(warmup_logs)
+    warmup, compressed, switch = result.bytes_sent_step[before], None, None
+    if compressed_logs:
+        after = min(compressed_logs)
+        compressed = result.bytes_sent_step[after]
+        sent = result.bytes_sent[after] - result.bytes_sent[before]
+        switch = before + round((sent - (after - before) * compressed) / (warmup - compressed))
+    baseline = 2 * (ranks - 1) / ranks * 4 * result.parameters  # a ring all-reduce of float32 gradients
+    return Traffic(
+        baseline_step=baseline,
+        warmup_step=warmup,
+        compressed_step=compressed,
+        switch_step=switch,
+        baseline={step: step * baseline for step in result.bytes_sent},
+        compressed=result.bytes_sent,
+    )
+
+
+def percent(value: float, reference: float) -> str:
+    return f"{100 * (value / reference - 1):+.2f} %"
+
+
+def print_results(runs: dict[str, Result], traffic: Traffic, arguments: argparse.Namespace) -> None:
+    """Print the losses by step, and what the runs cost."""
+    base, ours = runs[BASELINE], runs[COMPRESSED]
+    optims = (BASELINE, COMPRESSED, "difference")
+    rows = [["step", "stage", f"training: {BASELINE}", *optims[1:], f"evaluation: {BASELINE}", *optims[1:]]]
+    for step in sorted(base.eval_loss.keys() & ours.eval_loss.keys() & base.train_loss.keys()):
+        warming = traffic.switch_step is None or step <= traffic.switch_step
+        cells = [f"{step}", "warmup" if warming else "compressed"]
+        for theirs, mine in ((base.train_loss, ours.train_loss), (base.eval_loss, ours.eval_loss)):
+            cells += [f"{theirs[step]:.4f}", f"{mine[step]:.4f}", percent(mine[step], theirs[step])]
+        rows.append(cells)
+    print_table("Loss", rows)
+    rows = [["", *optims]]
+    step = traffic.baseline_step
+    for title, reference, value in (
+        ("sent per rank and step, warmup*", step, traffic.warmup_step),
+        ("... compressed stage*", step, traffic.compressed_step),
+        ("sent per rank in the whole run*", *traffic.totals),
+    ):
+        if value is not None:
+            fewer = f"{reference / value:.1f}x fewer" if value < reference else percent(value, reference)
+            rows.append([title, f"{reference / MB:,.2f} MB", f"{value / MB:,.2f} MB", fewer])
+    for title, name in (("training and evaluation", "train_seconds"), ("wall time of the run", "wall_seconds")):
+        reference, value = getattr(base, name), getattr(ours, name)
+        rows.append([title, f"{reference:.0f} s", f"{value:.0f} s", percent(value, reference)])
+    print_table("Cost", rows)
+    print(FOOTNOTE.format(ranks=arguments.processes, parameters=base.parameters))
+
+
+def plot(path: Path, runs: dict[str, Result], traffic: Traffic, ranks: int) -> None:
+    plt = pyplot()
+    figure, (by_step, by_bytes) = plt.subplots(1, 2, figsize=(13, 5.4), sharey=True, layout="constrained")
+    sent = {BASELINE: traffic.baseline, COMPRESSED: traffic.compressed}
+    for optim, run in runs.items():
+        draw_losses(by_step, run, {step: step for step in run.train_loss})
+        draw_losses(by_bytes, run, {step: in_all / MB for step, in_all in sent[optim].items()})
+        last = max(run.eval_loss.keys() & sent[optim].keys())
+        by_bytes.annotate(
+            f"{run.eval_loss[last]:.3f} after {sent[optim][last] / MB:,.0f} MB",
+            (sent[optim][last] / MB, run.eval_loss[last]),
+            xytext=(0, 14 if optim == BASELINE else -14),
+            textcoords="offset points",
+            ha="right",
+            color=COLOURS[optim],
+        )
+    if traffic.switch_step is not None:
+        for panel, place in ((by_step, 1.0), (by_bytes, traffic.warmup_step / MB)):
+            end = f"end of {COMPRESSED}'s warmup stage"
+            panel.axvline(traffic.switch_step * place, color="#555555", linestyle=":", label=end)
+    by_step.set(title="Loss against steps", xlabel="optimizer steps", ylabel="cross-entropy loss (nats per token)")
+    by_step.set_xlim(left=0)
+    by_bytes.set(title="Loss against bytes", xlabel="megabytes sent by each rank so far (logarithmic)")
+    logarithmic(by_bytes)
+    for panel in (by_step, by_bytes):
+        panel.grid(True, alpha=0.25)
+    by_step.legend()
+    full, sent_by_ours = traffic.totals
+    figure.suptitle(
+        f"GPT-2 of {runs[BASELINE].parameters / 1e6:.1f}M parameters from scratch on {ranks} ranks\nin the whole run "
+        f"each rank sends {full / MB:,.0f} MB with {BASELINE}, {sent_by_ours / MB:,.0f} MB with {COMPRESSED}, "
+        f"{full / sent_by_ours:.1f} times fewer"
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def draw_losses(panel: Any, run: Result, position: dict[int, float]) -> None:
+    """Training thin, evaluation bold; the compressed run is dashed, so that the other shows where they coincide."""
+    compressed = run.optim == COMPRESSED
+    style = {"color": COLOURS[run.optim], "linestyle": (0, (4, 1.5)) if compressed else "-"}
+    curves = (
+        (run.train_loss, "training", {"linewidth": 1.2, "alpha": 0.8}),
+        (run.eval_loss, "evaluation", {"linewidth": 2.2, "marker": "s" if compressed else "o", "markersize": 5}),
+    )
+    for losses, label, extra in curves:
+        steps = sorted(losses.keys() & position.keys())
+        x, y = [position[step] for step in steps], [losses[step] for step in steps]
+        panel.plot(x, y, label=f"{run.optim}, {label}", **style, **extra)
+
+
+# -- main -------------------------------------------------------------------------------------------------------------
+
+
 def main() -> None:
     arguments = parse_arguments()
     arguments.output_dir = arguments.output_dir.resolve()
@@ -155,8 +330,14 @@ def main() -> None:
         print("\n== stopped; the processes of the run have ended", flush=True)
         sys.exit(130)
     traffic = measure_traffic(runs[COMPRESSED], arguments.processes)
-    print_table(runs, traffic, arguments)
-    write_json(results_file, runs, traffic, arguments)
+    print_results(runs, traffic, arguments)
+    given = {**vars(arguments), "output_dir": arguments.output_dir.name}
+    found = {
+        "arguments": given,
+        "traffic": asdict(traffic),
+        "runs": {optim: asdict(run) for optim, run in runs.items()},
+    }
+    results_file.write_text(json.dumps(found, indent=2) + "\n")
     plot(plot_file, runs, traffic, arguments.processes)
     print(f"wrote {plot_file} and {results_file}")
 

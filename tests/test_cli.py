@@ -87,14 +87,6 @@ def test_the_choice_of_kernels_is_told_and_an_unknown_one_is_an_error(setting: s
     assert bool(facts["problems"]) == bool(code)
 
 
-def test_a_wrong_command_is_refused_with_the_ones_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["environment"]):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(arguments)
-        assert stopped.value.code == 2
-    assert "env" in capsys.readouterr().err
-
-
 def test_the_command_is_cheap_to_start() -> None:
     code = "import sys, hf_compressopt.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert run([sys.executable, "-c", code]).stdout.strip() == "[]"

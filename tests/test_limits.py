@@ -16,10 +16,10 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 
 TOTALS = {
-    "modules of the package": 132,
-    "lines of the package": 27409,
-    "lines of tests": 30899,
-    "lines of scripts": 6344,
+    "modules of the package": 93,
+    "lines of the package": 24686,
+    "lines of tests": 29996,
+    "lines of scripts": 5240,
 }
 CALLED = {
     "OnebitAdam": 36,

@@ -152,7 +152,6 @@ class AdamView(Stored):
                     yield Entry(TensorKey(STEP, name), group, place, "float32", ())
 
     def _stored(self, kind: str, name: str, shape: tuple[int, ...]) -> StateTensor | None:
-        """Return the tensor of a parameter in the checkpoint, or None."""
         own = self._is_own(kind, name)
         key = TensorKey(kind, name, rank=0 if own else None)
         entry = self.index.tensors.get(str(key))

@@ -207,7 +207,6 @@ class GroupBuffers:
     def room(
         cls, state: GroupState, header: Header, entries: Mapping[str, TensorEntry], rank: int, *, frozen: bool
     ) -> GroupBuffers:
-        """Return memory for what a checkpoint has."""
         key, last = partial(TensorKey, group=state.number, rank=state.own_rank), None
         ranks = state.communicator.world_size
         saved = header.values["world_size"] if state.own_rank is None else ranks
@@ -405,7 +404,6 @@ class FlatState(State):
         return masks, tensors
 
     def _room_for_errors(self, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[int, list[StateTensor]]]:
-        """Memory for the worker and the server error that a single rank sends next."""
         for number, state in enumerate(self._optimizer._states):
             keys = TensorKey(WORKER, group=number, rank=0), TensorKey(SERVER, group=number)
             if state.compressed and str(keys[1]) in entries:
@@ -416,7 +414,6 @@ class FlatState(State):
     def _plan_plain(
         self, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]], entries: Mapping[str, TensorEntry]
     ) -> LoadPlan:
-        """Plan the load of the state of an ordinary Adam or AdamW."""
         optimizer = self._optimizer
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         numbers = {param: number for number, param in enumerate(params)}

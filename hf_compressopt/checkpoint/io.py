@@ -83,22 +83,16 @@ def async_save_state(
 ) -> PendingSave:
     """Save as :func:`save_state` does, but return when the state is copied to host memory. All ranks call.
 
-    Training may continue and change everything: the state of this call is saved. If an earlier save of this optimizer,
-    or one into these files, is not done, this call waits for it. The copies take as much memory as this rank writes,
-    pinned for tensors of a CUDA device. The memory is kept for the next save, until the optimizer is freed.
-
-    Args:
-        optimizer: As in :func:`save_state`.
-        directory: As in :func:`save_state`.
-        names: As in :func:`save_state`.
-        prefix: As in :func:`save_state`.
+    The arguments are those of :func:`save_state`. Training may continue and change everything: the state of this call
+    is saved. If an earlier save of this optimizer, or one into these files, is not done, this call waits for it. The
+    copies take as much memory as this rank writes, pinned for tensors of a CUDA device. The memory is kept for the next
+    save, until the optimizer is freed.
 
     Returns:
         The save in the background. The next save and load and the end of the process wait for it.
 
     Raises:
-        ValueError: As :func:`save_state`.
-        TypeError: As :func:`save_state`.
+        ValueError, TypeError: As :func:`save_state`.
         OSError: If the folder is not writable, or an earlier save in the background has failed; on all ranks. If a rank
             has no memory for its copy, the error comes when the save is waited for, as that of a failed write.
     """

@@ -114,44 +114,33 @@ def _names_by_place(state: State, optimizer: torch.optim.Optimizer) -> list[list
 
 
 def _check_model(state: State, index: CheckpointIndex, names: Sequence[Sequence[str]]) -> None:
-    """Check that a checkpoint is whole and of this optimizer's parameters."""
     saved_ranks = index.header["world_size"]
     if saved_ranks != len(index.shards):
         raise ValueError(f"it was saved by {saved_ranks!r} rank(s) and has {len(index.shards)} shard(s)")
-    mine = state.described(names)
-    if index.header.get(BY_PLACE):
-        _check_places(index.parameters, mine)
-    elif mine != index.parameters:
-        raise ValueError(f"it is of another model: {_first_difference(index.parameters, mine)}")
-
-
-def _check_places(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> None:
-    """Check that every saved parameter is one of ``mine``; others have no saved state, and start from zero."""
-    if len(saved) != len(mine):
-        raise ValueError(f"it has {len(saved)} param groups, this optimizer {len(mine)}")
-    for theirs, ours in zip(saved, mine, strict=True):
-        shapes = {parameter["name"]: parameter["shape"] for parameter in ours}
-        for parameter in theirs:
-            if shapes.get(parameter["name"]) != parameter["shape"]:
+    mine, by_place = state.described(names), index.header.get(BY_PLACE)
+    counts = [list(map(len, groups)) for groups in (index.parameters, mine)]
+    if len(counts[0]) != len(counts[1]) if by_place else counts[0] != counts[1]:
+        raise ValueError(
+            f"it is of another model: its param groups have {counts[0]} trainable parameters, this optimizer's "
+            f"{counts[1]}"
+        )
+    for saved, ours in zip(index.parameters, mine, strict=True):
+        if by_place:  # others have no saved state, and start from zero
+            shapes = {parameter["name"]: parameter["shape"] for parameter in ours}
+            for name, shape in ((parameter["name"], parameter["shape"]) for parameter in saved):
+                if (own := shapes.get(name, "is not trainable, or not there")) != shape:
+                    raise ValueError(
+                        f"it is of another model: its parameter {name} has shape {shape}, this optimizer's {own}"
+                    )
+        for theirs, own in zip(saved, ours, strict=True) if not by_place else ():
+            if theirs != own:
                 raise ValueError(
-                    f"it is of another model: its parameter {parameter['name']} has shape {parameter['shape']}, this "
-                    f"optimizer's {shapes.get(parameter['name'], 'is not trainable, or not there')}"
+                    f"it is of another model: it has the parameter {theirs} in the place of this optimizer's {own}"
                 )
-
-
-def _first_difference(saved: list[list[dict[str, Any]]], mine: list[list[dict[str, Any]]]) -> str:
-    if [len(group) for group in saved] != [len(group) for group in mine]:
-        counts = [len(group) for group in saved], [len(group) for group in mine]
-        return f"its param groups have {counts[0]} trainable parameters, this optimizer's {counts[1]}"
-    pairs = ((a, b) for ours, theirs in zip(saved, mine, strict=True) for a, b in zip(ours, theirs, strict=True))
-    first = next((a, b) for a, b in pairs if a != b)
-    return f"it has the parameter {first[0]} in the place of this optimizer's {first[1]}"
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """The reads of one rank."""
-
     source: Stored
     plan: LoadPlan
     files: ShardFiles

@@ -32,10 +32,7 @@ class LowBitState(State):
     ) -> None:
         super().__init__(communicator, [list(params)], [list(params.values())])
         self._compression, self._errors, self._node_size = compression, errors, node_size
-
-    @property
-    def _title(self) -> str:
-        return type(self._compression).__name__
+        self._title = type(compression).__name__
 
     def header(self) -> dict[str, Any]:
         compression = self._compression
@@ -54,7 +51,7 @@ class LowBitState(State):
         return self._tensors(names, self._errors)
 
     def _tensors(self, names: Sequence[Sequence[str]], errors: Sequence[GroupErrors]) -> list[StateTensor]:
-        if not any(group.worker.numel() for group in errors):
+        if not any(group.worker.numel() or group.server.numel() for group in errors):
             return []
         values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
         return [tensor for tensor in self._described(names[0], values) if tensor.local.numel()]

@@ -18,13 +18,13 @@ import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry
@@ -39,6 +39,7 @@ from hf_compressopt.format.index import (
     CheckpointIndex,
     check_prefix,
     errors_naming,
+    name_by_place,
 )
 from hf_compressopt.format.plan import MASTER
 from hf_compressopt.format.shards import ShardFiles, progress, publish, temporary_name, write_shard
@@ -184,26 +185,33 @@ def import_state(
         raise ValueError(f"{path} cannot be imported: {error}") from error
 
 
+@contextmanager
+def _must_be_adamw(path: Path) -> Iterator[None]:
+    """Name the file in every error inside the block: it can hold anything."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} is not a state of AdamW: it lacks {error}") from error
+    except Exception as error:
+        raise ValueError(f"{path} is not a state of AdamW: {error}") from error
+
+
 def _from_safetensors(path: Path) -> torch.optim.Optimizer:
     try:
         with safe_open(path, framework="pt") as file:
-            groups = json.loads((file.metadata() or {})["param_groups"])
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            rows = [
-                [{kind: tensors[name] for kind in _KINDS if (name := f"{kind}/{p['name']}") in tensors} for p in params]
-                for params in (group["params"] for group in groups)
-            ]
-            named = [
-                [(p["name"], _placeholder(p["shape"], getattr(torch, p["dtype"]))) for p in group["params"]]
-                for group in groups
-            ]
-            return _optimizer(groups, named, rows)
-    except (SafetensorError, OSError) as error:
+    except Exception as error:
         raise ValueError(f"{path} is not readable as safetensors: {error}") from error
-    except KeyError as error:
-        raise ValueError(f"{path} lacks {error}: hf-compressopt consolidate has not written it") from error
-    except Exception as error:  # the file can hold anything
-        raise ValueError(f"{path} is not a state of AdamW: {error}") from error
+    with _must_be_adamw(path):
+        groups = json.loads(metadata["param_groups"])
+        params = [group["params"] for group in groups]
+        rows = [
+            [{kind: tensors[name] for kind in _KINDS if (name := f"{kind}/{p['name']}") in tensors} for p in group]
+            for group in params
+        ]
+        named = [[(p["name"], _placeholder(p["shape"], getattr(torch, p["dtype"]))) for p in group] for group in params]
+        return _optimizer(groups, named, rows)
 
 
 def _from_torch_file(path: Path) -> torch.optim.Optimizer:
@@ -219,18 +227,14 @@ def _from_torch_file(path: Path) -> torch.optim.Optimizer:
             f"{path} is the state dict of one rank, or a stub, of an optimizer of hf_compressopt: load the checkpoint "
             "in its folder with hf_compressopt.load_state"
         )
-    try:
+    with _must_be_adamw(path):
         groups = loaded["param_groups"]
         rows = [[loaded["state"].get(number, {}) for number in group["params"]] for group in groups]
         named = [
-            [(f"group{number}.{place}", _placeholder_of(row)) for place, row in enumerate(group)]
+            [(name_by_place(number, place), _placeholder_of(row)) for place, row in enumerate(group)]
             for number, group in enumerate(rows)
         ]
         return _optimizer(groups, named, rows)
-    except KeyError as error:
-        raise ValueError(f"{path} is not a state of AdamW: it lacks {error}") from error
-    except Exception as error:  # the file can hold anything
-        raise ValueError(f"{path} is not a state of AdamW: {error}") from error
 
 
 def _placeholder_of(row: dict[str, Any]) -> nn.Parameter:
@@ -255,7 +259,6 @@ def _optimizer(
     named: Sequence[Sequence[tuple[str, nn.Parameter]]],
     rows: Sequence[Sequence[dict[str, Any]]],
 ) -> torch.optim.Optimizer:
-    """Return an optimizer that has this state and never steps."""
     decoupled = [group.get("decoupled_weight_decay", group.get("adam_w_mode", True)) for group in groups]
     cls = torch.optim.AdamW if all(decoupled) else torch.optim.Adam
     made = [
@@ -285,7 +288,6 @@ def _check_sizes(values: Iterable[Any]) -> None:
 
 
 def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tuple[str, Any]]:
-    """Return AdamW's state of a parameter; other keys are left out."""
     for kind in _KINDS:
         value = row.get(kind)
         if value is None:
@@ -301,7 +303,6 @@ def _checked_state(name: str, row: dict[str, Any], param: Tensor) -> Iterator[tu
 
 
 def _hyperparameters(group: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Return the hyperparameters of a param group that AdamW has."""
     for key in _HYPERPARAMETERS:
         if (value := group.get(key)) is None:
             continue

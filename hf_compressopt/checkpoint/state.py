@@ -26,8 +26,6 @@ _ZERO = re.compile(r"ZeroOptimizer\((\w+)\)")
 
 @dataclass(frozen=True)
 class Header:
-    """A checkpoint's header."""
-
     values: dict[str, Any]
     optimizer: str  # the name of its class, without ZeRO
     compressed: bool  # whether it is a compressed optimizer
@@ -43,7 +41,6 @@ class Header:
 
     @property
     def title(self) -> Any:
-        """The name that the header gives the optimizer, such as "ZeroOptimizer(AdamW)"."""
         return self.values.get("optimizer", self.values.get("class"))
 
     @property
@@ -52,7 +49,6 @@ class Header:
         return not self.compressed and self.values.get("stage") != 0
 
     def param_groups(self, count: int) -> list[Any]:
-        """The hyperparameters of each param group."""
         saved = self.values.get("param_groups")
         if not isinstance(saved, list) or len(saved) != count:
             raise ValueError(f"the checkpoint has the param groups {saved!r}, this optimizer has {count}")
@@ -128,7 +124,6 @@ class State(ABC):
 
 
 def not_alike(key: object) -> str:
-    """The error for a number of a parameter that differs between the parts of it."""
     return (
         f"{key} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
         "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"

@@ -56,7 +56,6 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 def name_by_place(group: int, place: int) -> str:
-    """Return the name of a parameter that has none, by its place among all parameters of its param group."""
     return f"group{group}.{place}"
 
 
@@ -112,7 +111,6 @@ class TensorEntry:
 
     @classmethod
     def read(cls, values: dict[str, Any]) -> TensorEntry:
-        """Check and take the values of an index."""
         if values["dtype"] not in DTYPES:
             raise ValueError(f"the dtype {values['dtype']!r} is not supported")
         shape = tuple(_count(size) for size in values["shape"])
@@ -129,8 +127,6 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Shard:
-    """The file of a shard, beside the index, and its size."""
-
     file: str
     bytes: int
 
@@ -149,7 +145,6 @@ class CheckpointIndex:
 
     @classmethod
     def read(cls, path: Path) -> CheckpointIndex:
-        """Read and validate an index."""
         try:
             text = path.read_bytes()
             data = json.loads(text)
@@ -176,7 +171,8 @@ class CheckpointIndex:
             )
             index.validate()
         except Exception as error:  # the file can hold anything
-            raise CheckpointError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
+            told = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path} is not a valid index: {told}") from error
         return index
 
     def validate(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
-from hf_compressopt.format.shards import absent_shards, not_whole, open_shard
+from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex
+from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole
 
 #: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
 _ANY_PREFIX = "compressopt*"
@@ -41,15 +41,13 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
     except CheckpointError as error:
         facts["problems"].append(str(error))
         return facts
-    header, parameters = index.header, [parameter for group in index.parameters for parameter in group]
+    header, parameters = index.header, list(chain.from_iterable(index.parameters))
     ranks = header.get("world_size")
     if ranks != len(index.shards):
         facts["problems"].append(f"{path} says that {ranks!r} rank(s) saved it, and names {len(index.shards)} shard(s)")
-    absent = absent_shards(path.parent, index)
-    problems = [
-        str(not_whole(absent[number])) if number in absent else _problem(path.parent, index, number, verify)
-        for number in range(len(index.shards))
-    ]
+    absent = {number: str(not_whole(problem)) for number, problem in absent_shards(path.parent, index).items()}
+    with ShardFiles(path.parent, index, absent) as files:
+        problems = [_problem(files, index, number, verify) for number in range(len(index.shards))]
     facts["problems"] += [problem for problem in problems if problem]
     return {
         **facts,
@@ -67,31 +65,29 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
             {"file": shard.file, "bytes": shard.bytes, "whole": problem is None}
             for shard, problem in zip(index.shards, problems, strict=True)
         ],
-        "tensors": {name: _describe(entry) for name, entry in index.tensors.items()},
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "bytes": entry.numel * entry.itemsize,
+                "shards": sorted({piece.shard for piece in entry.pieces}),
+            }
+            for name, entry in index.tensors.items()
+        },
     }
 
 
-def _problem(folder: Path, index: CheckpointIndex, number: int, verify: bool) -> str | None:
-    """Return the error of a shard, or None if it is whole."""
+def _problem(files: ShardFiles, index: CheckpointIndex, number: int, verify: bool) -> str | None:
     try:
-        with closing(open_shard(folder, index, number)) as file:
-            for entry in index.tensors.values():
-                for piece in (piece for piece in entry.pieces if piece.shard == number):
-                    file.check_piece(piece, entry)
-                    for _ in file.blocks(piece, entry) if verify else ():
-                        pass
+        file = files[number]
+        for entry in index.tensors.values():
+            for piece in (piece for piece in entry.pieces if piece.shard == number):
+                file.check_piece(piece, entry)
+                for _ in file.blocks(piece, entry) if verify else ():
+                    pass
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _describe(entry: TensorEntry) -> dict[str, Any]:
-    return {
-        "dtype": entry.dtype,
-        "shape": list(entry.shape),
-        "bytes": entry.numel * entry.itemsize,
-        "shards": sorted({piece.shard for piece in entry.pieces}),
-    }
 
 
 def render(facts: dict[str, Any]) -> str:

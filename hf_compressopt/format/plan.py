@@ -91,12 +91,10 @@ class StateTensor:
 
     @property
     def shard_key(self) -> str:
-        """The name of this part in its shard."""
         return str(self.key) if self.is_whole else f"{self.key}@{self.start}"
 
 
 def dtype_name(tensor: Any) -> str:
-    """Torch's name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -185,17 +185,7 @@ def absent_shards(folder: Path, index: CheckpointIndex) -> dict[int, str]:
 
 
 def not_whole(problem: str) -> CheckpointError:
-    """The error for a shard that no rank has."""
     return CheckpointError(f"{problem}: the checkpoint is not whole")
-
-
-def open_shard(folder: Path, index: CheckpointIndex, number: int, room: memoryview | None = None) -> ShardFile:
-    """Open the shard of this number; ``room`` as for :class:`ShardFile`."""
-    file = ShardFile(folder / index.shards[number].file, index.block_bytes, room)
-    if (found := file.metadata.get("save_id")) != index.save_id:
-        file.close()
-        raise CheckpointError(f"{file.path} belongs to save {found!r}, the index is of {index.save_id!r}")
-    return file
 
 
 class ShardFiles:
@@ -224,12 +214,16 @@ class ShardFiles:
     def __getitem__(self, number: int) -> ShardFile:
         if number in self._out_of_reach:
             raise CheckpointError(self._out_of_reach[number])
+        if number not in self._files:
+            file = ShardFile(self._folder / self._index.shards[number].file, self._index.block_bytes, self._room)
+            if (found := file.metadata.get("save_id")) != self._index.save_id:
+                file.close()
+                raise CheckpointError(f"{file.path} belongs to save {found!r}, the index is of {self._index.save_id!r}")
+            self._files[number] = file
         if number in self._open:
             self._open.remove(number)
         elif len(self._open) == _MOST_OPEN:
             self._files[self._open.pop(0)].close()
-        if number not in self._files:
-            self._files[number] = open_shard(self._folder, self._index, number, self._room)
         self._open.append(number)
         return self._files[number]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.flat import chunk_numel
-from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels import adam, library, native, reference, sketch  # noqa: F401  they add their kernels to the self-check
 from hf_compressopt.kernels.codec import (
     IntegerFormat,
     MessageFormat,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hf_compressopt.kernels import library, selfcheck
+from hf_compressopt.kernels import library, reference, selfcheck
 from hf_compressopt.kernels.c_abi import DTYPES
 from hf_compressopt.kernels.memory import address_of, holds_values, in_memory
 
@@ -483,3 +483,22 @@ def _row(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor |
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+# -- the check of the first use ---------------------------------------------------------------------------------------
+
+
+def _check(kernels: Any, data: selfcheck.Data) -> selfcheck.Written:
+    for adam_w in (True, False):
+        step, sizes = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, adam_w, maximize=not adam_w), [data.numel, 1, 7, 100]
+        grads, params = ([data.normal(n, selfcheck.DTYPES[k % 3]) for k, n in enumerate(sizes)] for _ in range(2))
+        moments, squares = [data.normal(n) for n in sizes], [data.positive(n) for n in sizes]
+        steps = [data.zeros(dtype=torch.float32) for _ in sizes]
+        tensors = AdamTensors(grads, params, moments, squares, steps)
+        table = None if kernels is reference else AdamTable(tensors)
+        for _ in range(2):
+            reference_(tensors, step) if table is None else table.run(grads, step, data.device)
+        yield from ((tensor, 0.0) for tensor in (*params, *moments, *squares, *steps))
+
+
+selfcheck.FAMILIES["adam"] = _check

@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 #: What a family writes, and by how much it may differ; 0: not in a bit.
 Written = Iterator[tuple[Tensor, float]]
 
-_SUMS = 1e-6  # what sums over many elements may differ by
+SUMS = 1e-6  # what sums over many elements may differ by
 _CPU = torch.device("cpu")
 _RANKS = 6  # more than a group of messages that are summed by themselves
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _failed: dict[torch.device, frozenset[str]] = {}
 _mixed: dict[frozenset[str], SimpleNamespace] = {}
 
@@ -69,7 +69,7 @@ class Data:
         cuts = [0, third, half, half + 1, self.numel] if self.numel > 5 else [0, self.numel]
         found = []
         for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            tensor = None if k == 2 else self.normal(stop - start + k, _DTYPES[k % 3])
+            tensor = None if k == 2 else self.normal(stop - start + k, DTYPES[k % 3])
             found.append(o.Segment(tensor, 0 if tensor is None else k, stop - start, k))
         return found
 
@@ -99,9 +99,9 @@ def _signs(code: SignCode, messages: Tensor, error: Errors, chunks: int) -> Writ
     """Yield scales, which are sums, signs, and errors; those in 8 bits are rounded to 1/127 of the largest."""
     for start, stop, message in code.chunks(messages, error.numel(), chunks):
         first, count = code.scales_at(stop - start)
-        yield code.scales(message, stop - start), _SUMS
+        yield code.scales(message, stop - start), SUMS
         yield message[first + count * code.scale_dtype.itemsize :], 0.0
-    yield values_of_errors(error), 0.05 if isinstance(error, CompactErrors) else 10 * _SUMS
+    yield values_of_errors(error), 0.05 if isinstance(error, CompactErrors) else 10 * SUMS
 
 
 def _compress(kernels: Any, data: Data) -> Written:
@@ -139,8 +139,8 @@ def _apply(kernels: Any, data: Data) -> Written:
     kernels.lamb_apply_(m, v, params, rates, options)
     values = data.normal()
     kernels.decompress_(y, values)
-    yield from ((tensor, 0.0) for tensor in (out, values, m, u, anchor, fresh, *_tensors(params)))
-    yield sums / data.numel, _SUMS
+    yield from ((tensor, 0.0) for tensor in (out, values, m, u, anchor, fresh, *tensors_of(params)))
+    yield sums / data.numel, SUMS
 
 
 def _integers(kernels: Any, data: Data) -> Written:
@@ -155,43 +155,18 @@ def _integers(kernels: Any, data: Data) -> Written:
         out = data.zeros(code.nbytes(data.numel))
         kernels.average_compress_(code, received, server, server, out, _RANKS)
         kernels.mean_(code, received, mean, _RANKS, 0.5)
-        for tensor in (messages, values_of_errors(left), out, values_of_errors(server), mean, *_tensors(outputs)):
+        for tensor in (messages, values_of_errors(left), out, values_of_errors(server), mean, *tensors_of(outputs)):
             yield tensor, 0.0
 
 
-def _adam(kernels: Any, data: Data) -> Written:
-    from hf_compressopt.kernels.adam import AdamStep, AdamTable, AdamTensors, reference_
-
-    for adam_w in (True, False):
-        step, sizes = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, adam_w, maximize=not adam_w), [data.numel, 1, 7, 100]
-        grads, params = ([data.normal(n, _DTYPES[k % 3]) for k, n in enumerate(sizes)] for _ in range(2))
-        moments, squares = [data.normal(n) for n in sizes], [data.positive(n) for n in sizes]
-        steps = [data.zeros(dtype=torch.float32) for _ in sizes]
-        tensors = AdamTensors(grads, params, moments, squares, steps)
-        table = None if kernels is reference else AdamTable(tensors)
-        for _ in range(2):
-            reference_(tensors, step) if table is None else table.run(grads, step, data.device)
-        yield from ((tensor, 0.0) for tensor in (*params, *moments, *squares, *steps))
-
-
-def _sketch(kernels: Any, data: Data) -> Written:
-    from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_, reference_sketch_
-
-    y, squares = data.zeros(SKETCH_NUMEL, dtype=torch.float32), data.zeros(dtype=torch.float64)
-    segments = data.tensors()
-    (reference_sketch_ if kernels is reference else native_sketch_)(segments, 5, 7, y, squares)
-    yield y, 0.0
-    for sum_ in (squares, kernels.sum_of_squares([*_tensors(segments)], data.device)):
-        yield sum_ / data.numel, _SUMS
-
-
-def _tensors(segments: Sequence[o.Segment]) -> Iterator[Tensor]:
+def tensors_of(segments: Sequence[o.Segment]) -> Iterator[Tensor]:
+    """Return the tensors of segments that have one."""
     return (segment.tensor for segment in segments if segment.tensor is not None)
 
 
-#: The kernels by what switches to the reference together.
+#: The kernels by what switches to the reference together; adam.py and sketch.py add theirs.
 FAMILIES: dict[str, Callable[[Any, Data], Written]] = dict(
-    compress=_compress, average=_average, apply=_apply, integers=_integers, adam=_adam, sketch=_sketch
+    compress=_compress, average=_average, apply=_apply, integers=_integers
 )
 _FAMILY = {
     "compress_": "compress",

@@ -23,11 +23,12 @@ Source: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams" 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import library, selfcheck
+from hf_compressopt.kernels import library, reference, selfcheck
 from hf_compressopt.kernels.c_abi import Operands, address, mark_written
 from hf_compressopt.kernels.operands import Segment
 
@@ -137,3 +138,15 @@ def _hashes(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 def _signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
+
+
+def _check(kernels: Any, data: selfcheck.Data) -> selfcheck.Written:
+    y, squares = data.zeros(SKETCH_NUMEL, dtype=torch.float32), data.zeros(dtype=torch.float64)
+    segments = data.tensors()
+    (reference_sketch_ if kernels is reference else native_sketch_)(segments, 5, 7, y, squares)
+    yield y, 0.0
+    for sum_ in (squares, kernels.sum_of_squares([*selfcheck.tensors_of(segments)], data.device)):
+        yield sum_ / data.numel, selfcheck.SUMS
+
+
+selfcheck.FAMILIES["sketch"] = _check

@@ -569,7 +569,7 @@ def _replicated(state: GroupState) -> Iterator[Tensor]:
 class Consensus:
     """The small messages beside those of a step, and what the ranks know from them."""
 
-    early: EarlyMessages  # set by the optimizer, like the next
+    early: EarlyMessages | None = None  # set by the optimizer if messages leave during backward, like the next
     freed: FreedGradients | None = None
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
@@ -605,24 +605,26 @@ class Consensus:
         # given gradients may be averaged or not: a wrong number of them on one rank must fail on all
         ask = self.asks(plan) and (self.are_local(plan) or given is not None)
         if given is not None:
-            self.early.drop()
+            if self.early is not None:
+                self.early.drop()
             if self.freed is not None:
                 self.freed.drop()
         gradients, measured = self._collect(given, ask=ask), self.measured
         same = gradients.reuse(measured)
-        known = measured is not None and measured.ask and self.early.agreed
+        known = measured is not None and measured.ask and (self.early is None or self.early.agreed)
         if measured is not None and known and ask and given is None and not max_grad_norm:
             if measured.is_finite():
                 if not same and not gradients.is_usable():
                     self._go_on_without(gradients, plan)
-                return gradients, not self.early.not_finite
+                return gradients, self._left_are_finite()
         if measured is not None and same and not ask and not max_grad_norm:
-            return measured, measured.is_finite() and not self.early.not_finite
+            return measured, measured.is_finite() and self._left_are_finite()
         self._agree(gradients, plan, sketched=max_grad_norm > 0)
         if max_grad_norm > 0:
             norm = gradients.clip_(max_grad_norm, in_place=given is None)
-            self.early.note_norm(norm, max_grad_norm, self._usual, whole=True)
-        return gradients, gradients.is_finite() and not self.early.not_finite
+            if self.early is not None:
+                self.early.note_norm(norm, max_grad_norm, self._usual, whole=True)
+        return gradients, gradients.is_finite() and self._left_are_finite()
 
     def clip_(self, plan: StepPlan, max_norm: float, parameters: Iterable[Tensor] | None) -> float:
         """Clip the gradients of the coming step that are in no message yet. Returns the norm before."""
@@ -643,7 +645,8 @@ class Consensus:
             gradients._local_squares = None
             gradients.measured_signature = gradients.signature()
         self.measured = gradients
-        self.early.note_norm(norm, max_norm, self._usual, whole=whole)
+        if self.early is not None:
+            self.early.note_norm(norm, max_norm, self._usual, whole=whole)
         return norm
 
     def _collect(self, given: Iterable[Any] | None, *, ask: bool) -> StepGradients:
@@ -653,8 +656,12 @@ class Consensus:
         gradients = StepGradients.collect(self.states, given, self.communicator, ask=ask)
         if freed is not None and freed.have_left:
             freed.put_into(gradients)
-        gradients.left = self.early.left(gradients.groups)
+        if self.early is not None:
+            gradients.left = self.early.left(gradients.groups)
         return gradients
+
+    def _left_are_finite(self) -> bool:
+        return self.early is None or not self.early.not_finite
 
     def note_overflow(self, overflow: bool) -> None:
         """Record what a gradient scaler found while it changed this rank's gradients."""
@@ -666,7 +673,7 @@ class Consensus:
             gradients = self._collect(None, ask=True)
             self._agree(gradients, plan)
             self.measured = gradients
-        return not self.measured.is_finite() or self.early.not_finite
+        return not (self.measured.is_finite() and self._left_are_finite())
 
     def end_step(self) -> None:
         self.noise.add(self._common)
@@ -685,7 +692,7 @@ class Consensus:
         sketched: bool = False,
     ) -> None:
         """Exchange the one small message of a step, if the ranks must agree: norms, faults, what must be alike."""
-        left = [*self.early.signature, *(() if self.freed is None else self.freed.signature)]
+        left = [key for sent in (self.early, self.freed) if sent is not None for key in sent.signature]
         digests = [digest_of([self.comparison.hyperparameters(), left])] if gradients.ask else []
         if not plan.reduce_grads and gradients.ask:
             # one in every step: a resumed run, which compares once more, sends the uninterrupted one's bytes
@@ -709,10 +716,12 @@ class Consensus:
             self.comparison.require_same_hyperparameters()
             if self.freed is not None:
                 self.freed.require_same()
-            self.early.agree()
-            for each in (gradients, part or gradients):
-                each.left = self.early.left(gradients.groups)
-        self.early.agreed |= gradients.ask
+            if self.early is not None:
+                self.early.agree()
+                for each in (gradients, part or gradients):
+                    each.left = self.early.left(gradients.groups)
+        if self.early is not None:
+            self.early.agreed |= gradients.ask
         self.heed_gradients(digests[1:], alike[1:])
 
     def _measure(

@@ -35,8 +35,8 @@ from hf_compressopt.optim.group import (
     follow_moments,
     mean_variance_norm,
 )
-from hf_compressopt.optim.late import EarlyMessages
-from hf_compressopt.optim.math import adam_step_, descent
+from hf_compressopt.optim.late import LATE_CLIP, EarlyMessages
+from hf_compressopt.optim.math import adam_step_
 from hf_compressopt.optim.options import (
     check_at_least,
     check_count,
@@ -240,7 +240,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._fused_warmup = warmup_bits < 32
         self.warmup_bits, self.warmup_gradients = warmup_bits, WarmupGradients(warmup_bits, groups)
         self.early_messages = EarlyMessages(clip == "late", groups, self._tensors, self._prepare)
-        self._consensus.early = self.early_messages
+        if self.early_messages.enabled:
+            self._consensus.early = self.early_messages
         self._clip, self._consensus.clip = clip, "sketch" if clip == "late" else clip
         self._make_room_for_history()
         if total_steps is not None:
@@ -253,7 +254,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
         """Compute what the buckets of these param groups share in a compressed step."""
-        self._descents = {state.number: descent(state.options, self.max_update) for state in states}
+        self._descents = {state.number: state.descent(self.max_update) for state in states}
 
     def _prepare(
         self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
@@ -418,7 +419,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Close a step, which was taken or skipped."""
         self.step_was_skipped = not taken
         self._consensus.end_step()
-        self.early_messages.end_step(taken=taken)
+        if self.early_messages.enabled or LATE_CLIP in self._tensors:
+            self.early_messages.end_step(taken=taken)
         self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
         if taken:

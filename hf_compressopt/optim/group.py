@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import ErrorFeedback
 from hf_compressopt.flat import Bucket, FlatLayout, Span
-from hf_compressopt.kernels import Average, LogVariance, Segment, SignFormat, Variance, on
+from hf_compressopt.kernels import Average, Descent, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
 from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of
@@ -572,6 +573,12 @@ class GroupState:
             self.view(self.exp_avg_sq, index).clamp_(min=variance)
         if missing:
             self.find_still()
+
+    def descent(self, max_update: float | None = None) -> Descent:
+        """Return how the parameters follow a direction; None or 0 as ``max_update`` is no bound."""
+        group = self.options
+        lr, bound = float(group["lr"]), float(max_update or math.inf)
+        return Descent(lr, 1 - lr * group["weight_decay"], group["eps"], group["eps_inside_sqrt"], bound)
 
     def masked(self, bucket: Bucket, average: Average) -> Average:
         """Return a bucket's average, times the group's mask if it has one."""

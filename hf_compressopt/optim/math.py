@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,18 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_compressopt.kernels import Descent, sum_of_squares
+from hf_compressopt.kernels import sum_of_squares
 from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
 
 _CHUNK = 1 << 18  # elements of which a wider copy may be made
-
-
-def descent(group: dict[str, Any], max_update: float | None = None) -> Descent:
-    """Return how the parameters of a param group follow a direction; None or 0 as ``max_update`` is no bound."""
-    lr = float(group["lr"])
-    bound = float(max_update or math.inf)
-    return Descent(lr, 1 - lr * group["weight_decay"], group["eps"], group["eps_inside_sqrt"], bound)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -34,7 +34,7 @@ from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, Lo
 from hf_compressopt.optim.agreement import Grads, digest_of, write_log
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.group import ExtraState, GroupState
-from hf_compressopt.optim.math import bit_sum, descent
+from hf_compressopt.optim.math import bit_sum
 from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
@@ -309,7 +309,7 @@ class ZeroOneAdam(CompressedOptimizer):
             state.view(state.exp_avg, index).lerp_(grad, 1 - beta1)  # (2)
             state.view(state.exp_avg_sq, index).mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         with_grad = {index for index, grad in enumerate(grads) if grad is not None}
-        corrections, how = _corrections(state, counted=True), descent(state.options)
+        corrections, how = _corrections(state, counted=True), state.descent()
         for bucket in state.layout.buckets:
             momentum = Average.of(state.exp_avg[bucket.start : bucket.stop])
             _descend(state, bucket, momentum, how, beta=1.0, corrections=corrections, moving=with_grad)
@@ -344,7 +344,7 @@ class ZeroOneAdam(CompressedOptimizer):
                 continue
             lr_sum, decay = self._since_sync[state.number]
             bound = (self.max_update or math.inf) * lr_sum
-            self._descents[state.number] = replace(descent(state.options), decay=decay, bound=bound)
+            self._descents[state.number] = replace(state.descent(), decay=decay, bound=bound)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         with self.warmup_gradients.signs(plan, states, self.variance_floor):
@@ -378,7 +378,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     def _local_step(self, state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
         """Take (4) and (5) of one group."""
-        how, (beta1, _), on = descent(state.options, self.max_update), state.options["betas"], kernels.on(state.device)
+        how, (beta1, _), on = state.descent(self.max_update), state.options["betas"], kernels.on(state.device)
         for bucket in state.layout.buckets:
             flat = slice(bucket.start, bucket.stop)
             gradients = None if grads is None else state.gradient_segments(bucket, grads)

@@ -1,6 +1,13 @@
-"""Predicted seconds and bytes of a step: a model of a few terms, each the time of one physical process.
+"""Predicted bytes and seconds of a step: a model of a few terms, each the time of one physical process.
 
-Collectives cost what :mod:`hf_compressopt.planner.wire` says.
+N ranks on M nodes, g on each; R the bytes per second of a node's link, L those between ranks of a node, B the bytes of
+a message. A ring passes every link once each way; an all-to-all sends all that leaves a node over its one link:
+    all-reduce  2 (N-1)/N B / min(R, L)       all-gather  (N-1)/N B / min(R, L)                            (1)
+    all-to-all  max(g (N-g)/N B / R, (g-1)/N B / L)                                                        (2)
+A message reaches WIRE_EFFICIENCY of these rates. It takes the latency once for each hop that waits for another hop, and
+at least its bytes over host_bandwidth if processors move them. Hierarchical: (2) and an all-gather of the node's own
+messages over R, and inside the node, over L, an all-to-all of float32 values before and an all-gather of all messages
+after them. ZeRO's values take the same way.
 
 DDP. With f, b, u the seconds of forward, backward and update, and k buckets that become ready evenly over b (host
 work makes b longer by h):
@@ -8,27 +15,169 @@ work makes b longer by h):
 ZeRO-1 and 2. (3) with reduce-scatters and u/N, then packing and the all-gather of the parameters, not overlapped.
 Compressed step, of k buckets. Passes over memory, P seconds, and messages, C seconds, overlap:
     f + b + max(P + h, C) + min(P, C)/k                                                                    (4)
-The first stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes. With zero_stage=2
-gradients leave as in (5); what comes back is as in (4) in the first stage, and Q in the compressed one.
+The warmup stage of OnebitAdam with zero_stage=1 is (4) too, with a shared update among the passes. With zero_stage=2
+gradients leave as in (5); what comes back is as in (4) in the warmup stage, and Q in the compressed one.
 Low-bit gradients. (3) with the messages of (4). Passes that make and average them lengthen the backward pass by P. In
-the first stage of a compressed optimizer the passes that write the errors and the averages, Q, come last:
+the warmup stage of a compressed optimizer the passes that write the errors and the averages, Q, come last:
     f + max(ready_1 + sum of all messages, b + h + P + last message) + Q + u                               (5)
-Sources: overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a backward pass has two products for each
-product of the forward pass.
+Sources: the ring, Patarasuk and Yuan 2009; overlap by buckets, Li et al. 2020 (arXiv 2006.15704); b = 2 f, since a
+backward pass has two products for each product of the forward pass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 
+from hf_compressopt.collectives.topology import AUTO, FLAT, TopologyOptions
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES, bucket_numel_of
 from hf_compressopt.kernels import INTEGER_BITS, IntegerFormat
 from hf_compressopt.kernels.messages import chunk_message_nbytes
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.warmup import check_warmup_bits
-from hf_compressopt.planner.wire import Cluster, Message, all_gather, one_phase, reduce_scatter, ring, two_phases
+
+#: Share of a link's rate that payload reaches: TCP and Ethernet headers take 5 %, acknowledgements and gaps the rest.
+WIRE_EFFICIENCY = 0.9
+#: Share of the memory's bandwidth that the passes below reach, by docs/benchmarks.md (0.73 to 0.87).
+MEMORY_EFFICIENCY = 0.8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The machines and their links. Rates are in bytes per second; infinity costs no time.
+
+    Attributes:
+        nodes: Machines, >= 1; with one, ``bandwidth`` is not used.
+        gpus_per_node: Ranks on each machine.
+        bandwidth: Rate of a node's link, each way, shared by its ranks.
+        local_bandwidth: Rate of each rank to the others of its node, each way.
+        memory_bandwidth: Rate of a rank's memory; its share, if ranks share a processor.
+        host_bandwidth: Rate at which a rank's processor moves messages while it also computes; infinity if network
+            cards move them. In two levels it does not count inside a node, where ranks share memory.
+        latency: Seconds of one hop between nodes.
+        topology: Of compressed messages and of ZeRO: "flat", "two-level" or "auto", as in the optimizers.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    bandwidth: float
+    local_bandwidth: float = 300e9
+    memory_bandwidth: float = 2e12
+    host_bandwidth: float = math.inf
+    latency: float = 20e-6
+    topology: str = AUTO
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int >= 1, got {value!r}")
+        for name in ("bandwidth", "local_bandwidth", "memory_bandwidth", "host_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0 bytes per second, got {getattr(self, name)}")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency must be >= 0 seconds, got {self.latency}")
+        TopologyOptions(self.topology)  # it checks it
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of a node that send one message together: 1 if the exchange is flat."""
+        return 1 if self.topology == FLAT or self.nodes == 1 else self.gpus_per_node
+
+    def pass_seconds(self, nbytes: float) -> float:
+        """Seconds that the kernels take to move this many bytes over a rank's memory."""
+        return nbytes / (self.memory_bandwidth * MEMORY_EFFICIENCY)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Cost of one collective: bytes that a rank sends, and that leave a node; seconds, and those of a processor."""
+
+    sent: float
+    on_link: float
+    seconds: float
+    host: float
+
+    def __add__(self, other: Message) -> Message:
+        return Message(
+            self.sent + other.sent, self.on_link + other.on_link, self.seconds + other.seconds, self.host + other.host
+        )
+
+    def __mul__(self, count: float) -> Message:
+        return Message(self.sent * count, self.on_link * count, self.seconds * count, self.host * count)
+
+
+def ring(cluster: Cluster, nbytes: float, passes: int, work: float = 0.0) -> Message:
+    """Cost of an all-reduce (``passes`` 2) or all-gather (1) of ``nbytes``, (1); ``work``: see :func:`_message`."""
+    count, several = cluster.ranks, cluster.nodes > 1
+    sent = passes * (count - 1) / count * nbytes
+    rates = [cluster.bandwidth] * several + [cluster.local_bandwidth] * (cluster.gpus_per_node > 1)
+    hops = passes * ((cluster.nodes if several else count) - 1)
+    wire = sent / (min(rates, default=math.inf) * WIRE_EFFICIENCY)
+    return _message(cluster, sent, sent * several, wire, hops, work)
+
+
+def all_to_all(cluster: Cluster, nbytes: float) -> Message:
+    """Cost of an all-to-all: every rank sends each other rank its part of ``nbytes``, (2)."""
+    count, local = cluster.ranks, cluster.gpus_per_node
+    on_link = local * (count - local) / count * nbytes
+    inside = (local - 1) / count * nbytes
+    wire = max(on_link / cluster.bandwidth, inside / cluster.local_bandwidth) / WIRE_EFFICIENCY
+    return _message(cluster, (count - 1) / count * nbytes, on_link, wire, int(count > 1), 0.0)
+
+
+def all_gather(cluster: Cluster, nbytes: float) -> Message:
+    """Cost of giving all ranks ``nbytes`` of parameters: a ring, in two levels one of each level."""
+    if cluster.node_size == 1:
+        return ring(cluster, nbytes, passes=1)
+    inside, between = _levels(cluster)
+    return _shared(ring(between, nbytes, passes=1), cluster) + ring(inside, nbytes, passes=1)
+
+
+def _levels(cluster: Cluster) -> tuple[Cluster, Cluster]:
+    """One node by itself, whose values no processor moves through a network, and the nodes as ranks."""
+    between = replace(cluster, gpus_per_node=1, host_bandwidth=cluster.node_size * cluster.host_bandwidth)
+    return replace(cluster, nodes=1, host_bandwidth=math.inf), between
+
+
+def _shared(message: Message, cluster: Cluster) -> Message:
+    """The cost of a node's message for one of the ranks that send it together."""
+    return replace(message, sent=message.sent / cluster.node_size)
+
+
+def _message(cluster: Cluster, sent: float, on_link: float, wire: float, hops: int, work: float) -> Message:
+    """Cost of a message; ``work`` is the host's sums in bytes, if these are more than the bytes sent."""
+    host = max(sent, work) / cluster.host_bandwidth
+    return Message(sent, on_link, hops * cluster.latency + max(wire, host), host)
+
+
+def one_phase(cluster: Cluster, values: float, nbytes: float) -> Message:
+    """Cost of sending each rank its part of a bucket in messages of ``nbytes`` in all; of ``values`` bytes as it is."""
+    if cluster.node_size == 1:
+        return all_to_all(cluster, nbytes)
+    inside, between = _levels(cluster)
+    return all_to_all(inside, values) + _shared(all_to_all(between, nbytes), cluster)
+
+
+def two_phases(cluster: Cluster, numel: int, nbytes: Sequence[int]) -> Message:
+    """Cost of the compressed all-reduce of a bucket."""
+    if len(nbytes) == 1:
+        return Message(0, 0, 0, 0)
+    gathered = len(nbytes) * nbytes[0]
+    if cluster.node_size == 1:
+        return all_to_all(cluster, sum(nbytes)) + ring(cluster, gathered, passes=1)
+    inside, between = _levels(cluster)
+    own = _shared(all_to_all(between, sum(nbytes)) + ring(between, gathered, passes=1), cluster)
+    return all_to_all(inside, FLOAT_BYTES * numel) + own + ring(inside, gathered, passes=1)
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
 
 #: Share of the backward pass in forward and backward.
 BACKWARD_SHARE = 2 / 3
@@ -43,13 +192,7 @@ _NORM = 4  # the gradient is read once before anything is written
 
 @dataclass(frozen=True)
 class Passes:
-    """Bytes over memory per parameter in a step of a compressed optimizer.
-
-    Attributes:
-        alone: Of every step, before a message or without one.
-        compress: To make the message and the new error.
-        apply: To apply the average that comes back.
-    """
+    """Bytes over memory per parameter: of every step, to make a message and the new error, to apply the average."""
 
     alone: float
     compress: float
@@ -91,7 +234,6 @@ class Training:
     warmup_bits: int = signature(CompressedOptimizer).parameters["warmup_bits"].default
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if not self.params >= 1:
             raise ValueError(f"params must be >= 1, got {self.params}")
         if not 0 < self.compute_seconds < math.inf:
@@ -107,20 +249,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """A predicted step, or several.
-
-    Attributes:
-        seconds: Time from start to end.
-        sent: Bytes that a rank sends.
-        on_link: Bytes that leave a node over its link.
-    """
+    """A predicted step, or several: its time, bytes that a rank sends, bytes that leave a node over its link."""
 
     seconds: float
     sent: float
     on_link: float
 
     def __mul__(self, count: float) -> Step:
-        """Multiply: this many steps."""
         return Step(self.seconds * count, self.sent * count, self.on_link * count)
 
 
@@ -135,7 +270,6 @@ class Model:
     """Predicts the steps of one training on one cluster."""
 
     def __init__(self, training: Training, cluster: Cluster) -> None:
-        """Split the computation of a step into forward, backward and update."""
         self.training, self.cluster = training, cluster
         given = training.update_seconds
         self.update = cluster.pass_seconds(_FUSED_ADAM * training.params) if given is None else given
@@ -173,7 +307,7 @@ class Model:
         params, itemsize, count = self.training.params, self.training.itemsize, self.cluster.ranks
         total = params * itemsize
         bucket = min(self.training.bucket_cap_mb * BYTES_PER_MB / FLOAT_BYTES * itemsize, total)
-        one, number = reduce_scatter(self.cluster, bucket), total / bucket
+        one, number = one_phase(self.cluster, bucket, bucket), total / bucket
         scatter, gather = one * number, all_gather(self.cluster, bucket) * number
         passes = self.cluster.pass_seconds((_ZERO_PACKING + self._node_passes()) * params * itemsize / FLOAT_BYTES)
         seconds = self._overlapped(bucket / total, scatter, one) + passes + self.update / count + gather.seconds
@@ -235,7 +369,7 @@ class Model:
         return self.ddp(min(bits // 8, self.training.itemsize))
 
     def shared_out(self, *, early: bool = False) -> Step:
-        """A step of a compressed optimizer's first stage with ``zero_stage``: (4), with messages of integers."""
+        """A step of a compressed optimizer's warmup stage with ``zero_stage``: (4), with messages of integers."""
         params, ranks, bits = self.training.params, self.cluster.ranks, self.training.warmup_bits
         bucket, message, grad = self._float_bucket(), bits / 8, self.training.itemsize
         nbytes = IntegerFormat(bits).chunk_nbytes(bucket, ranks)
@@ -261,10 +395,6 @@ class Model:
     def local_steps(self, interval: int) -> Step:
         """The mean step of 0/1 Adam in local intervals of this length, of which one step has a sync."""
         return average([(1, self.compressed(ZERO_ONE_LOCAL)), (interval - 1, self.alone(ZERO_ONE_LOCAL))])
-
-    def at(self, bandwidth: float) -> Model:
-        """The same model with another bandwidth."""
-        return Model(self.training, replace(self.cluster, bandwidth=bandwidth))
 
     def _float_bucket(self) -> int:
         """Elements of a bucket of float32 values."""

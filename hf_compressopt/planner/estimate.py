@@ -69,7 +69,6 @@ def seconds(text: str) -> float:
 
 
 def _scaled(digits: str, scale: float, text: str, legal: str, bounds: tuple[float, float], unit: str) -> float:
-    """A positive number times the scale of its unit, within bounds."""
     value = _float(digits, legal, text)
     if not 0 < value < float("inf"):
         raise ValueError(f"must be above zero and finite, {legal}; got {text!r}")
@@ -151,9 +150,6 @@ def add_training_arguments(parser: argparse.ArgumentParser, *, measured: bool = 
 
 # -- the command ------------------------------------------------------------------------------------------------------
 
-_TRAINING_OPTIONS = ("update_seconds", "warmup_bits")
-_CLUSTER_OPTIONS = ("local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
-
 
 def _run(arguments: argparse.Namespace) -> int:
     from hf_compressopt.planner import report
@@ -191,14 +187,8 @@ def predict(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
     if ranks > _MOST_RANKS:
         raise ValueError(f"--nodes times --gpus-per-node must be at most {_MOST_RANKS:,} ranks, got {ranks:,}")
     dtype, several = getattr(torch, arguments.dtype), arguments.topology != "flat" and arguments.nodes > 1
-    memory = report.memory_rows(
-        arguments.params,
-        ranks,
-        dtype,
-        arguments.states_per_parameter,
-        arguments.bucket_cap_mb,
-        arguments.gpus_per_node if several else 1,
-    )
+    sizes = dtype, arguments.states_per_parameter, arguments.bucket_cap_mb
+    memory = report.memory_rows(arguments.params, ranks, *sizes, arguments.gpus_per_node if several else 1)
     model = _cost_model(arguments, dtype.itemsize)
     times = {} if model is None else report.as_json(model, arguments.steps, memory, arguments.warmup_bits)
     return {"ranks": ranks, "bytes_per_rank": memory, **times}
@@ -206,12 +196,12 @@ def predict(arguments: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 def _cost_model(arguments: argparse.Namespace, itemsize: int) -> Model | None:
     """The model of time, or None if no time is asked for."""
-    from hf_compressopt.planner.cost import Model, Training
-    from hf_compressopt.planner.wire import Cluster
+    from hf_compressopt.planner.cost import Cluster, Model, Training
 
+    cluster = ("local_bandwidth", "memory_bandwidth", "host_bandwidth", "latency")
     of_training, of_cluster = (
         {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-        for names in (_TRAINING_OPTIONS, _CLUSTER_OPTIONS)
+        for names in (("update_seconds", "warmup_bits"), cluster)
     )
     needed = {"--bandwidth": arguments.bandwidth, "--compute-seconds": arguments.compute_seconds}
     missing = [name for name, value in needed.items() if value is None]

@@ -1,9 +1,8 @@
 """Measured rates of the machines that ranks run on: the link between them, and their memory.
 
 The link is measured by the collectives that training uses, each at several sizes. A line through the times of a
-collective has the rate as its slope. The latency is what is left of the time of a small message. Bytes on the wire and
-hops are those of :mod:`hf_compressopt.planner.cost`, so the planner predicts from these rates the times that were
-measured.
+collective has the rate as its slope; the latency is the rest of the time of a small message. Bytes on the wire and hops
+are those of :mod:`hf_compressopt.planner.cost`, which so predicts the times that were measured.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from hf_compressopt.collectives.communicator import Communicator, Handle
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.planner.wire import Cluster, Message, all_to_all, ring
+from hf_compressopt.planner.cost import Cluster, Message, all_to_all, ring
 
 #: How the planner predicts each collective.
 COLLECTIVES: dict[str, Callable[[Cluster, float], Message]] = {
@@ -36,13 +35,7 @@ _MEMORY_BYTES, _MEMORY_REPEATS = 1 << 27, 5
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a collective.
-
-    Attributes:
-        nbytes: Bytes of the message of a rank: what the planner calls B.
-        seconds: The median over repetitions of the slowest rank's time.
-        host: The median of the CPU seconds of the rank that took most.
-    """
+    """A collective with messages of ``nbytes``: medians of the slowest rank's seconds, and of the most CPU seconds."""
 
     nbytes: int
     seconds: float
@@ -51,13 +44,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Link:
-    """Rates of a link, as the planner takes them.
-
-    Attributes:
-        bandwidth: Bytes per second of a node's link, headers included.
-        latency: Seconds of one hop.
-        host_bandwidth: Bytes that a rank sends in a second of its processor; infinity if network cards move them.
-    """
+    """Rates of a link, as the planner takes them: bytes per second, seconds of a hop, bytes per CPU second."""
 
     bandwidth: float
     latency: float
@@ -121,12 +108,6 @@ def slowest(seconds: Sequence[float], everyone: Communicator) -> list[float]:
     return [float(value) for value in values.tolist()]
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what was enqueued."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _prepared(channel: Communicator, collective: str, size: int) -> tuple[Callable[[], Handle], int]:
     """A collective with a message of about this size, and the bytes of the message."""
     count, device = channel.world_size, channel.device
@@ -156,7 +137,8 @@ def _together(action: Callable[[], object], everyone: Communicator) -> tuple[flo
     """The largest seconds, and CPU seconds, that a rank takes for an action; the agreement on them aligns the ranks."""
     start, host = time.perf_counter(), time.process_time()
     action()
-    synchronize(everyone.device)
+    if everyone.device.type != "cpu":
+        torch.accelerator.synchronize(everyone.device)
     seconds, used = time.perf_counter() - start, time.process_time() - host
     seconds, used = slowest([seconds, used if everyone.device.type == "cpu" else 0.0], everyone)
     return seconds, used

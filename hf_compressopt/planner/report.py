@@ -1,11 +1,11 @@
-"""The planner's report: memory, bytes and predicted times of every optimizer, their ranking, and the flags to paste."""
+"""The planner's report: memory, bytes and predicted times of every way to train, their ranking, and their flags."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -47,15 +47,11 @@ _HOOK = f"{_ADAMW}, and model.register_comm_hook(None, bf16_compress_hook) of to
 class Buckets:
     """Bytes of a compressed optimizer's buffers on the rank that has the most: the one that serves the longest chunks.
 
-    Args:
-        params: Trainable parameters.
-        world_size: Number of ranks.
-        bucket_numel: Elements that are sent together.
-        node_size: Ranks of a node in the hierarchical all-reduce, which share the worker errors; 1 if it is flat.
+    ``bucket_numel`` elements are sent together; the ``node_size`` ranks of a node in the hierarchical all-reduce share
+    the worker errors.
     """
 
     def __init__(self, params: int, world_size: int, bucket_numel: int, node_size: int = 1) -> None:
-        """Take the sizes."""
         self.params, self.world_size, self.bucket_numel, self.node_size = params, world_size, bucket_numel, node_size
 
     def _sum(self, of_bucket: Callable[[int], int]) -> int:
@@ -103,8 +99,8 @@ class Buckets:
     def states(self, optimizer_class: type[CompressedOptimizer]) -> dict[str, int]:
         """Bytes of the state of a compressed optimizer, by its form: moments, errors, and the algorithm's own values.
 
-        In the first step with a frozen variance, a compact state holds some of its moments in both forms for a moment,
-        which is left out: 1/8 byte per element more than in the warmup stage, or 1 byte if the momentum stays float32.
+        In the first compressed step, a compact state also holds some moments in both forms, which is left out: 1/8 byte
+        per element, or 1 byte if the momentum stays float32.
         """
         own = FLOAT_BYTES * self.params * sum(state.per == "element" for state in optimizer_class.extra_state)
         momentum = FLOAT_BYTES * self.params
@@ -112,11 +108,8 @@ class Buckets:
             momentum = self.messages
         moments, shard = (FLOAT_BYTES * _MOMENTS * numel for numel in (self.params, self.own_elements))
         then = own + momentum + self.params + self.errors  # a byte for the variance
-        found = {
-            FLOAT32: own + moments + self.float_errors,
-            COMPACT_FIRST: own + moments + self.errors,
-            COMPACT_THEN: then,
-        }
+        found = {FLOAT32: own + moments + self.float_errors, COMPACT_FIRST: own + moments + self.errors}
+        found[COMPACT_THEN] = then
         if 1 in optimizer_class.zero_stages and self.world_size > 1:
             found[ZERO_FIRST] = own + shard + self.errors
             found[ZERO_FREED_FIRST] = own + shard + self.errors + self.worker_errors  # new errors wait for the step
@@ -162,21 +155,11 @@ def memory_rows(
     return {name: {part: getattr(memory, part) for part in MEMORY} for name, memory in estimates.items()}
 
 
-def _memory_rows_of(name: str) -> list[str]:
-    """The rows of :func:`memory_rows` that belong to an optimizer of :func:`time_rows`: one per form of its state."""
-    if name.startswith("DDP"):
-        return ["no ZeRO"]
-    if name.startswith("grad_compression"):
-        return ["grad_compression"]
-    if name.startswith("ZeRO") or name == ZERO_INT4:
-        return [name]
-    for stage, forms in {1: (ZERO_FIRST, COMPACT_THEN), 2: (ZERO_FREED_FIRST, ZERO_FREED_THEN)}.items():
-        if name == ONEBIT_ZERO[stage]:
-            return [f"OnebitAdam, {form}" for form in forms]
-    (cls,) = (cls for cls in ALGORITHMS.values() if cls.__name__ == name)
+def _memory_rows_of(cls: type[CompressedOptimizer]) -> list[str]:
+    """The rows of :func:`memory_rows` of a compressed optimizer: one per form of its state."""
     own = signature(cls).parameters.get("state")
     compact = (STATE if own is None else own.default) != FLOAT32
-    return [f"{name}, {form}" for form in ((COMPACT_FIRST, COMPACT_THEN) if compact else (FLOAT32,))]
+    return [f"{cls.__name__}, {form}" for form in ((COMPACT_FIRST, COMPACT_THEN) if compact else (FLOAT32,))]
 
 
 # -- times ------------------------------------------------------------------------------------------------------------
@@ -184,15 +167,10 @@ def _memory_rows_of(name: str) -> list[str]:
 
 @cache
 def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
-    """Count the steps that 0/1 Adam takes in each stage, by Trainer's default schedule.
+    """Count the steps that 0/1 Adam takes in each stage and of each kind, by Trainer's default schedule.
 
-    Args:
-        steps: Length of the run.
-        low_bit: Whether averaged gradients travel in fewer than 32 bits, which Trainer's schedule depends on.
-
-    Returns:
-        Counts by stage and kind. The kind is 1 for a step with averaged gradients and 0 for a 1-bit gradient in the
-        variance stage; in the local-step stage it is the length of the interval.
+    The kind is 1 for a step with averaged gradients and 0 for a 1-bit gradient in the variance stage; in the local-step
+    stage it is the length of the interval. ``low_bit``: averaged gradients travel in fewer than 32 bits.
     """
     schedule = ZeroOneSchedule().fitted(steps, (), low_bit=low_bit).expected()
     shares: Counter[tuple[Stage, int]] = Counter()
@@ -203,31 +181,62 @@ def zero_one_shares(steps: int, low_bit: bool) -> Counter[tuple[Stage, int]]:
     return shares
 
 
-def time_rows(model: Model, steps: int) -> dict[str, dict[str, Step]]:
-    """Predicted steps, by optimizer and by stage.
+@dataclass(frozen=True)
+class Way:
+    """A way to train: flags of Trainer, its rows of :func:`memory_rows`, and predicted steps by stage.
 
-    Args:
-        model: Model of the training and the cluster.
-        steps: Length of the run. The first stages of the compressed optimizers have the shares that Trainer gives them.
+    A way of several stages ends with the mean step of the whole run.
+    """
+
+    name: str
+    flags: str
+    memory: list[str]
+    stages: dict[str, Step]
+
+    @property
+    def step(self) -> Step:
+        """A step of the stage in which a run spends most of its steps."""
+        return [step for stage, step in self.stages.items() if stage != _WHOLE_RUN][-1]
+
+    @property
+    def mean(self) -> Step:
+        return list(self.stages.values())[-1]
+
+
+def ways(model: Model, steps: int, warmup_bits: int | None = None) -> list[Way]:
+    """All ways to train for so many steps, the smallest change of a training first.
+
+    The stages have the shares that Trainer gives them; ``warmup_bits`` is the option in the flags, None leaves it out.
     """
     ddp, zero, itemsize = model.ddp(), model.zero(), model.training.itemsize
-    halves = {f"DDP, {8 * _HALF_BYTES}-bit gradients": {"": model.ddp(_HALF_BYTES)}}
-    return {
-        f"DDP, {8 * itemsize}-bit gradients": {"": ddp},
-        **(halves if itemsize > _HALF_BYTES else {}),
-        "ZeRO-1": {"": zero},
-        "ZeRO-2": {"": zero},
-        ZERO_INT4: {"": model.zero_low_bit(4)},
-        **{f"grad_compression=int{bits}": {"": model.low_bit(bits)} for bits in INTEGER_BITS},
-        "OnebitAdam": _onebit(model, "onebit_adam", steps),
-        **{
-            name: _onebit(model, "onebit_adam", steps, stage)
-            for stage, name in ONEBIT_ZERO.items()
-            if model.training.warmup_bits in INTEGER_BITS
-        },
-        "ZeroOneAdam": _zero_one(model, steps),
-        "OnebitLamb": _onebit(model, "onebit_lamb", steps),
-    }
+    found = [Way(f"DDP, {8 * itemsize}-bit gradients", _ADAMW, ["no ZeRO"], {"": ddp})]
+    if itemsize > _HALF_BYTES:
+        halves = {"": model.ddp(_HALF_BYTES)}
+        found.append(Way(f"DDP, {8 * _HALF_BYTES}-bit gradients", _HOOK, ["no ZeRO"], halves))
+    for optim, stage in sorted(ZERO_NAMES.items()):
+        found.append(Way(f"ZeRO-{stage}", f"--optim {optim}", [f"ZeRO-{stage}"], {"": zero}))
+    both = f"--optim {ZERO_INT4.partition(',')[0]} --optim_args grad_compression=int4,param_compression=int4"
+    found.append(Way(ZERO_INT4, both, [ZERO_INT4], {"": model.zero_low_bit(4)}))
+    for bits in INTEGER_BITS:
+        option = f"grad_compression=int{bits}"
+        found.append(Way(option, f"{_ADAMW} --optim_args {option}", ["grad_compression"], {"": model.low_bit(bits)}))
+
+    def compressed(optim: str, stages: dict[str, Step], zero_stage: int = 0) -> Way:
+        cls, given = ALGORITHMS[optim], [f"zero_stage={zero_stage}"] * bool(zero_stage)
+        given += [f"warmup_bits={warmup_bits}"] * bool(warmup_bits)
+        flags = f"--optim {optim}" + f" --optim_args {','.join(given)}" * bool(given)
+        forms = {1: (ZERO_FIRST, COMPACT_THEN), 2: (ZERO_FREED_FIRST, ZERO_FREED_THEN)}.get(zero_stage)
+        memory = [f"{cls.__name__}, {form}" for form in forms] if forms else _memory_rows_of(cls)
+        return Way(ONEBIT_ZERO.get(zero_stage, cls.__name__), flags, memory, stages)
+
+    found.append(compressed("onebit_adam", _onebit(model, "onebit_adam", steps)))
+    if model.training.warmup_bits in INTEGER_BITS:
+        found += [
+            compressed("onebit_adam", _onebit(model, "onebit_adam", steps, stage), stage) for stage in ONEBIT_ZERO
+        ]
+    found.append(compressed("zero_one_adam", _zero_one(model, steps)))
+    found.append(compressed("onebit_lamb", _onebit(model, "onebit_lamb", steps)))
+    return found
 
 
 def _is_low_bit(model: Model) -> bool:
@@ -254,50 +263,33 @@ def _zero_one(model: Model, steps: int) -> dict[str, Step]:
     return {name: average(weighed[name]) for name in ("variance", "local-step", _WHOLE_RUN) if name in weighed}
 
 
-def _last_stage(stages: dict[str, Step]) -> Step:
-    """A step of the stage in which a run spends most of its steps."""
-    return [step for name, step in stages.items() if name != _WHOLE_RUN][-1]
-
-
 # -- ranking ----------------------------------------------------------------------------------------------------------
 
 
-def ranked(
-    model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_bits: int | None
-) -> list[dict[str, Any]]:
-    """Rank all optimizers by the time of a run.
+def ranked(found: list[Way], steps: int, memory: dict[str, dict[str, int]]) -> list[dict[str, Any]]:
+    """Rank the ways to train by the time of a run, the fastest first.
 
-    Args:
-        model: The planner's model.
-        steps: Length of the run.
-        memory: Of :func:`memory_rows`.
-        warmup_bits: The option for the flags; None leaves it out.
-
-    Returns:
-        The fastest run first: ``name`` and ``place`` in :func:`time_rows`; ``flags`` of Trainer, or the change to a
-        script; ``step_seconds`` and ``step_bytes`` (sent by a rank) of the longest stage; ``run_seconds`` and
-        ``run_bytes``; ``memory_bytes`` of a rank at their largest.
+    ``place`` is that in :func:`ways`; ``step_seconds`` and ``step_bytes`` (sent by a rank) are those of the longest
+    stage, ``memory_bytes`` those of a rank at their largest.
     """
-    choices = []
-    for place, (name, stages) in enumerate(time_rows(model, steps).items()):
-        step, run = _last_stage(stages), list(stages.values())[-1] * steps
-        choices.append(
-            {
-                "name": name,
-                "place": place,
-                "flags": _flags(name, model.training.itemsize, warmup_bits),
-                "step_seconds": step.seconds,
-                "run_seconds": run.seconds,
-                "step_bytes": step.sent,
-                "run_bytes": run.sent,
-                "memory_bytes": max(memory[row]["total"] for row in _memory_rows_of(name)),
-            }
-        )
+    choices = [
+        {
+            "name": way.name,
+            "place": place,
+            "flags": way.flags,
+            "step_seconds": way.step.seconds,
+            "run_seconds": way.mean.seconds * steps,
+            "step_bytes": way.step.sent,
+            "run_bytes": way.mean.sent * steps,
+            "memory_bytes": max(memory[row]["total"] for row in way.memory),
+        }
+        for place, way in enumerate(found)
+    ]
     return sorted(choices, key=lambda choice: choice["run_seconds"])
 
 
 def advised(choices: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first choice of :func:`time_rows` that is as fast as the best: it changes the training least."""
+    """Return the first of the :func:`ways` that is as fast as the best: it changes the training least."""
     fast = [choice for choice in choices if choice["run_seconds"] <= choices[0]["run_seconds"] * (1 + ALIKE)]
     return min(fast, key=lambda choice: int(choice["place"]))
 
@@ -309,36 +301,20 @@ def verdict(choices: list[dict[str, Any]]) -> str:
     return f"use {mine['flags']}{'' if mine is plain else faster}; no other run is more than {100 * ALIKE:g} % faster"
 
 
-def _flags(name: str, itemsize: int, warmup_bits: int | None) -> str:
-    if name.startswith("DDP"):
-        return _ADAMW if name == f"DDP, {8 * itemsize}-bit gradients" else _HOOK
-    if name.startswith("grad_compression"):
-        return f"{_ADAMW} --optim_args {name}"
-    if name == ZERO_INT4:
-        return f"--optim {name.partition(',')[0]} --optim_args grad_compression=int4,param_compression=int4"
-    stages = {f"ZeRO-{stage}": optim for optim, stage in ZERO_NAMES.items()}
-    if name in stages:
-        return f"--optim {stages[name]}"
-    given = [f"zero_stage={stage}" for stage, row in ONEBIT_ZERO.items() if row == name]
-    given += [f"warmup_bits={warmup_bits}"] if warmup_bits else []
-    (optim,) = (optim for optim, cls in ALGORITHMS.items() if cls.__name__ == name.partition(",")[0])
-    return f"--optim {optim}" + (f" --optim_args {','.join(given)}" if given else "")
-
-
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
 def as_json(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_bits: int | None) -> dict[str, Any]:
     """Times, bytes, ranking and advice in values that JSON can hold; an infinite rate is None."""
     rates = {name: None if value == math.inf else value for name, value in asdict(model.cluster).items()}
-    rows, choices = time_rows(model, steps), ranked(model, steps, memory, warmup_bits)
+    found = ways(model, steps, warmup_bits)
+    choices = ranked(found, steps, memory)
     return {
         "assumptions": {**rates, **asdict(model.training), "update_seconds": model.update, "steps": steps},
         "steps": {
-            name: {stage or _EVERY_STEP: asdict(step) for stage, step in stages.items()}
-            for name, stages in rows.items()
+            way.name: {stage or _EVERY_STEP: asdict(step) for stage, step in way.stages.items()} for way in found
         },
-        "run": {name: asdict(list(stages.values())[-1] * steps) for name, stages in rows.items()},
+        "run": {way.name: asdict(way.mean * steps) for way in found},
         "ranking": choices,
         "advised": advised(choices)["flags"],
         "verdict": verdict(choices),
@@ -347,42 +323,50 @@ def as_json(model: Model, steps: int, memory: dict[str, dict[str, int]], warmup_
 
 def memory_table(rows: dict[str, dict[str, int]]) -> str:
     """Render GB on each rank."""
-    width = max(map(len, rows))
-    lines = [f"{'':{width}}" + "".join(f"{part:>12}" for part in MEMORY)]
-    lines += [
-        f"{name:{width}}" + "".join(f"{value / 1e9:12,.3f}" for value in parts.values()) for name, parts in rows.items()
-    ]
-    return "\n".join(lines)
+    return _table(["", *MEMORY], [[name, *(f"{n / 1e9:,.3f}" for n in parts.values())] for name, parts in rows.items()])
 
 
 def time_table(rows: dict[str, dict[str, dict[str, float]]], compute: float) -> str:
     """Render the steps of :func:`as_json`."""
-    lines = [f"{'':26}{'stage':>12}" + _columns("sent by a rank", "out of a node", "step", "of compute")]
-    for name, stages in rows.items():
-        for stage, step in stages.items():
-            sent, on_link, taken = f"{step['sent'] / 1e6:,.1f} MB", f"{step['on_link'] / 1e6:,.1f} MB", step["seconds"]
-            cells = sent, on_link, f"{taken * 1e3:,.1f} ms", f"{taken / compute:.2f} x"
-            lines.append(f"{name:26}{'' if stage == _EVERY_STEP else stage:>12}" + _columns(*cells))
-            name = ""
-    return "\n".join(lines)
+    cells = [
+        [
+            name if stage == next(iter(stages)) else "",
+            "" if stage == _EVERY_STEP else stage,
+            *(f"{step[key] / 1e6:,.1f} MB" for key in ("sent", "on_link")),
+            f"{step['seconds'] * 1e3:,.1f} ms",
+            f"{step['seconds'] / compute:.2f} x",
+        ]
+        for name, stages in rows.items()
+        for stage, step in stages.items()
+    ]
+    return _table(["", "stage", "sent by a rank", "out of a node", "step", "of compute"], cells)
 
 
 def ranking_table(choices: list[dict[str, Any]]) -> str:
     """Render the ranking."""
-    heads = ("step", "run", "sent a step", "sent a run", "memory")
-    lines = [f"{'':26}" + "".join(f"{head:>14}" for head in heads) + "  flags"]
-    for number, choice in enumerate(choices, 1):
-        cells = (
+    cells = [
+        [
+            f"{number:2} {choice['name']}",
             f"{choice['step_seconds'] * 1e3:,.1f} ms",
             f"{choice['run_seconds'] / 3600:,.2f} h",
             f"{choice['step_bytes'] / 1e6:,.2f} MB",
             f"{choice['run_bytes'] / 1e9:,.2f} GB",
             f"{choice['memory_bytes'] / 1e9:,.3f} GB",
+        ]
+        for number, choice in enumerate(choices, 1)
+    ]
+    lines = _table(["", "step", "run", "sent a step", "sent a run", "memory"], cells).split("\n")
+    return "\n".join(
+        f"{line}  {end}" for line, end in zip(lines, ["flags", *(c["flags"] for c in choices)], strict=True)
+    )
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    """Align columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(f"{text:>{width}}" for text, width in zip(row[1:], widths[1:], strict=True))]
         )
-        row = f"{number:2} {choice['name']:23}" + "".join(f"{cell:>14}" for cell in cells)
-        lines.append(f"{row}  {choice['flags']}")
-    return "\n".join(lines)
-
-
-def _columns(*cells: str) -> str:
-    return "".join(f"{cell:>16}" for cell in cells)
+        for row in [heads, *rows]
+    )

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import hf_compressopt
+from hf_compressopt import load_state, save_state
+from hf_compressopt.checkpoint.portable import consolidate, import_state
 from tests.support.harness import run_ranks
 from tests.support.made_once import made_once
 
@@ -66,25 +69,10 @@ KINDS: dict[str, Kind] = {
     "lamb_1": Kind("Lamb", {}, 1, 2),
     "imported_torch_file": Kind("AdamW", {}, 1, 2),
 }
-#: Checkpoints that an optimizer of another class continues: folder, and the optimizer that loads it.
-CROSSINGS: dict[str, tuple[str, Kind]] = {
-    "onebit_adam_compressed_2 into AdamW": ("onebit_adam_compressed_2", Kind("AdamW", {}, 2, 0)),
-    "onebit_adam_compact_2 into AdamW": ("onebit_adam_compact_2", Kind("AdamW", {}, 2, 0)),
-    "zero_one_adam_local_2 into ZeRO": ("zero_one_adam_local_2", Kind("AdamW", {"stage": 2, **ZERO}, 2, 0)),
-    "adamw_2 into OnebitAdam": ("adamw_2", Kind("OnebitAdam", {**ONEBIT, "freeze_step": 100}, 2, 0)),
-    "adamw_2 into ZeRO": ("adamw_2", Kind("AdamW", {"stage": 1, **ZERO}, 2, 0)),
-    "zero2_adamw_2 into FusedAdam": ("zero2_adamw_2", Kind("FusedAdam", {}, 2, 0)),
-    "imported_torch_file into OnebitLamb": (
-        "imported_torch_file",
-        Kind("OnebitLamb", {**ONEBIT, "freeze_step": 100}, 2, 0),
-    ),
-}
 
 
 def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
     """The parameters and the optimizer of a kind, alike on every rank; all ranks call it."""
-    import hf_compressopt
-
     generator = torch.Generator().manual_seed(0)
     named = [
         (f"layer.{i}", nn.Parameter(torch.randn(shape, generator=generator).to(kind.dtype)))
@@ -143,8 +131,6 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def load_in_form(form: str | None, kind: Kind, folder: str) -> tuple[list[nn.Parameter], Any]:
     """Load a checkpoint into a new optimizer of this kind, of this form of the state, or of its own."""
-    from hf_compressopt import load_state
-
     options = {**kind.options, "state": form} if form and "scale_block" in kind.options else kind.options
     params, optimizer = make(kind._replace(options=options))
     load_state(optimizer, folder)
@@ -153,9 +139,6 @@ def load_in_form(form: str | None, kind: Kind, folder: str) -> tuple[list[nn.Par
 
 def save_all(rank: int, world_size: int, folder: str) -> None:
     """Save every kind of this number of ranks, and what each rank held."""
-    from hf_compressopt import save_state
-    from hf_compressopt.checkpoint.portable import consolidate, import_state
-
     for name, kind in KINDS.items():
         if kind.ranks != world_size:
             continue

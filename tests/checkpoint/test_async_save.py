@@ -17,6 +17,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
+from hf_compressopt import ZeroOneAdam, ZeroOptimizer, async_save_state, load_state, save_state, wait_for_saves
+from hf_compressopt.checkpoint.io import _BACKGROUNDS
+from hf_compressopt.checkpoint.save import HostCopy
 from tests.checkpoint.test_checkpoint import make, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
@@ -50,8 +53,6 @@ def held_back() -> Iterator[Gate]:
 
 
 def made(name: str, world_size: int) -> tuple[list[nn.Parameter], Any]:
-    from hf_compressopt import ZeroOneAdam, ZeroOptimizer
-
     if name == "OnebitAdam":
         return make(world_size)
     torch.manual_seed(0)
@@ -85,8 +86,6 @@ def contents(folder: Path) -> tuple[dict[str, Any], list[Any]]:
 
 
 def save_both_ways(rank: int, world_size: int, name: str, directory: str) -> None:
-    from hf_compressopt import async_save_state, save_state
-
     params, optimizer = made(name, world_size)
     folder = Path(directory)
     for number in range(2):  # the second time in memory that the first one had
@@ -115,9 +114,6 @@ def test_what_is_saved_is_the_state_of_the_call(name: str, tmp_path: Path) -> No
 
 
 def save_on_and_on(rank: int, world_size: int, directory: str) -> list[int]:
-    from hf_compressopt import async_save_state, load_state
-    from hf_compressopt.checkpoint.io import _BACKGROUNDS
-
     params, optimizer = make(world_size)
     steps, rooms = [], []
     with held_back() as gate:
@@ -157,8 +153,6 @@ def no_room() -> Iterator[None]:
 
 
 def fail_in_the_background(rank: int, world_size: int, directory: str, then: str) -> None:
-    from hf_compressopt import async_save_state, load_state, save_state, wait_for_saves
-
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(4))
     save_state(optimizer, directory)
@@ -199,8 +193,6 @@ def test_a_failure_is_raised_on_all_ranks_at_what_comes_next(then: str, tmp_path
 
 
 def save_into_a_file(rank: int, world_size: int, directory: str) -> None:
-    from hf_compressopt import async_save_state
-
     _, optimizer = make(world_size)
     async_save_state(optimizer, directory if rank else f"{directory}/file/checkpoint")
 
@@ -214,8 +206,6 @@ def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) ->
 
 def save_without_memory(rank: int, world_size: int, directory: str) -> None:
     """Rank 1 has none for its copy: all hear of it at the end, and of the earlier checkpoint nothing is lost."""
-    from hf_compressopt import async_save_state, load_state, save_state
-    from hf_compressopt.checkpoint.save import HostCopy
 
     def take(*_: Any) -> Any:
         raise MemoryError("no room for a copy")
@@ -245,8 +235,6 @@ def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(tmp_path: Path) -
 
 def break_the_channel(rank: int, world_size: int, directory: str) -> list[float]:
     """A save for which rank 1 comes too late ends after the timeout of the group; the next one has a new channel."""
-    from hf_compressopt import async_save_state, load_state
-
     dist.destroy_process_group()
     store = dist.FileStore(directory + "-store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=10))
@@ -278,8 +266,6 @@ def test_a_save_has_the_timeout_of_the_group_and_the_next_one_a_new_channel(tmp_
 def test_a_save_in_an_exit_handler_that_can_start_no_thread_is_done_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_compressopt import async_save_state, load_state, wait_for_saves
-
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 

@@ -1,7 +1,6 @@
 """save_state and load_state: exact, whole or refused, and nothing changed by a refusal."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+import hf_compressopt
+from hf_compressopt import OnebitAdam, load_state, save_state
+from hf_compressopt.checkpoint.load import _Reading
 from hf_compressopt.format.index import sealed
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
@@ -21,8 +24,6 @@ RESUMED_AT = (2, FREEZE, 6)
 
 
 def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
-    import hf_compressopt
-
     torch.manual_seed(0)
     optimizer_class = getattr(hf_compressopt, options.pop("optimizer", "OnebitAdam"))
     named = [(f"layer.{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
@@ -37,8 +38,6 @@ def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any
 
 
 def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    import torch.distributed as dist
-
     for step in steps:
         generator = torch.Generator().manual_seed(100 * rank + step)
         for group in optimizer.param_groups:
@@ -58,8 +57,6 @@ def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
 
 
 def save_and_go_on(rank: int, world_size: int, directory: str, state: str) -> list[Tensor]:
-    from hf_compressopt import save_state
-
     params, optimizer = make(world_size, state=state)
     for step in range(STEPS):
         if step in RESUMED_AT:
@@ -74,8 +71,6 @@ def resume_each(rank: int, world_size: int, directory: str, state: str) -> list[
 
 
 def resume(rank: int, world_size: int, directory: str, at: int, state: str) -> list[Tensor]:
-    from hf_compressopt import load_state, save_state
-
     params, optimizer = make(world_size, state=state)
     optimizer.param_groups[0].pop("exp_avg_mask")  # the mask comes back with the checkpoint
     load_state(optimizer, directory)
@@ -111,18 +106,12 @@ def test_resume_is_the_uninterrupted_run(state: str, world_size: int, tmp_path: 
         assert any(error.any() for error in whole[0][-2:]), "no error feedback was at work"
 
 
-def save_twice(rank: int, world_size: int, directory: str) -> None:
-    from hf_compressopt import save_state
-
-    params, optimizer = make(world_size)
-    for at in (4, 6):
-        train(rank, world_size, params, optimizer, range(at - 2, at))
-        save_state(optimizer, directory)
-
-
 def save_two_runs(rank: int, world_size: int, directory: str) -> None:
-    save_twice(rank, world_size, f"{directory}/one")
-    save_twice(rank, world_size, f"{directory}/other")
+    for run in ("one", "other"):
+        params, optimizer = make(world_size)
+        for at in (4, 6):
+            train(rank, world_size, params, optimizer, range(at - 2, at))
+            save_state(optimizer, f"{directory}/{run}")
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +151,6 @@ def test_the_files_are_those_of_the_last_save_and_open_with_safetensors(saved: P
 
 def load_and_compare(rank: int, world_size: int, directory: str, options: dict[str, Any]) -> None:
     """Load into an optimizer that has state; whatever happens, it must be unchanged after an error."""
-    from hf_compressopt import load_state
-
     params, optimizer = make(world_size, **options)
     train(rank, world_size, params, optimizer, range(5))
     before, step = everything(params, optimizer), optimizer.metrics()["step"]
@@ -175,22 +162,75 @@ def load_and_compare(rank: int, world_size: int, directory: str, options: dict[s
         assert optimizer.metrics()["step"] == step
 
 
-def truncate(folder: Path) -> str:
-    file = folder / read_index(folder)["shards"][1]["file"]
-    os.truncate(file, file.stat().st_size - 5)
-    return file.name
+Damage = Callable[[Path], str]
+INDEX = "compressopt.index.json"
 
 
-def flip_a_bit(folder: Path) -> str:
-    file = folder / read_index(folder)["shards"][0]["file"]
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 4
-    file.write_bytes(bytes(data))
-    return file.name
+def in_shard(number: int, change: Callable[[bytearray], Any], *, known: bool = False) -> Damage:
+    """Change the bytes of a shard; ``known``: someone has told the index the new size. Returns what an error names."""
+
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        file = folder / index["shards"][number]["file"]
+        data = bytearray(file.read_bytes())
+        change(data)
+        file.write_bytes(data)
+        if known:
+            index["shards"][number]["bytes"] = len(data)
+            write_index(folder, index)
+        return file.name
+
+    return damage
 
 
-def remove_a_shard(folder: Path) -> str:
-    file = folder / read_index(folder)["shards"][1]["file"]
+def in_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytearray], None]:
+    def changed(data: bytearray) -> None:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        change(header)
+        text = json.dumps(header).encode()
+        data[: 8 + length] = len(text).to_bytes(8, "little") + text
+
+    return changed
+
+
+def in_index(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        change(index)
+        write_index(folder, index)
+        return INDEX
+
+    return damage
+
+
+def header_with(key: str, value: Any) -> Damage:
+    def change(index: dict[str, Any]) -> None:
+        header = index["header"]
+        next(place for place in (header, header["schedule"], header["param_groups"][0]) if key in place)[key] = value
+
+    return in_index(change)
+
+
+def name_a_file(name: str) -> Damage:
+    def damage(folder: Path) -> str:
+        index = read_index(folder)
+        index["shards"][0]["file"] = name.format(folder=folder, file=index["shards"][0]["file"])
+        write_index(folder, index)
+        return f"{INDEX} is not a valid index: a shard must have a plain name"
+
+    return damage
+
+
+def entry_of(header: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a shard's first tensor of more than one element, in the order of their bytes."""
+    entries = [entry for key, entry in header.items() if key != "__metadata__" and len(entry["shape"]) > 0]
+    found = (e for e in entries if e["data_offsets"][1] > e["data_offsets"][0] + 8)
+    return min(found, key=lambda e: e["data_offsets"])
+
+
+def remove_a_shard(folder: Path, number: int = 1) -> str:
+    file = folder / read_index(folder)["shards"][number]["file"]
     file.unlink()
     return file.name
 
@@ -204,79 +244,21 @@ def swap_the_shards(folder: Path) -> str:
 
 
 def shard_of_another_save(folder: Path) -> str:
-    index = read_index(folder)
-    index["save_id"] = "0123456789abcdef"
-    write_index(folder, index)
-    return index["shards"][0]["file"]
-
-
-def damage_the_header(folder: Path) -> str:
-    file = folder / read_index(folder)["shards"][0]["file"]
-    data = bytearray(file.read_bytes())
-    data[:8] = (2**40).to_bytes(8, "little")
-    file.write_bytes(bytes(data))
-    return file.name
+    in_index(lambda index: index.update(save_id="0123456789abcdef"))(folder)
+    return read_index(folder)["shards"][0]["file"]
 
 
 def shard_of_another_run(folder: Path) -> str:
     """One of the same size, with the same tensors."""
     file = folder / read_index(folder)["shards"][1]["file"]
     other = folder.parents[1] / "runs0" / "other"
-    assert other.is_dir()
     shutil.copy(other / read_index(other)["shards"][1]["file"], file)
     return file.name
 
 
-def name_the_shards_in_another_order(folder: Path) -> str:
-    index = read_index(folder)
-    index["shards"].reverse()
-    write_index(folder, index)
-    return index["shards"][0]["file"]
-
-
-def change_shard(number: int, change: Callable[[bytes], bytes]) -> Callable[[Path], str]:
-    """A shard that was changed by someone who told the index its new size."""
-
-    def damage(folder: Path) -> str:
-        index = read_index(folder)
-        file = folder / index["shards"][number]["file"]
-        file.write_bytes(change(file.read_bytes()))
-        index["shards"][number]["bytes"] = file.stat().st_size
-        write_index(folder, index)
-        return file.name
-
-    return damage
-
-
-def in_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
-    def changed(data: bytes) -> bytes:
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        change(header)
-        text = json.dumps(header).encode()
-        return len(text).to_bytes(8, "little") + text + data[8 + length :]
-
-    return changed
-
-
-def entry_of(header: dict[str, Any], number: int = 0) -> dict[str, Any]:
-    """The entry of a shard's tensor of more than one element, in the order of their bytes."""
-    entries = [entry for key, entry in header.items() if key != "__metadata__" and len(entry["shape"]) > 0]
-    return sorted(
-        (e for e in entries if e["data_offsets"][1] > e["data_offsets"][0] + 8), key=lambda e: e["data_offsets"]
-    )[number]
-
-
-def other_dtype(header: dict[str, Any]) -> None:
-    entry_of(header)["dtype"] = "I32"
-
-
-def other_shape(header: dict[str, Any]) -> None:
-    entry_of(header)["shape"].append(1)
-
-
-def no_metadata(header: dict[str, Any]) -> None:
-    del header["__metadata__"]
+def shards_in_another_order(folder: Path) -> str:
+    in_index(lambda index: index["shards"].reverse())(folder)
+    return read_index(folder)["shards"][0]["file"]
 
 
 def header_over_the_cap(folder: Path) -> str:
@@ -291,28 +273,16 @@ def header_over_the_cap(folder: Path) -> str:
     return file.name
 
 
-def name_a_file(name: str) -> Callable[[Path], str]:
+def index_text(change: Callable[[str], str]) -> Damage:
     def damage(folder: Path) -> str:
-        index = read_index(folder)
-        index["shards"][0]["file"] = name.format(folder=folder, file=index["shards"][0]["file"])
-        write_index(folder, index)
-        return "compressopt.index.json is not a valid index: a shard must have a plain name"
+        (folder / INDEX).write_text(change((folder / INDEX).read_text()))
+        return INDEX
 
     return damage
 
 
-def in_index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], str]:
-    def damage(folder: Path) -> str:
-        index = read_index(folder)
-        change(index)
-        write_index(folder, index)
-        return "compressopt.index.json"
-
-    return damage
-
-
-def index_with(**values: Any) -> Callable[[Path], str]:
-    return in_index(lambda index: index.update(values))
+def flip(data: bytearray) -> None:
+    data[-3] ^= 4
 
 
 def longer_piece(index: dict[str, Any]) -> None:
@@ -322,126 +292,77 @@ def longer_piece(index: dict[str, Any]) -> None:
     entry["pieces"][0]["stop"] = 10**9
 
 
-def transposed(index: dict[str, Any]) -> None:
-    index["tensors"]["exp_avg/layer.0"]["shape"].reverse()
-
-
-def mask_of_another_shape(index: dict[str, Any]) -> None:
-    index["tensors"]["exp_avg_mask/group0"]["shape"] = [7, 1]
-
-
-def tensor_of_nobody(index: dict[str, Any]) -> None:
-    index["tensors"]["optimizer/abc"] = index["tensors"].pop("step/group0")
-
-
 def overlap_the_pieces(index: dict[str, Any]) -> None:
     entry = next(entry for entry in index["tensors"].values() if len(entry["pieces"]) > 1)
     entry["pieces"][1]["start"] -= 1
 
 
-def wrong_dtype(index: dict[str, Any]) -> None:
-    index["tensors"]["exp_avg/layer.0"]["dtype"] = "float64"
+def of_tensors(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return in_index(lambda index: change(index["tensors"]))
 
 
-def one_error_less(index: dict[str, Any]) -> None:
-    del index["tensors"]["worker_error/group0/rank1"]
-
-
-def deep(folder: Path) -> str:
-    (folder / "compressopt.index.json").write_text("[" * 200_000)
-    return "compressopt.index.json"
-
-
-def cut_the_index(folder: Path) -> str:
-    text = (folder / "compressopt.index.json").read_text()
-    (folder / "compressopt.index.json").write_text(text[: len(text) // 2])
-    return "compressopt.index.json"
-
-
-def header_with(key: str, value: Any) -> Callable[[Path], str]:
-    def change(index: dict[str, Any]) -> None:
-        header = index["header"]
-        next(place for place in (header, header["schedule"], header["param_groups"][0]) if key in place)[key] = value
-
-    damage = in_index(change)
-    damage.__name__ = f"{key}_{value}"
-    return damage
-
-
-HOSTILE = [
-    header_with("freeze_step", -5),
-    header_with("step", "7"),
-    header_with("betas", [2, 3]),
-    header_with("lr", "abc"),
-    header_with("lr", float("nan")),
-    header_with("weight_decay", -1.0),
-    header_with("stage", "abc"),
-    header_with("world_size", 3),
-    header_with("world_size", "2"),
-    header_with("param_groups", [1, 2, 3]),
-    truncate,
-    flip_a_bit,
-    remove_a_shard,
-    swap_the_shards,
-    shard_of_another_save,
-    shard_of_another_run,
-    name_the_shards_in_another_order,
-    damage_the_header,
-    header_over_the_cap,
-    cut_the_index,
-    deep,
-]
-NAMED = {
-    "a later format": index_with(version=99),
-    "an unknown checksum": index_with(checksum="md5"),
-    "a checksum that is no name": index_with(checksum=["xxh3_128"]),
-    "blocks too big for memory": index_with(block_bytes=1 << 60),
-    "blocks of no bytes": index_with(block_bytes=0),
-    "a file in the folder above": name_a_file("../{file}"),
-    "a file deeper": name_a_file("./{file}"),
-    "an absolute path": name_a_file("{folder}/{file}"),
-    "the folder itself": name_a_file("."),
-    "no file": name_a_file(""),
-    "two names": name_a_file("{file}\n"),
-    "truncated, and the index knows": change_shard(1, lambda data: data[:-4]),
-    "longer": change_shard(0, lambda data: data + b"more"),
-    "a header that is no JSON": change_shard(0, lambda data: data[:8] + b"}" + data[9:]),
-    "another dtype": change_shard(0, in_header(other_dtype)),
-    "another shape": change_shard(0, in_header(other_shape)),
-    "no metadata": change_shard(1, in_header(no_metadata)),
-    "a piece beyond its shard": in_index(longer_piece),
-    "a transposed tensor": in_index(transposed),
-    "a mask that does not fit": in_index(mask_of_another_shape),
-    "a tensor that no optimizer has": in_index(tensor_of_nobody),
+HOSTILE: dict[str, Damage] = {
+    "freeze_step": header_with("freeze_step", -5),
+    "step": header_with("step", "7"),
+    "betas": header_with("betas", [2, 3]),
+    "lr": header_with("lr", float("nan")),
+    "stage": header_with("stage", "abc"),
+    "world_size": header_with("world_size", 3),
+    "param_groups": header_with("param_groups", [1, 2, 3]),
     "no schedule": in_index(lambda index: index["header"].pop("schedule")),
     "amsgrad": in_index(lambda index: index["header"]["param_groups"][0].update(amsgrad=True)),
+    "a bit": in_shard(0, flip),
+    "no shard": remove_a_shard,
+    "swapped shards": swap_the_shards,
+    "a shard of another save": shard_of_another_save,
+    "a shard of another run": shard_of_another_run,
+    "another order": shards_in_another_order,
+    "a header over the cap": header_over_the_cap,
+    "half an index": index_text(lambda text: text[: len(text) // 2]),
+    "a deep index": index_text(lambda text: "[" * 200_000),
+    "a later format": in_index(lambda index: index.update(version=99)),
+    "an unknown checksum": in_index(lambda index: index.update(checksum=["md5"])),
+    "no checksum": in_index(lambda index: index.pop("checksum")),
+    "blocks too big for memory": in_index(lambda index: index.update(block_bytes=1 << 60)),
+    "a file in the folder above": name_a_file("../{file}"),
+    "an absolute path": name_a_file("{folder}/{file}"),
+    "no file": name_a_file(""),
+    "two names": name_a_file("{file}\n"),
+    "truncated": in_shard(1, lambda data: data.__delitem__(slice(-5, None))),
+    "truncated, and the index knows": in_shard(1, lambda data: data.__delitem__(slice(-4, None)), known=True),
+    "longer": in_shard(0, lambda data: data.extend(b"more"), known=True),
+    "a header of 1 TiB": in_shard(0, lambda data: data.__setitem__(slice(8), (2**40).to_bytes(8, "little"))),
+    "a header that is no JSON": in_shard(0, lambda data: data.__setitem__(8, ord("}")), known=True),
+    "another dtype": in_shard(0, in_header(lambda header: entry_of(header).update(dtype="I32")), known=True),
+    "another shape": in_shard(0, in_header(lambda header: entry_of(header)["shape"].append(1)), known=True),
+    "no metadata": in_shard(1, in_header(lambda header: header.pop("__metadata__")), known=True),
+    "a piece beyond its shard": in_index(longer_piece),
     "overlapping pieces": in_index(overlap_the_pieces),
-    "a wider moment": in_index(wrong_dtype),
-    "an error that is missing": in_index(one_error_less),
+    "a transposed tensor": of_tensors(lambda tensors: tensors["exp_avg/layer.0"]["shape"].reverse()),
+    "a mask that does not fit": of_tensors(lambda tensors: tensors["exp_avg_mask/group0"].update(shape=[7, 1])),
+    "a tensor of nobody": of_tensors(lambda tensors: tensors.update({"optimizer/abc": tensors.pop("step/group0")})),
+    "a wider moment": of_tensors(lambda tensors: tensors["exp_avg/layer.0"].update(dtype="float64")),
+    "no error": of_tensors(lambda tensors: tensors.pop("worker_error/group0/rank1")),
 }
-HOSTILE += [pytest.param(damage, id=name) for name, damage in NAMED.items()]
-ON_OTHER_RANKS = [flip_a_bit, remove_a_shard, NAMED["an error that is missing"], NAMED["another dtype"]]
+ON_OTHER_RANKS = ["a bit", "no shard", "no error", "another dtype"]
 
 
 @pytest.mark.invariant(27)
-@pytest.mark.parametrize("damage", HOSTILE, ids=lambda damage: damage.__name__)
-def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(damage: Any, saved: Path) -> None:
-    file = damage(saved)
-    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {})
+@pytest.mark.parametrize(("case", "ranks"), [*((case, 2) for case in HOSTILE), *((case, 3) for case in ON_OTHER_RANKS)])
+def test_what_is_damaged_is_refused_by_all_ranks_and_changes_nothing(case: str, ranks: int, saved: Path) -> None:
+    file = HOSTILE[case](saved)
+    errors = run_ranks_expecting_error(ranks, load_and_compare, str(saved), {})
     assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
 
 
 def damage_after_check(rank: int, world_size: int, directory: str) -> None:
     """Another process flips a bit of rank 1's shard when all of it has been checked and nothing is loaded yet."""
-    from hf_compressopt import load_state
-    from hf_compressopt.checkpoint.load import _Reading
-
     read, turns = _Reading.read, []
 
     def damage_and_read(self: Any) -> None:
         turns.append(self)
         if rank == 0:
-            flip_a_bit(Path(directory))
+            HOSTILE["a bit"](Path(directory))
         self.communicator.all_gather_object(None)
         read(self)
 
@@ -460,14 +381,6 @@ def test_what_is_damaged_between_check_and_load_is_not_loaded_silently(saved: Pa
     assert all("is damaged" in text and "the state is half loaded" in text for text in errors.values()), errors
 
 
-@pytest.mark.invariant(27)
-@pytest.mark.parametrize("damage", ON_OTHER_RANKS, ids=["a bit", "no shard", "no error", "dtype"])
-def test_it_is_refused_on_another_number_of_ranks_too(damage: Any, saved: Path) -> None:
-    file = damage(saved)
-    errors = run_ranks_expecting_error(3, load_and_compare, str(saved), {})
-    assert all(text.startswith("CheckpointError") and file in text for text in errors.values()), errors
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -481,11 +394,11 @@ def test_it_is_refused_on_another_number_of_ranks_too(damage: Any, saved: Path) 
 def test_what_does_not_fit_is_refused(options: dict[str, Any], expected: str, saved: Path) -> None:
     errors = run_ranks_expecting_error(2, load_and_compare, str(saved), options)
     assert all("compressopt.index.json" in text and expected in text for text in errors.values()), errors
+    if "bucket_cap_mb" in options:  # the advice can be followed
+        run_ranks(2, load_with_buckets, str(saved), float(errors[0].rsplit("bucket_cap_mb=", 1)[1]))
 
 
 def test_names_that_occur_twice_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    from hf_compressopt import OnebitAdam, save_state
-
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizer = OnebitAdam([{"params": list(module.named_parameters())} for module in modules])
     with pytest.raises(ValueError, match="4 trainable parameters, got 4 names, 2 different ones: give names"):
@@ -497,8 +410,6 @@ def test_names_that_occur_twice_are_refused_before_anything_is_written(tmp_path:
 
 @pytest.mark.invariant(31)
 def test_a_mask_of_one_element_survives(tmp_path: Path) -> None:
-    from hf_compressopt import OnebitAdam, load_state, save_state
-
     saved, loaded = (OnebitAdam([("p", nn.Parameter(torch.zeros(3)))]) for _ in range(2))
     saved.param_groups[0]["exp_avg_mask"] = torch.full((1,), 0.5)
     save_state(saved, tmp_path)
@@ -506,15 +417,7 @@ def test_a_mask_of_one_element_survives(tmp_path: Path) -> None:
     assert torch.equal(loaded.param_groups[0]["exp_avg_mask"], torch.full((1,), 0.5))
 
 
-def test_the_advice_on_buckets_can_be_followed(saved: Path) -> None:
-    errors = run_ranks_expecting_error(2, load_and_compare, str(saved), {"bucket_cap_mb": 0.001})
-    advice = float(errors[0].rsplit("bucket_cap_mb=", 1)[1])
-    run_ranks(2, load_with_buckets, str(saved), advice)
-
-
 def load_with_buckets(rank: int, world_size: int, directory: str, bucket_cap_mb: float) -> None:
-    from hf_compressopt import load_state
-
     _, optimizer = make(world_size, bucket_cap_mb=bucket_cap_mb)
     load_state(optimizer, directory)
     assert optimizer.metrics()["step"] == 4

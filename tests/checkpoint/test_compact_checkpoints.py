@@ -17,6 +17,7 @@ from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import CheckpointError, checksum_of, sealed
 from hf_compressopt.format.shards import ShardFile
 from tests.checkpoint.kinds import KINDS, load_in_form, observe, written
+from tests.checkpoint.test_checkpoint import in_index
 from tests.checkpoint.test_resharding import contents, stored
 from tests.optim.test_compact_state import SHAPES, go_on, make
 from tests.support.harness import run_ranks
@@ -192,22 +193,8 @@ def entry(name: str, **values: Any) -> Callable[[Path], None]:
     return change
 
 
-def gone(name: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        index = json.loads((folder / "compressopt.index.json").read_text())
-        del index["tensors"][name]
-        (folder / "compressopt.index.json").write_bytes(sealed(index))
-
-    return change
-
-
-def header(**values: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        index = json.loads((folder / "compressopt.index.json").read_text())
-        index["header"] |= values
-        (folder / "compressopt.index.json").write_bytes(sealed(index))
-
-    return change
+def gone(name: str) -> Callable[[Path], Any]:
+    return in_index(lambda index: index["tensors"].pop(name))
 
 
 def bytes_at(name: str, place: int, data: bytes = b"", *, known: bool = False) -> Callable[[Path], None]:
@@ -246,7 +233,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tops": (gone("exp_avg_sq_top/group0"), "no tensor 'exp_avg_sq"),
     "no message": (gone("exp_avg_message/group1"), "no tensor 'exp_avg/"),
     "messages of another shape": (entry("exp_avg_message/group1", shape=[16, 2]), r"uint8 \[16, 2\], needed is"),
-    "blocks of no length": (header(scale_block=12), "scale_block must be a positive multiple of 8, or None, got 12"),
+    "blocks of no length": (
+        in_index(lambda index: index["header"].update(scale_block=12)),
+        "scale_block must be a positive multiple of 8, or None, got 12",
+    ),
 }
 
 

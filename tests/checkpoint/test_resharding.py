@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+import hf_compressopt
+from hf_compressopt import OnebitAdam, ZeroOptimizer, load_state, save_state
 from tests.oracles.stored import in_float32
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
@@ -34,8 +37,6 @@ COMPRESSED = [name for name in OPTIMIZERS if name[0].isupper()]
 
 
 def make(name: str, **options: Any) -> tuple[list[nn.Parameter], Any]:
-    import hf_compressopt
-
     torch.manual_seed(0)
     dtype = torch.bfloat16 if name == "zero2" else torch.float32
     named = [(f"layer.{i}", nn.Parameter(torch.zeros(shape, dtype=dtype))) for i, shape in enumerate(SHAPES)]
@@ -62,8 +63,6 @@ def loss_of(params: list[nn.Parameter]) -> float:
 
 
 def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    import torch.distributed as dist
-
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * rank + step)
         for p, target in zip(params, targets(), strict=True):
@@ -90,8 +89,6 @@ def set_parameters(params: list[nn.Parameter], values: list[Tensor]) -> None:
 
 def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float, float]]:
     """Train, save, and go on: the loss at the save and at the end, by optimizer."""
-    from hf_compressopt import save_state
-
     losses = {}
     for name in OPTIMIZERS:
         params, optimizer = make(name)
@@ -110,8 +107,6 @@ def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float,
 
 def load_each(rank: int, world_size: int, most: int, folder: str) -> dict[tuple[str, int], float]:
     """Load what each number of ranks has saved, save it again, and go on: the loss at the end."""
-    from hf_compressopt import load_state, save_state
-
     losses = {}
     for name in OPTIMIZERS:
         for saved_by in range(1, most + 1):
@@ -128,8 +123,6 @@ def load_each(rank: int, world_size: int, most: int, folder: str) -> dict[tuple[
 
 def load_back(rank: int, world_size: int, most: int, folder: str) -> None:
     """Load what others have saved again of the checkpoints of this number of ranks, and save it once more."""
-    from hf_compressopt import load_state, save_state
-
     for name in OPTIMIZERS:
         for between in (to for saved_by, to in GOING_BACK if saved_by == world_size and to <= most):
             params, optimizer = make(name)
@@ -285,8 +278,6 @@ def test_training_goes_on_beside_the_uninterrupted_run(name: str, matrix: Matrix
 
 def one_step_of_one_rank(rank: int, world_size: int, name: str, folder: str) -> None:
     """A single rank sends the errors of two: with its first message, once; until then they are kept."""
-    from hf_compressopt import load_state, save_state
-
     tensors = contents(Path(folder))
     params, optimizer = make(name)
     train(rank, world_size, params, optimizer, range(5))
@@ -323,8 +314,6 @@ def test_one_rank_keeps_the_errors_of_more_and_sends_them_once(name: str, matrix
 
 
 def load_in_another_stage(rank: int, world_size: int, folder: str) -> None:
-    from hf_compressopt import load_state, save_state
-
     _, optimizer = make("zero1", stage=2, reduce_bucket_size=1000, round_robin_gradients=True)
     load_state(optimizer, folder)
     save_state(optimizer, folder + "-other")
@@ -342,8 +331,6 @@ LONG = 2_500_001  # elements, of 4 bytes: two whole blocks under a checksum, and
 
 
 def save_long(rank: int, world_size: int, folder: str) -> None:
-    from hf_compressopt import OnebitAdam, ZeroOptimizer, save_state
-
     p = nn.Parameter(torch.zeros(LONG))
     optimizer = ZeroOptimizer([("p", p)], torch.optim.SGD, lr=1.0, momentum=0.9)
     p.grad = torch.arange(LONG, dtype=torch.float32)
@@ -355,8 +342,6 @@ def save_long(rank: int, world_size: int, folder: str) -> None:
 
 
 def load_long(rank: int, world_size: int, folder: str) -> None:
-    from hf_compressopt import OnebitAdam, ZeroOptimizer, load_state
-
     p = nn.Parameter(torch.zeros(LONG))
     optimizer = ZeroOptimizer([("p", p)], torch.optim.SGD, lr=1.0, momentum=0.9)
     load_state(optimizer, f"{folder}/zero")
@@ -374,10 +359,6 @@ def test_tensors_of_many_blocks_are_read_in_parts(tmp_path: Path) -> None:
 
 
 def make_with_experts(rank: int, world_size: int, zero: bool) -> Any:
-    import torch.distributed as dist
-
-    from hf_compressopt import OnebitAdam, ZeroOptimizer
-
     own = [dist.new_group([number]) for number in range(world_size)][rank]
     groups = [{"params": [("a", nn.Parameter(torch.zeros(9)))]}]
     groups.append({"params": [("b", nn.Parameter(torch.zeros(5)))], "process_group": own})
@@ -385,15 +366,11 @@ def make_with_experts(rank: int, world_size: int, zero: bool) -> Any:
 
 
 def save_experts(rank: int, world_size: int, folder: str) -> None:
-    from hf_compressopt import save_state
-
     for zero in (False, True):
         save_state(make_with_experts(rank, world_size, zero), f"{folder}/{zero}")
 
 
 def load_experts(rank: int, world_size: int, folder: str, zero: bool) -> None:
-    from hf_compressopt import load_state
-
     load_state(make_with_experts(rank, world_size, zero), f"{folder}/{zero}")
 
 
@@ -406,16 +383,12 @@ def test_param_groups_with_a_process_group_of_their_own_want_as_many_ranks(tmp_p
 
 
 def save_found(rank: int, world_size: int, folder: str) -> None:
-    from hf_compressopt import save_state
-
     params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=6, min_freeze_step=1)
     train(rank, world_size, params, optimizer, range(12))
     save_state(optimizer, folder)
 
 
 def load_found(rank: int, world_size: int, folder: str) -> None:
-    from hf_compressopt import load_state
-
     params, optimizer = make("ZeroOneAdam", var_freeze_step="auto", max_freeze_step=100)
     load_state(optimizer, folder)
     train(rank, world_size, params, optimizer, range(12, 14))

@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_compressopt import ZeroOneAdam, load_state, save_state
+from hf_compressopt.checkpoint import save as saving
 from hf_compressopt.checkpoint.portable import import_state
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from tests.checkpoint.test_async_save import held_back
 from tests.checkpoint.test_checkpoint import make, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
@@ -30,7 +35,7 @@ def adamw(*names: str) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("prefix", ["", ".hidden", "a/b", "../a", "a b", "ü", "a\n", "-a", "a*"])
+@pytest.mark.parametrize("prefix", ["", ".hidden", "../a", "ü", "a\n", "-a", "a*"])
 def test_a_prefix_that_no_load_accepts_is_refused(prefix: str, tmp_path: Path) -> None:
     for call in (save_state, load_state, lambda *a, **k: import_state(tmp_path / "optimizer.pt", a[1], **k)):
         with pytest.raises(ValueError, match="prefix must be a plain name .* give the folder as the directory"):
@@ -63,15 +68,7 @@ def test_names_that_files_cannot_hold_are_refused_by_all(name: Any, said: str, t
 
 
 def test_the_state_of_lbfgs_is_refused(tmp_path: Path) -> None:
-    param = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.LBFGS([param])
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        (loss := param.square().sum()).backward()
-        return loss
-
-    optimizer.step(closure)
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(3))])
     with pytest.raises(TypeError, match="LBFGS belongs to no parameter.*torch.save"):
         save_state(optimizer, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -116,8 +113,6 @@ def test_an_error_while_older_files_are_removed_stops_nobody(tmp_path: Path) -> 
 
 def save_apart(rank: int, world_size: int, directory: str) -> list[str]:
     """Two runs of one rank each that save into one folder at the same time; rank 0's goes on when rank 1's is done."""
-    from hf_compressopt.collectives.torch_dist import TorchCommunicator
-
     groups = [dist.new_group([number]) for number in range(world_size)]
     _, optimizer = make(1, communicator=TorchCommunicator(groups[rank]))
     told = []
@@ -159,26 +154,33 @@ def test_two_savers_into_one_folder_leave_a_whole_checkpoint(tmp_path: Path) -> 
     assert len(list(folder.glob("compressopt*"))) == 2 and len(list(folder.iterdir())) == 4
 
 
+@contextmanager
+def writing(write: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a shard is written by ``write(before, snapshot, quiet)``."""
+    before = saving._write_shard
+    saving._write_shard = partial(write, before)
+    try:
+        yield
+    finally:
+        saving._write_shard = before
+
+
 def save_what_another_removed(rank: int, world_size: int, directory: str) -> None:
     """Without a lock: what this save has written is gone when it would publish its index."""
-    from hf_compressopt.checkpoint import save as saving
 
-    params, optimizer = make(world_size)
-    save_state(optimizer, directory)
-    train(rank, world_size, params, optimizer, range(2))
-    write = saving._write_shard
-
-    def write_and_lose(snapshot: Any, quiet: bool) -> Any:
+    def write_and_lose(write: Any, snapshot: Any, quiet: bool) -> Any:
         written = write(snapshot, quiet)
         if rank == 1:
             (snapshot.folder / written["file"]).unlink()
         return written
 
-    saving._write_shard = write_and_lose
+    params, optimizer = make(world_size)
+    save_state(optimizer, directory)
+    train(rank, world_size, params, optimizer, range(2))
     try:
-        save_state(optimizer, directory)
+        with writing(write_and_lose):
+            save_state(optimizer, directory)
     finally:
-        saving._write_shard = write
         dist.barrier()
         _, other = make(world_size)
         load_state(other, directory)
@@ -245,29 +247,19 @@ def test_a_save_follows_no_link(tmp_path: Path) -> None:
     load_state(adamw(), folder)
 
 
-def lead_astray(rank: int, world_size: int, directory: str) -> None:
+def test_a_shard_follows_no_link(tmp_path: Path) -> None:
     """A link takes the place of a shard that is begun."""
-    from hf_compressopt.checkpoint import save as saving
 
-    write = saving._write_shard
-
-    def link_and_write(snapshot: Any, quiet: bool) -> Any:
-        shard = saving.begun(snapshot.shard_file(rank))
+    def link_and_write(write: Any, snapshot: Any, quiet: bool) -> Any:
+        shard = saving.begun(snapshot.shard_file(0))
         shard.unlink()
-        shard.symlink_to(Path(directory, "precious"))
+        shard.symlink_to(tmp_path / "precious")
         return write(snapshot, quiet)
 
-    saving._write_shard = link_and_write
-    try:
-        save_state(adamw(), f"{directory}/out")
-    finally:
-        saving._write_shard = write
-
-
-def test_a_shard_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
-    errors = run_ranks_expecting_error(1, lead_astray, str(tmp_path))
-    assert "symbolic links" in errors[0] and (tmp_path / "precious").read_text() == "precious"
+    with writing(link_and_write), pytest.raises(OSError, match="symbolic links"):
+        save_state(adamw(), tmp_path / "out")
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

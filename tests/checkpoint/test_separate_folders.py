@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_compressopt import async_save_state, load_state, save_state
+from hf_compressopt.checkpoint import save as saving
 from tests.checkpoint.test_async_save import made, step
 from tests.checkpoint.test_checkpoint import everything, make, train
 from tests.support.harness import RankError, run_ranks, run_ranks_expecting_error
@@ -23,8 +25,6 @@ def state(optimizer: Any) -> list[Any]:
 
 def save_apart(rank: int, world_size: int, name: str, directory: str, per_machine: int) -> list[Any]:
     """Two saves, the second in the background, into the folder of the rank's machine."""
-    from hf_compressopt import async_save_state, save_state
-
     params, optimizer = made(name, world_size)
     step(rank, world_size, params, optimizer, range(3))
     folder = Path(directory, f"machine{rank // per_machine}")
@@ -41,8 +41,6 @@ def everything_of(params: list[Tensor], optimizer: Any) -> list[Any]:
 
 
 def resume_apart(rank: int, world_size: int, name: str, folders: list[str]) -> list[Any]:
-    from hf_compressopt import load_state
-
     params, optimizer = made(name, world_size)
     load_state(optimizer, folders[rank])
     with torch.no_grad():
@@ -79,8 +77,6 @@ def test_every_machine_goes_on_from_its_own_folder(
 
 
 def load_from(rank: int, world_size: int, folders: list[str]) -> int:
-    from hf_compressopt import load_state
-
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(2))
     before = everything(params, optimizer)
@@ -115,9 +111,6 @@ def test_a_shard_out_of_reach_is_named_with_who_has_it(tmp_path: Path) -> None:
 
 def save_cut_off(rank: int, world_size: int, directory: str) -> None:
     """The second machine loses power when the first one has given the index its name."""
-    from hf_compressopt import save_state
-    from hf_compressopt.checkpoint import save as saving
-
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(3))
     save_state(optimizer, f"{directory}/machine{rank}")

@@ -31,6 +31,7 @@ def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([*ESTIMATE, "--bucket-cap-mb", "0"], "--bucket-cap-mb: must be a number of MiB, at least one float32 value"),
         ([*ESTIMATE, "--bucket-cap-mb", "-3"], "--bucket-cap-mb"),
         ([*ESTIMATE, "--bucket-cap-mb", "nan"], "--bucket-cap-mb"),
         ([*TIMES, "--bucket-cap-mb", "inf"], "--bucket-cap-mb"),
@@ -44,9 +45,21 @@ def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         ([*TIMES, "--memory-bandwidth", "1e300GB/s"], "--memory-bandwidth"),
         ([*TIMES, "--steps", "1e18"], "--steps"),
         (["from-deepspeed", "x.json", "--ranks", "1e18"], "--ranks"),
+        ([*ESTIMATE, "--bandwidth", "10Gbit"], "--compute-seconds missing"),
+        (["estimate", "--model", "no/such"], "--model 'no/such' cannot be counted"),
+        ([*ESTIMATE, "--model", "x"], "argument --model: not allowed with argument --params"),
+        ([*ESTIMATE, "--latency", "5us"], "--bandwidth and --compute-seconds missing"),
+        ([*TIMES[:-1], "0"], "must be above zero and finite, a number of seconds"),
+        ([*TIMES[:-1], "nan"], "argument --compute-seconds: must be above zero and finite"),
+        ([*TIMES, "--bandwidth", "fast"], "such as 25Gbit, 25Gbps, 25G, 100Mbit/s (bits) or 3.1GB/s (bytes)"),
+        ([*TIMES, "--update-seconds", "1s"], "update_seconds must be >= 0 and less than compute_seconds=1.0"),
+        ([*TIMES, "--memory-bandwidth", "10MB/s"], "give the seconds of a whole step, or the bandwidth"),
+        (["estimate", "--params", "1e6", *TIMES[5:]], "one rank sends nothing"),
+        (["environment"], "invalid choice: 'environment' (choose from"),
+        ([], "the following arguments are required: command"),
     ],
 )
-def test_numbers_out_of_range_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_command_lines_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(words, capsys)
     assert code == 2 and not out and said in err.splitlines()[-1]
 

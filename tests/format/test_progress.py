@@ -5,8 +5,11 @@ import os
 import pty
 import struct
 import termios
+import time
 from pathlib import Path
 
+import huggingface_hub.utils
+import pytest
 import torch
 
 from hf_compressopt import load_state, save_state
@@ -53,3 +56,18 @@ def test_big_checkpoints_show_their_progress_on_a_terminal(tmp_path: Path) -> No
     assert "saving compressopt-" in text and "loading compressopt.index.json" in text and "800k" in text
     assert "saving" not in shown(tmp_path / "b", 10**9, terminal=True)
     assert "saving" not in shown(tmp_path / "c", 1000, terminal=False)
+
+
+def test_a_progress_bar_obeys_hugging_faces_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    def told() -> str:
+        with shards.progress("adam.pt", 10**10, shown=True) as advance:
+            time.sleep(0.15)  # it is drawn at most every 0.1 s
+            advance(5 * 10**9)
+        return capsys.readouterr().err
+
+    assert "adam.pt:  50%|" in (text := told()) and "5.00G/10.0G" in text
+    huggingface_hub.utils.disable_progress_bars()
+    try:
+        assert told() == ""
+    finally:
+        huggingface_hub.utils.enable_progress_bars()

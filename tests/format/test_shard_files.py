@@ -56,9 +56,6 @@ class Sluggish(io.FileIO):
     def readinto(self, buffer: Any) -> int:
         return super().readinto(memoryview(buffer)[:5]) or 0
 
-    def read(self, size: int | None = -1) -> bytes:
-        return super().read(5) or b""
-
 
 def test_a_file_system_may_give_less_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.arange(40, dtype=torch.float32)
@@ -71,6 +68,8 @@ def test_a_file_system_may_give_less_than_asked_for(tmp_path: Path, monkeypatch:
     piece, entry = Piece(0, "a", 0, 40, sums), TensorEntry("float32", (40,), ())
     assert b"".join(bytes(part) for _, part in file.blocks(piece, entry)) == raw
     file.close()
+    with pytest.raises(CheckpointError, match="is not readable"):
+        ShardFile(tmp_path)
 
 
 def shard(header: Any, data: bytes = b"12345678") -> bytes:
@@ -87,28 +86,22 @@ def entry(begin: Any, end: Any, dtype: Any = "F32", shape: Any = (1,)) -> dict[s
     ("data", "said"),
     [
         (b"", "its header of 0 bytes is longer than 100000000 bytes or than the file, which has 0"),
-        (b"1234", "or than the file, which has 4"),
         (shard({"a": entry(0, 8)})[:12], "its header of"),
         (b"\xff" * 100, "its header of"),
         (shard(b"{"), "not readable as safetensors"),
-        (shard(b"\xff\xfe"), "not readable as safetensors"),
         (shard(b"[" * 100_000), "not readable as safetensors"),
         (shard([]), "not readable as safetensors"),
-        (shard({"a": 3}), "not readable as safetensors"),
         (shard({"__metadata__": 3, "a": entry(0, 8)}), "its metadata is not an object"),
         (shard(b'{"a": 1, "a": 1}'), "has a name twice"),
         (shard({"a": entry(0, 4), "b": entry(0, 4)}), "overlap others or leave a gap"),
-        (shard({"a": entry(0, 4), "b": entry(2, 6)}, b"123456"), "overlap others or leave a gap"),
         (shard({"a": entry(4, 8)}), "overlap others or leave a gap"),
         (shard({"a": entry(0, 4)}), "its tensors end at byte"),
-        (shard({"a": entry(0, 8, shape=[2]), "b": entry(8, 12)}), "its tensors end at byte"),
         (shard({"a": entry(-4, 0)}), "must be whole numbers >= 0"),
         (shard({"a": entry(0.0, 8.0)}), "must be whole numbers >= 0"),
         (shard({"a": entry(0, 8, shape=[-1, -2])}), "must be whole numbers >= 0"),
         (shard({"a": entry(8, 0, shape=[0])}), "-8 bytes for"),
         (shard({"a": entry(0, 8, shape=[3])}), "8 bytes for 'F32' [3]"),
         (shard({"a": entry(0, 8, dtype="F31", shape=[2])}), "8 bytes for 'F31'"),
-        (shard({"a": entry(0, 8, dtype=[1], shape=[2])}), "not readable as safetensors"),
         (shard({"a": entry(0, 8, shape=[2**70, 2**70])}), "8 bytes for"),
     ],
 )
@@ -116,11 +109,6 @@ def test_what_is_no_whole_safetensors_file_is_refused_by_name(data: bytes, said:
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(CheckpointError, match=f"^{re.escape(str(tmp_path / 'file'))} .*{re.escape(said)}"):
         ShardFile(tmp_path / "file")
-
-
-def test_a_folder_is_no_shard(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not readable"):
-        ShardFile(tmp_path)
 
 
 def test_more_shards_than_a_process_may_open_files_are_read(tmp_path: Path) -> None:

@@ -79,33 +79,29 @@ def test_a_wrong_number_of_bytes_is_refused_and_leaves_no_file(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_met_before_anything_is_written(tmp_path: Path) -> None:
-    """The limit on the size of a file stands for the full disk: no byte of the data is given to the writer."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match=re.escape(str(tmp_path / "file.")) + ".*[.]tmp") as caught:
-            write_shard(tmp_path / "file", {"a": ("uint8", (1 << 21,))}, {}, lambda _: pytest.fail("it was begun"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caught.value.errno == errno.EFBIG and list(tmp_path.iterdir()) == []
-
-
 def cannot_allocate(code: int) -> None:
     raise OSError(code, os.strerror(code))
 
 
-def test_a_file_system_that_cannot_take_room_tells_of_a_full_disk_while_writing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: cannot_allocate(errno.EOPNOTSUPP))
+@pytest.mark.parametrize("allocation", ["of the whole file", "refused", "none"])
+def test_a_full_disk_leaves_no_file(allocation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of a file stands for it. Where files are allocated, no byte is given to the writer."""
+    if allocation == "refused":
+        monkeypatch.setattr(os, "posix_fallocate", lambda *_: cannot_allocate(errno.EOPNOTSUPP))
+    elif allocation == "none":
+        monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
     write(tmp_path / "whole", b"123")
     assert load_file(tmp_path / "whole")["a"].tolist() == [49, 50, 51]
+
+    def parts_of(_: str) -> list[bytes]:
+        assert allocation != "of the whole file", "it was begun"
+        return [bytes(1 << 21)]
+
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with pytest.raises(OSError, match=re.escape(str(tmp_path / "file.")) + ".*[.]tmp") as caught:
-            write(tmp_path / "file", bytes(1 << 21))
+            write_shard(tmp_path / "file", {"a": ("uint8", (1 << 21,))}, {}, parts_of)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.errno == errno.EFBIG and [path.name for path in tmp_path.iterdir()] == ["whole"]
@@ -120,14 +116,6 @@ def test_small_files_are_whole_or_as_they_were(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError, match="Input/output"):
         shards.write_aside(tmp_path / "index", b"new")
     assert (tmp_path / "index").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
-
-
-def test_without_posix_fallocate_files_are_written_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
-    write(tmp_path / "file", b"123")
-    assert load_file(tmp_path / "file")["a"].tolist() == [49, 50, 51]
 
 
 def test_a_close_that_fails_leaves_no_file_and_tells_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,10 @@ def prepare(rank: int, world_size: int, what: str, kind: str) -> str:
     from accelerate.utils import DistributedType
     from accelerate.utils.deepspeed import DummyOptim
 
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer
+    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam, ZeroOptimizer, register
 
+    if what == "stock":
+        register()
     model = network()
     plugin = CompressOptPlugin() if what in ("plugin", "dummy") else None
     accelerator: Any = (

@@ -63,7 +63,7 @@ def test_the_middle_of_several_links() -> None:
 def choices_on(bandwidth: float, itemsize: int = 4, bits: int | None = None) -> list[dict[str, Any]]:
     model = Model(Training(100_000_000, 0.5, itemsize=itemsize), Cluster(4, 1, bandwidth))
     memory = report.memory_rows(100_000_000, 4, torch.float32 if itemsize == 4 else torch.bfloat16, 2, 25.0)
-    return report.ranked(model, 10_000, memory, bits)
+    return report.ranked(report.ways(model, 10_000, bits), 10_000, memory)
 
 
 @pytest.mark.parametrize("itemsize", [4, 2])

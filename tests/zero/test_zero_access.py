@@ -1,6 +1,5 @@
 """Full-precision access, memory estimates and reports, and the precision of messages and state."""
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_compressopt import Lamb, ZeroConfig, ZeroOptimizer, estimate_zero_memory
 from hf_compressopt.zero.memory import memory_report, release_memory
-from tests.support.harness import on_ranks, run_ranks
+from tests.support.harness import on_ranks
 from tests.support.zero_runs import (
     Case,
     Net,
@@ -90,7 +89,9 @@ def test_by_name(rank: int, world_size: int) -> None:
         optimizer.get_full_grad("norm.wait")
 
 
-def report(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Any]:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_reports_are_what_was_estimated(rank: int, world_size: int, dtype: torch.dtype) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(dtype)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, reduce_bucket_size=4096, clip_grad=1.0)
     for _ in range(2):
@@ -99,23 +100,14 @@ def report(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Any]:
     held = memory_report(optimizer)
     assert held.whole_gradients == held.parameters and held.buckets == held.gradient_shards == 0
     model(torch.ones(1, 64, dtype=dtype)).sum().backward()
-    sent = memory_report(optimizer)
+    sent, estimate = memory_report(optimizer), estimate_zero_memory(model, world_size, 2)
     assert sent.whole_gradients == sent.buckets == 0
+    assert sent.gradient_shards == pytest.approx(estimate.gradients, rel=0.05)
     optimizer.step()
-    assert memory_report(optimizer).gradient_shards == 0
     release_memory()
-    return {**asdict(memory_report(optimizer)), "gradient_shards": sent.gradient_shards}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reports_are_what_was_estimated(dtype: torch.dtype) -> None:
-    numel = 8 * 65 * 64
-    estimate = estimate_zero_memory(numel, 2, 2, dtype=dtype)
-    for mine in run_ranks(2, report, dtype):
-        assert mine["parameters"] == estimate.parameters
-        assert mine["gradient_shards"] == pytest.approx(estimate.gradients, rel=0.05)
-        assert mine["states"] + mine["masters"] == pytest.approx(estimate.states, rel=0.05)
-        assert mine["resident"] > 10**7
+    found = memory_report(optimizer)
+    assert found.gradient_shards == 0 and found.parameters == estimate.parameters and found.resident > 10**7
+    assert found.states + found.masters == pytest.approx(estimate.states, rel=0.05)
 
 
 def test_estimates_are_the_formulas() -> None:

@@ -1,0 +1,483 @@
+"""The runs of compare_convergence.py, and one rank of them: texts, models, optimizers and the loop."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import REPOSITORY
+from rivals import RIVALS
+from torch import Tensor, nn
+from torch.nn import functional
+
+RECIPE = REPOSITORY / "recipes" / "causal_lm"
+ROW, EXAMPLES, VALIDATION = 4000, 6000, 240  # characters of a row; examples at most
+GLOBAL_BATCH = 8  # examples per step, over all ranks
+MAX_GRAD_NORM, WEIGHT_DECAY = 1.0, 0.01
+EVALUATIONS = 10  # per run, where it has the steps for it
+#: The uncompressed optimizer that a compressed one is compared with.
+PARTNER = {"OnebitAdam": "AdamW", "ZeroOneAdam": "AdamW", "OnebitLamb": "Lamb"}
+#: Of each text, the text itself and the text that its tokenizer was trained on.
+TOKENIZED_AS = {
+    "reference": ("reference", "reference"),
+    "library": ("library", "library"),
+    "reference, after the library": ("reference", "library"),
+}
+AFTER_LIBRARY: dict[str, Any] = {"text": "reference, after the library", "pretrained": True}
+PRETRAINING_STEPS, FINE_TUNING_RATE = 1000, 5e-4
+
+Examples = dict[str, Tensor]  # input_ids, labels: [examples, tokens]
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's size, and the peak learning rates of its runs, by the tables of learning rates.
+
+    `gpt2` says whether it is Transformers' GPT-2, or SmallDecoder.
+    """
+
+    gpt2: bool
+    vocabulary: int
+    tokens: int
+    adamw_rate: float = 2e-3
+    lamb_rate: float = 1e-2
+    width: int = 96
+    layers: int = 2
+    heads: int = 4
+
+
+SMALL, GPT2 = Model(False, 1024, 64), Model(True, 2048, 128)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration.
+
+    Attributes:
+        name: What the tables call it.
+        optimizer: "AdamW", "Lamb" or a key of PARTNER.
+        options: Options of a compressed optimizer, or of low-bit gradients, beside the defaults.
+        lr: Peak learning rate; the model's where None.
+        gradients: Messages of an uncompressed optimizer's gradients: "int4", "int8", or "" for full precision.
+        rival: A key of rivals.RIVALS, a method around AdamW, or "".
+        rival_options: Its options.
+        zero: Options of a ZeroOptimizer around AdamW; empty is no ZeRO.
+        model: The model.
+        text: A key of TOKENIZED_AS.
+        pretrained: Whether it starts from a model that was trained on the library's source.
+        steps: Its steps; None takes --steps.
+    """
+
+    name: str
+    optimizer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    lr: float | None = None
+    gradients: str = ""
+    rival: str = ""
+    rival_options: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    model: Model = SMALL
+    text: str = "reference"
+    pretrained: bool = False
+    steps: int | None = None
+
+    @property
+    def peak_lr(self) -> float:
+        if self.lr is not None:
+            return self.lr
+        return self.model.lamb_rate if "Lamb" in self.optimizer else self.model.adamw_rate
+
+    @property
+    def plain(self) -> bool:
+        """True if the run is one of those that others are compared with."""
+        return self.optimizer not in PARTNER and not (self.gradients or self.rival or self.zero)
+
+
+FLOAT32, COMPACT = {"state": "float32"}, {"state": "compact"}
+ADAM_FAMILY = ("AdamW", "int4", "OnebitAdam", "ZeroOneAdam")
+PRETRAINING = Run("pretraining", "AdamW", text="library")
+ADAMW, INT4 = Run("AdamW", "AdamW"), Run("AdamW, int4 gradients", "AdamW", gradients="int4")
+BOTH_INT4 = {"stage": 2, "grad_compression": "int4", "param_compression": "int4"}
+ZERO_INT4 = Run("ZeRO-2 and AdamW, int4 both ways", "AdamW", zero=BOTH_INT4)
+
+
+def named(*runs: Run) -> dict[str, Run]:
+    return {run.name: run for run in runs}
+
+
+def every(name: str, names: Sequence[str] = ("AdamW", "Lamb", "int4", *PARTNER), **kept: Any) -> list[Run]:
+    """Every optimizer; "int4" is AdamW with low-bit gradients."""
+    return [
+        Run(f"AdamW, int4 gradients{name}", "AdamW", gradients="int4", **kept)
+        if optimizer == "int4"
+        else Run(f"{optimizer}{name}", optimizer, FLOAT32 if optimizer == "OnebitAdam" else {}, **kept)
+        for optimizer in names
+    ]
+
+
+def rates(rates_of: dict[str, Sequence[float]], title: str = "{}, lr {:g}", **kept: Any) -> dict[str, Run]:
+    """Peak learning rates of uncompressed optimizers."""
+    pairs = [(name, lr) for name, values in rates_of.items() for lr in values]
+    return named(*(Run(title.format(name, lr), name, lr=lr, **kept) for name, lr in pairs))
+
+
+def rival(title: str, name: str, **options: Any) -> Run:
+    return Run(title, "AdamW", rival=name, rival_options=options)
+
+
+#: By group; a run that stands in several groups is run once.
+RUNS: dict[str, dict[str, Run]] = {
+    "optimizers": named(*every("")),
+    "rivals": named(
+        ADAMW,
+        rival("AdamW, bfloat16 gradients", "bfloat16"),
+        rival("AdamW, PowerSGD rank 1", "PowerSGD", rank=1),
+        rival("AdamW, PowerSGD rank 4", "PowerSGD", rank=4),
+        rival("AdamW, LocalSGD, 8 steps", "LocalSGD", interval=8),
+        *(
+            rival(f"DiLoCo, {steps} steps", "DiLoCo", interval=steps, outer_lr=outer)
+            for steps, outer in ((8, 0.1), (32, 0.2), (128, 0.7))  # by the group "rivals, rates"
+        ),
+        INT4,
+        Run("OnebitAdam, state=compact", "OnebitAdam", COMPACT),
+        *(Run(name, name) for name in ("ZeroOneAdam", "OnebitLamb")),
+        ZERO_INT4,
+    ),
+    "zero": named(ADAMW, ZERO_INT4, Run("OnebitAdam, ZeRO-1", "OnebitAdam", {"zero_stage": 1})),
+    "GPT-2": named(*every(", GPT-2", model=GPT2)),
+    "fine-tuning": named(
+        *(
+            run
+            for steps in (100, 200, 300)
+            for run in every(
+                f", fine-tuning, {steps} steps", ADAM_FAMILY, lr=FINE_TUNING_RATE, steps=steps, **AFTER_LIBRARY
+            )
+        )
+    ),
+    "fine-tuning rates": rates(
+        {"AdamW": (2e-4, 5e-4, 1e-3, 2e-3)}, "{}, fine-tuning, lr {:g}, 200 steps", steps=200, **AFTER_LIBRARY
+    ),
+    "learning rates": rates({"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Lamb": (5e-3, 1e-2, 2e-2)}),
+    "rivals, rates": named(
+        *(
+            Run(
+                f"DiLoCo, {interval} steps, outer lr {outer:g}, {steps} steps",
+                "AdamW",
+                rival="DiLoCo",
+                rival_options={"interval": interval, "outer_lr": outer},
+                steps=steps,
+            )
+            for interval, steps in ((8, 300), (32, 300), (128, 600))
+            for outer in (0.1, 0.2, 0.4, 0.7, 1.0)
+        )
+    ),
+}
+#: Groups by which defaults were chosen: with seeds of their own.
+TUNING = ("learning rates", "fine-tuning rates", "rivals, rates")
+ONE_SEED = TUNING
+#: Groups that run at some numbers of ranks only, whatever --world-sizes says.
+WORLD_SIZES = {
+    **dict.fromkeys(("learning rates", "fine-tuning rates"), (2,)),
+    **dict.fromkeys(("rivals, rates", "fine-tuning"), (4,)),
+}
+ALL_RUNS = {name: run for group in RUNS.values() for name, run in group.items()}
+
+
+def partner(run: Run) -> Run | None:
+    """The uncompressed run that a compressed one is compared with, of the same length, model and text."""
+    if run.plain:
+        return None
+    optimizer = PARTNER.get(run.optimizer, run.optimizer)
+    alike = ("model", "text", "pretrained", "steps", "peak_lr")
+    for other in ALL_RUNS.values():
+        if other.plain and other.optimizer == optimizer:
+            if all(getattr(other, name) == getattr(run, name) for name in alike):
+                return other
+    return None
+
+
+# -- texts and models -------------------------------------------------------------------------------------------------
+
+
+@cache
+def examples_of(name: str, model: Model) -> dict[str, Examples]:
+    """The text's own split in examples for a model, with the recipe's tokenizer."""
+    import datasets
+
+    sys.path.insert(0, str(RECIPE))
+    import train as recipe
+    from transformers import PreTrainedTokenizerFast
+
+    datasets.disable_progress_bars()
+    options = recipe.DataArguments(block_size=model.tokens)
+    sources = {"reference": lambda: recipe.load_text(options), "library": _library}
+    text, known = (sources[word]() for word in TOKENIZED_AS[name])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=recipe.train_tokenizer(known["train"], recipe.text_column(known), model.vocabulary),
+        bos_token=recipe.END_OF_TEXT,
+        eos_token=recipe.END_OF_TEXT,
+    )
+    blocks = recipe.make_blocks(text, tokenizer, options)
+    longest = {"train": EXAMPLES, "validation": VALIDATION}
+    return {
+        split: {key: torch.tensor(examples[key][: longest[split]]) for key in ("input_ids", "labels")}
+        for split, examples in blocks.items()
+    }
+
+
+def _library() -> Any:
+    """The source of the standard library's modules; every tenth module is for validation."""
+    from datasets import Dataset, DatasetDict
+
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    rows: dict[str, list[str]] = {"train": [], "validation": []}
+    for number, module in enumerate(modules):
+        code = module.read_text(encoding="utf-8")
+        rows["train" if number % 10 else "validation"] += [code[i : i + ROW] for i in range(0, len(code), ROW)]
+    for part in rows.values():
+        random.Random(0).shuffle(part)
+    return DatasetDict({split: Dataset.from_dict({"text": part}) for split, part in rows.items()})
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, each behind a layer norm and with a residual connection, no biases."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_feed = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attend = nn.Linear(width, 3 * width, bias=False)
+        self.project = nn.Linear(width, width, bias=False)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args and returns: [examples, tokens, width]."""
+        examples, tokens, width = x.shape
+        parts = self.attend(self.before_attention(x)).view(examples, tokens, 3, self.heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each [examples, heads, tokens, width of a head]
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(examples, tokens, width))
+        return x + self.narrow(functional.gelu(self.widen(self.before_feed(x))))
+
+
+class SmallDecoder(nn.Module):
+    """A causal language model that takes few operators, for many runs on a slow machine."""
+
+    def __init__(self, size: Model) -> None:
+        super().__init__()
+        self.words, self.places = (nn.Embedding(count, size.width) for count in (size.vocabulary, size.tokens))
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        self.head.weight = self.words.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of the tokens that have a label; both arguments [examples, tokens]."""
+        x = functional.dropout(self.words(input_ids) + self.places.weight, 0.1, self.training)
+        logits = self.head(self.norm(self.blocks(x)))[:, :-1]
+        return functional.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), labels[:, 1:].reshape(-1))
+
+
+def make_model(run: Run, seed: int, start: Path) -> nn.Module:
+    """The model of a run, from scratch or from the file of a pretrained one."""
+    size = run.model
+    torch.manual_seed(seed)
+    if size.gpt2:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        shape = {"n_embd": size.width, "n_layer": size.layers, "n_head": size.heads, "n_positions": size.tokens}
+        kept = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False, "attn_pdrop": 0.0}  # as the recipe's
+        return GPT2LMHeadModel(GPT2Config(vocab_size=size.vocabulary, **shape, **kept))
+    model = SmallDecoder(size)
+    if run.pretrained:
+        model.load_state_dict(torch.load(start, weights_only=True))
+    return model
+
+
+def loss_of(model: nn.Module, batch: Examples) -> Tensor:
+    """Mean loss per token."""
+    found = model(**batch)
+    return found if isinstance(found, Tensor) else found.loss
+
+
+def pretrain(file: Path) -> None:
+    """Train the model that fine-tuning starts from with AdamW on one rank, and save it."""
+    torch.set_num_threads(1)
+    model = make_model(PRETRAINING, 0, file)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=PRETRAINING.peak_lr)
+    scheduler = schedule(optimizer, PRETRAINING_STEPS)
+    for batch in batches(examples_of(PRETRAINING.text, PRETRAINING.model)["train"], PRETRAINING_STEPS, 0, 0, 1):
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    torch.save(model.state_dict(), file)
+
+
+# -- one rank ---------------------------------------------------------------------------------------------------------
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Param groups as Trainer's: no decay of vectors."""
+    return [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Trainer's linear one, with 10 % warmup."""
+    from transformers import get_linear_schedule_with_warmup
+
+    return get_linear_schedule_with_warmup(optimizer, max(1, steps // 10), steps)
+
+
+def batches(examples: Examples, steps: int, seed: int, rank: int, world_size: int) -> Iterator[Examples]:
+    """This rank's part of every global batch; the global batches depend on the seed alone."""
+    count, generator = len(examples["input_ids"]), torch.Generator().manual_seed(seed)
+    passes = math.ceil(steps * GLOBAL_BATCH / count)
+    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(passes)])
+    for step in range(steps):
+        mine = order[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH].chunk(world_size)[rank]
+        yield {name: values[mine] for name, values in examples.items()}
+
+
+class Training:
+    """What a run needs beside its model: the optimizer, and what exchanges gradients and clips them."""
+
+    def __init__(self, run: Run, steps: int, model: nn.Module) -> None:
+        import hf_compressopt
+        from hf_compressopt.collectives.torch_dist import TorchCommunicator
+
+        self.run, self.params, groups = run, list(model.parameters()), param_groups(model)
+        self.ours, self.others = TorchCommunicator(), TorchCommunicator()  # whose bytes count, and those of evaluation
+        self.compressed, self.rival, self.low_bit = run.optimizer in PARTNER, None, None
+        options: dict[str, Any] = {"lr": run.peak_lr}
+        if self.compressed or run.zero:
+            options["communicator"] = self.ours
+        if self.compressed:
+            self.optimizer = getattr(hf_compressopt, run.optimizer)(groups, **options, **run.options)
+            self.optimizer.scale_schedule(steps, given=run.options)
+        elif run.zero:
+            self.optimizer = hf_compressopt.ZeroOptimizer(groups, torch.optim.AdamW, **options, **run.zero)
+        else:
+            self.optimizer = (torch.optim.AdamW if run.optimizer == "AdamW" else hf_compressopt.Lamb)(groups, **options)
+        if run.gradients:
+            named, form = model.named_parameters(), run.options.get("state", "float32")
+            self.low_bit = hf_compressopt.GradientCompression(named, run.gradients, communicator=self.ours, state=form)
+        elif run.rival:
+            self.rival = RIVALS[run.rival](self.params, self.ours, **run.rival_options)
+
+    def exchange(self) -> None:
+        """Exchange the gradients, and clip them."""
+        from hf_compressopt import average_gradients
+
+        if self.run.zero:
+            self.optimizer.finish_gradients()  # sent while backward ran
+        elif self.compressed:
+            average_gradients(self.optimizer)
+        elif self.low_bit is not None:
+            self.low_bit.average_gradients()
+        elif self.rival is not None:
+            self.rival.gradients()
+        else:
+            self._average()
+        if self.compressed or self.run.zero:
+            self.optimizer.clip_grad_norm_(MAX_GRAD_NORM)
+        else:
+            nn.utils.clip_grad_norm_(self.params, MAX_GRAD_NORM)
+
+    def _average(self) -> None:
+        """Average as DDP does: times 1/W, then the sum over the ranks."""
+        flat = torch.cat([p.grad.reshape(-1) for p in self.params])
+        flat.mul_(1 / self.ours.world_size)
+        self.ours.all_reduce(flat).wait()
+        for param, part in zip(self.params, flat.split([p.numel() for p in self.params]), strict=True):
+            param.grad = part.view_as(param)
+
+    def saved_parameters(self) -> AbstractContextManager[None]:
+        """Inside, the parameters are those that a saved model has."""
+        if self.run.zero:
+            return self.optimizer.masters_in_parameters()
+        return self.optimizer.averaged_parameters() if self.compressed else nullcontext()
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, examples: Examples) -> float:
+        """Mean loss per token of the whole validation text, of which each rank reads a part."""
+        model.eval()
+        rank, world_size = self.others.rank, self.others.world_size
+        sums = torch.zeros(2, dtype=torch.float64)  # loss, examples
+        with self.saved_parameters():
+            for start in range(rank * 16, len(examples["input_ids"]), world_size * 16):
+                batch = {name: values[start : start + 16] for name, values in examples.items()}
+                count = len(batch["input_ids"])
+                sums += torch.tensor([float(loss_of(model, batch)) * count, count], dtype=torch.float64)
+        self.others.all_reduce(sums).wait()
+        model.train()
+        return float(sums[0] / sums[1])
+
+
+def finite(value: float) -> float | None:
+    """The value, or None where JSON has no number for it."""
+    return value if math.isfinite(value) else None
+
+
+def train(order: dict[str, Any]) -> dict[str, Any]:
+    """Train and evaluate a run: its name, seed, steps and, of a pretrained model, the file. Returns its row."""
+    began, run, seed, steps = time.monotonic(), ALL_RUNS[order["name"]], order["seed"], order["steps"]
+    text, model = examples_of(run.text, run.model), make_model(run, seed, Path(order["start"]))
+    training = Training(run, steps, model)
+    optimizer, ours, others = training.optimizer, training.ours, training.others
+    torch.manual_seed(seed * ours.world_size + ours.rank)  # of dropout
+    scheduler, interval = schedule(optimizer, steps), max(5, math.ceil(steps / EVALUATIONS))
+    loss_sum, loss_steps = torch.zeros(()), 0
+    curve = []
+    for step, batch in enumerate(batches(text["train"], steps, seed, ours.rank, ours.world_size), start=1):
+        loss = loss_of(model, batch)
+        loss.backward()
+        loss_sum, loss_steps = loss_sum + loss.detach(), loss_steps + 1
+        training.exchange()
+        optimizer.step()
+        if training.rival is not None:
+            training.rival.parameters(last=step == steps)
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % interval == 0 or step == steps:
+            eval_loss = training.evaluate(model, text["validation"])
+            others.all_reduce(loss_sum).wait()
+            train_loss, sent = float(loss_sum) / loss_steps / ours.world_size, ours.traffic.total_bytes
+            curve.append({"step": step, "eval": finite(eval_loss), "train": finite(train_loss), "bytes": sent})
+            loss_sum, loss_steps = torch.zeros(()), 0
+    return {
+        "name": run.name,
+        "world_size": ours.world_size,
+        "seed": seed,
+        "steps": steps,
+        "optimizer": run.optimizer,
+        "options": run.options,
+        "lr": run.peak_lr,
+        "parameters": sum(p.numel() for p in training.params),
+        "eval_loss": curve[-1]["eval"],
+        "bytes": curve[-1]["bytes"],
+        "rounds": int(optimizer.metrics()["rounds"]) if training.compressed else steps,
+        "switch": optimizer.schedule.last_warmup_step if training.compressed else None,
+        "seconds": round(time.monotonic() - began, 2),
+        "curve": curve,
+    }

@@ -1,0 +1,152 @@
+"""Methods that others use on slow networks, each written from its paper, for comparisons on equal terms.
+
+All of them surround an ordinary optimizer. A loop calls `gradients` after the backward pass, before clipping, and
+`parameters` after the optimizer's step; all ranks call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hf_compressopt.collectives.communicator import Communicator
+
+
+class Rival:
+    """One rank's part of a method that sends less than an all-reduce in float32.
+
+    Attributes:
+        params: The parameters, alike on all ranks at the start.
+        communicator: The ranks.
+    """
+
+    def __init__(self, params: Iterable[Tensor], communicator: Communicator) -> None:
+        self.params, self.communicator = list(params), communicator
+
+    def gradients(self) -> None:
+        """Exchange the gradients, in place."""
+
+    def parameters(self, *, last: bool) -> None:
+        """Exchange the parameters, in place; ``last`` says that no step follows."""
+
+    def mean_(self, flat: Tensor) -> Tensor:
+        """Replace a tensor by its mean over the ranks: times 1/W, then the sum."""
+        flat.mul_(1 / self.communicator.world_size)
+        self.communicator.all_reduce(flat).wait()
+        return flat
+
+
+class BFloat16(Rival):
+    """Gradients by an all-reduce in bfloat16, as torch's bf16_compress_hook."""
+
+    @torch.no_grad()
+    def gradients(self) -> None:
+        grads = gradients_of(self.params)
+        write(self.mean_(joined(grads).to(torch.bfloat16)).float(), grads)
+
+
+class PowerSGD(Rival):
+    """Gradients of low rank, with error feedback (Vogels et al. 2019, arXiv 1905.09727, Algorithms 1 and 2).
+
+    For each matrix M (n x m) of a gradient plus the error of the step before, and Q (m x r) of that step:
+        P <- mean_r M Q;  P <- orthonormal(P);  Q <- mean_r M^T P;  g <- P Q^T;  error <- M - g
+    Vectors travel as they are. As in torch's hook, the first steps send gradients in full precision.
+    """
+
+    def __init__(self, params: Iterable[Tensor], communicator: Communicator, *, rank: int = 1, start: int = 10) -> None:
+        """Begin with errors of 0 and random factors, alike on all ranks."""
+        super().__init__(params, communicator)
+        self._start, self._step = start, 0
+        generator = torch.Generator().manual_seed(0)
+        self._matrices = [param for param in self.params if param.ndim > 1]
+        self._vectors = [param for param in self.params if param.ndim <= 1]
+        views = [param.detach().reshape(param.shape[0], -1) for param in self._matrices]
+        self._factors = [torch.randn(view.shape[1], min(rank, *view.shape), generator=generator) for view in views]
+        self._errors = [torch.zeros_like(view) for view in views]
+
+    @torch.no_grad()
+    def gradients(self) -> None:
+        self._step += 1
+        if self._step <= self._start:
+            grads = gradients_of(self.params)
+            write(self.mean_(joined(grads)), grads)
+            return
+        grads, vectors = gradients_of(self._matrices), gradients_of(self._vectors)
+        inputs = [grad.reshape(error.shape) + error for grad, error in zip(grads, self._errors, strict=True)]
+        left = [value @ factor for value, factor in zip(inputs, self._factors, strict=True)]
+        first = [*left, *vectors]
+        write(self.mean_(joined(first)), first)
+        left = [torch.linalg.qr(value).Q for value in left]
+        right = [value.T @ basis for value, basis in zip(inputs, left, strict=True)]
+        write(self.mean_(joined(right)), right)
+        for grad, value, basis, factor, error in zip(grads, inputs, left, right, self._errors, strict=True):
+            mean = basis @ factor.T
+            torch.sub(value, mean, out=error)
+            grad.copy_(mean.view_as(grad))
+        self._factors = right
+
+
+class LocalSGD(Rival):
+    """Ranks that step alone, and average parameters every ``interval`` steps (Stich 2018, arXiv 1805.09767)."""
+
+    def __init__(self, params: Iterable[Tensor], communicator: Communicator, *, interval: int = 8) -> None:
+        super().__init__(params, communicator)
+        self._interval, self._step = interval, 0
+
+    @torch.no_grad()
+    def parameters(self, *, last: bool) -> None:
+        self._step += 1
+        if last or self._step % self._interval == 0:
+            self._meet()
+
+    def _meet(self) -> None:
+        write(self.mean_(joined(self.params)), self.params)
+
+
+class DiLoCo(LocalSGD):
+    """AdamW inside, Nesterov's momentum outside (Douillard et al. 2023, arXiv 2311.08105, Algorithm 1).
+
+    Every H steps, with theta the parameters at the last exchange and theta_r those of rank r now:
+        d = mean_r (theta - theta_r);  theta <- Nesterov SGD of theta by d;  theta_r <- theta
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        communicator: Communicator,
+        *,
+        interval: int = 32,
+        outer_lr: float = 0.7,
+        momentum: float = 0.9,
+    ) -> None:
+        """Begin with the parameters as they are; ``outer_lr`` and ``momentum`` belong to the outer step."""
+        super().__init__(params, communicator, interval=interval)
+        self._together = joined(self.params).clone().requires_grad_()
+        self._outer = torch.optim.SGD([self._together], lr=outer_lr, momentum=momentum, nesterov=momentum > 0)
+
+    def _meet(self) -> None:
+        self._together.grad = self.mean_(self._together - joined(self.params))
+        self._outer.step()
+        write(self._together, self.params)
+
+
+RIVALS = {"bfloat16": BFloat16, "PowerSGD": PowerSGD, "LocalSGD": LocalSGD, "DiLoCo": DiLoCo}
+
+
+def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """The elements of all tensors, one after another."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def write(flat: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Write what :func:`joined` has read."""
+    start = 0
+    for tensor in tensors:
+        tensor.detach().copy_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()
