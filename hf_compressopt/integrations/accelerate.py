@@ -53,7 +53,6 @@ from hf_compressopt.integrations.models import (
 from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
 from hf_compressopt.integrations.saving import load_compressions, load_shards, save_compressions, save_shards
-from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
@@ -144,6 +143,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         compressopt_plugin: Options. Without a plugin Adam and AdamW stay as they are; give compressed optimizers to
             ``prepare`` instead.
         **kwargs: Accelerate's.
+
+    Raises:
+        ValueError: In ``prepare`` and ``backward``, if an optimizer or a compression cannot work in this set-up; in
+            ``clip_grad_norm_``, for a norm_type other than 2 and parameters of a compressed optimizer.
+        CheckpointError: In ``load_state``, for a checkpoint that is damaged or does not fit.
+        OSError: In ``save_state``, ``load_state`` and ``end_training``, if a file cannot be written, or a save in the
+            background has failed; on all ranks.
     """
 
     _compressopt: Attachment
@@ -161,22 +167,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """The compressed and the partitioned optimizers among them."""
         return list(filter(saves_shards, self.optimizers_inside()))
 
-    def compressed_optimizers(self) -> list[CompressedOptimizer]:
-        """The compressed optimizers among them."""
-        return list(filter(follows_plan, self.optimizers_inside()))
-
-    def partitioned_optimizers(self) -> list[ZeroOptimizer]:
-        """The partitioned optimizers among them."""
-        return list(filter(owns_gradients, self.optimizers_inside()))
-
     # -- prepare ------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as Accelerate does; a model whose optimizer is partitioned gets no DDP.
-
-        Raises:
-            ValueError: If a compressed or partitioned optimizer cannot work in this set-up.
-        """
+        """Prepare as Accelerate does; a model whose optimizer is partitioned gets no DDP."""
         for optimizer in map(innermost, args):
             if hasattr(optimizer, "param_groups") or type(optimizer).__name__ == "DummyOptim":  # DeepSpeed's own
                 check_distributed_type(self, optimizer, self._compressopt.plugin)
@@ -212,11 +206,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare as Accelerate does; by the plugin, an Adam or AdamW becomes a compressed optimizer.
-
-        Raises:
-            ValueError: If a compressed optimizer cannot work in this set-up.
-        """
+        """Prepare as Accelerate does; by the plugin, an Adam or AdamW becomes a compressed optimizer."""
         plugin = self._compressopt.plugin
         check_distributed_type(self, innermost(optimizer), plugin)
         if plugin is not None:
@@ -276,7 +266,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Check that no DDP averages the optimizer's gradients, and that no earlier optimizer takes them away."""
         self._compressopt.models.check_not_averaging(optimizer)
         params = {id(p) for p in optimizer.trainable_parameters}
-        for other in self.partitioned_optimizers():
+        for other in filter(owns_gradients, self.optimizers_inside()):
             if other is not optimizer and shares(other.trainable_parameters, params):
                 other.detach()
 
@@ -292,7 +282,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if plugin is None or plugin.freeze_step != AUTO or plugin.optimizer == "none" or not self.is_main_process:
             return
         prepared = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        if prepared and not all(map(is_fitted, self.compressed_optimizers())):
+        if prepared and not all(map(is_fitted, filter(follows_plan, self.optimizers_inside()))):
             logger.info(
                 "freeze_step='auto' does not know the length of the run: give CompressOptPlugin(total_steps=...), or "
                 "prepare a learning-rate scheduler of transformers or OneCycleLR too; otherwise the variance alone "
@@ -331,11 +321,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip as Accelerate does; local gradients are clipped by a norm that all ranks agree on.
-
-        Raises:
-            ValueError: If ``norm_type`` is not 2, for parameters of a compressed optimizer.
-        """
+        """Clip as Accelerate does; local gradients are clipped by a norm that all ranks agree on."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(p) for p in parameters}
         owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, wanted)]
@@ -362,12 +348,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             self.unscale_gradients()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again.
-
-        Raises:
-            ValueError: In the first pass, if compression was asked for and nothing is compressed.
-        """
-        scales = {optimizer.loss_scale.value for optimizer in self.partitioned_optimizers()}
+        """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again."""
+        scales = {optimizer.loss_scale.value for optimizer in filter(owns_gradients, self.optimizers_inside())}
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
         state = self._compressopt
@@ -388,9 +370,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
                 "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
                 "create_optimizer return such a one. To train without compression leave the option out"
             )
-        compressing = self.compressed_optimizers() if state.grad_compression == "none" else optimizers
+        compressing = optimizers if state.grad_compression != "none" else list(filter(follows_plan, optimizers))
         wanted = {id(p) for o in compressing if not frees_gradients(o) for p in all_parameters(o) if p.requires_grad}
-        hooked = {id(p) for model in (*state.models.hooked(), *state.sharded.models()) for p in model.parameters()}
+        sharded = [found.model for found in state.sharded.compressions()]
+        hooked = {id(p) for model in (*state.models.hooked(), *sharded) for p in model.parameters()}
         for model in map(without_compile, self._models):
             if any(id(p) in wanted and id(p) not in hooked for p in model.parameters()):
                 what = names if state.grad_compression == "none" else f"grad_compression={state.grad_compression}"
@@ -439,13 +422,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """
         params = {id(p) for p in model.parameters()}
         with ExitStack() as stack:
-            owners = [o for o in self.compressed_optimizers() if shares(o.trainable_parameters, params)]
-            apart = any(owner.ranks_are_apart for owner in owners)
-            for optimizer in self.partitioned_optimizers():
-                if optimizer.partition.has_replicas and shares(optimizer.trainable_parameters, params):
-                    stack.enter_context(optimizer.masters_in_parameters())
-                    apart = True
-            for owner in owners:
+            owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, params)]
+            synced = list(filter(follows_plan, owners))
+            replicas = [o for o in filter(owns_gradients, owners) if o.partition.has_replicas]
+            apart = bool(replicas) or any(owner.ranks_are_apart for owner in synced)
+            for optimizer in replicas:
+                stack.enter_context(optimizer.masters_in_parameters())
+            for owner in synced:
                 stack.enter_context(owner.synced_parameters())
             state = super().get_state_dict(model, unwrap)
             if not apart:
@@ -453,11 +436,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call.
-
-        Raises:
-            OSError: If a file cannot be written, or an earlier save in the background has failed; on all ranks.
-        """
+        """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call."""
         wait_for_saves()  # Accelerate may remove older folders first
         with ExitStack() as stack:
             for optimizer in self.our_optimizers():
@@ -465,22 +444,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call.
-
-        Raises:
-            CheckpointError: If they are damaged or do not fit.
-            OSError: If a save in the background has failed; on all ranks.
-        """
+        """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call."""
         wait_for_saves()
         with ExitStack() as self._compressopt.loading:
             return super().load_state(*args, **kwargs)
 
     def end_training(self) -> None:
-        """End the training as Accelerate does, after the saves in the background.
-
-        Raises:
-            OSError: If one of them has failed; on all ranks.
-        """
+        """End the training as Accelerate does, after the saves in the background."""
         wait_for_saves()
         super().end_training()
 

@@ -14,27 +14,16 @@ def is_wrapped(cls: type, name: str) -> bool:
     return hasattr(getattr(cls, name), _MARK)
 
 
-def wrap(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method by ``wrapper(original, self, *args, **kwargs)``."""
+def wrap(cls: type, name: str, wrapper: Callable[..., Any], *, static: bool = False) -> None:
+    """Replace a method by ``wrapper(original, self, *args, **kwargs)``, without ``self`` if it is static."""
     original = getattr(cls, name)
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self, *args, **kwargs)
-
-    setattr(method, _MARK, True)
-    setattr(cls, name, method)
-
-
-def wrap_static(cls: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a static method by ``wrapper(original, *args, **kwargs)``."""
-    original = getattr(cls, name)
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    setattr(cls, name, staticmethod(function))
+    setattr(method, _MARK, True)
+    setattr(cls, name, staticmethod(method) if static else method)
 
 
 def add_member(enum: Any, value: str) -> None:

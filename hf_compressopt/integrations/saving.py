@@ -6,28 +6,17 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_compressopt.checkpoint.io import (
-    async_save_state,
-    has_checkpoint,
-    load_state,
-    save_state,
-    state_is_loaded,
-)
+from hf_compressopt.checkpoint.io import async_save_state, has_checkpoint, load_state, save_state, state_is_loaded
 from hf_compressopt.checkpoint.plain import PlainState
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
-from hf_compressopt.integrations.algorithms import (
-    follows_plan,
-    owns_gradients,
-    saves_shards,
-)
+from hf_compressopt.integrations.algorithms import follows_plan, owns_gradients, saves_shards
 from hf_compressopt.integrations.log import prefix_of
 from hf_compressopt.integrations.models import without_compile
 
@@ -39,7 +28,7 @@ def save_shards(
 ) -> None:
     """Save the states of the optimizers that save shards. All ranks call."""
     save = async_save_state if background else save_state
-    for number, optimizer in enumerate(_in_shards(optimizers)):
+    for number, optimizer in enumerate(filter(saves_shards, optimizers)):
         save(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
 
 
@@ -53,9 +42,13 @@ def load_shards(
     """Load the states that :func:`save_shards` saved. All ranks call."""
     # With as many checkpoints as optimizers, the ordinary optimizers load theirs too.
     last = len(optimizers) - 1
-    everybody = bool(optimizers) and _anyone_has(directory, last, optimizers[last], device)
-    for number, optimizer in enumerate(optimizers if everybody else _in_shards(optimizers)):
-        if not _anyone_has(directory, number, optimizer, device):
+
+    def is_saved(number: int, optimizer: torch.optim.Optimizer) -> bool:
+        return anyone(has_checkpoint(directory, prefix=prefix_of(number)), optimizer, device)
+
+    everybody = bool(optimizers) and is_saved(last, optimizers[last])
+    for number, optimizer in enumerate(optimizers if everybody else filter(saves_shards, optimizers)):
+        if not is_saved(number, optimizer):
             continue  # the state dict in the folder must be a whole one
         load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
         loading.enter_context(state_is_loaded(optimizer))
@@ -87,15 +80,6 @@ def load_compressions(compressions: Sequence[GradientCompression | FSDPCompressi
 
 def _errors_prefix(number: int) -> str:
     return f"{prefix_of(number)}_gradients"
-
-
-def _in_shards(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    found: list[Any] = [optimizer for optimizer in optimizers if saves_shards(optimizer)]
-    return found
-
-
-def _anyone_has(directory: str, number: int, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    return anyone(has_checkpoint(directory, prefix=prefix_of(number)), optimizer, device)
 
 
 def anyone(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:

@@ -38,7 +38,7 @@ from hf_compressopt.integrations.models import (
     why_unsupported,
     without_compile,
 )
-from hf_compressopt.integrations.patching import add_member, is_wrapped, wrap, wrap_static
+from hf_compressopt.integrations.patching import add_member, is_wrapped, wrap
 from hf_compressopt.integrations.plugin import (
     CompressOptPlugin,
     OptimArgs,
@@ -69,7 +69,7 @@ def register() -> None:
         add_member(training_args.OptimizerNames, name)
     if is_wrapped(Trainer, "create_optimizer"):
         return
-    wrap_static(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
+    wrap(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs, static=True)
     wrap(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
     wrap(Trainer, "train", _train)
     wrap(Trainer, "create_optimizer", _create_optimizer)
