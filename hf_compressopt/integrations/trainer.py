@@ -22,7 +22,16 @@ from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.background import wait_for_saves
 from hf_compressopt.integrations import accelerate
-from hf_compressopt.integrations.accelerate import Attachment, attach, make_ours
+from hf_compressopt.integrations.accelerate import (
+    Attachment,
+    anyone,
+    attach,
+    load_compressions,
+    make_ours,
+    parameter_names,
+    save_compressions,
+    save_shards,
+)
 from hf_compressopt.integrations.algorithms import (
     ALGORITHMS,
     OPTIMIZERS,
@@ -46,7 +55,6 @@ from hf_compressopt.integrations.plugin import (
     check_variables,
     read_optim_args,
 )
-from hf_compressopt.integrations.saving import anyone, load_compressions, parameter_names, save_compressions
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.supported import check_optimizer_class
 
@@ -200,7 +208,8 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     check_distributed_type(self.accelerator, inner)
     if follows_plan(inner):
         if made_here:
-            inner.defer_schedule(_given_options(self))
+            made_of = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            inner.defer_schedule(list(made_of[1]))  # the options that the user gave
         is_ddp = isinstance(without_compile(self.model_wrapped), DistributedDataParallel)
         if self.accelerator.num_processes > 1 and not is_ddp:
             # an evaluation before the training may have left a compiled model without DDP here
@@ -232,13 +241,6 @@ def _options_of(args: Any) -> OptimArgs:
     return options
 
 
-def _given_options(self: Trainer) -> list[str]:
-    """The options that the user gave for the optimizer that Trainer makes."""
-    if self.optimizer_cls_and_kwargs is not None:
-        return list(self.optimizer_cls_and_kwargs[1])
-    return list(self.get_optimizer_cls_and_kwargs(self.args, self.model)[1])
-
-
 def optim_name(args: Any) -> str:
     """The optimizer by name: the value of ``--optim``, or what the environment chooses in the place of AdamW."""
     name = str(getattr(args.optim, "value", args.optim))
@@ -262,8 +264,7 @@ def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, o
         save_compressions(attachment.compressions(), output_dir)
     if not saves_shards(inner):
         return original(self, output_dir)
-    save = io.async_save_state if _saves_in_background(self) else io.save_state
-    save(inner, output_dir, names=parameter_names(inner, [self.model]))
+    save_shards([inner], [self.model], output_dir, background=_saves_in_background(self))
     with inner.state_in_shards():
         return original(self, output_dir)
 
@@ -315,24 +316,14 @@ def _saves_in_background(self: Trainer) -> bool:
 
 
 def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    with _in_checkpoint(self):
-        if not _saves_in_background(self):
-            return original(self, *args, **kwargs)
+    background = _saves_in_background(self)
+    if background:
         _finish_saves(self)
-        with _rotation_put_off(self):
-            return original(self, *args, **kwargs)
-
-
-@contextmanager
-def _in_checkpoint(self: Trainer) -> Iterator[None]:
-    """Tell :func:`_save_model` inside that all ranks save, so that they can average."""
-    attachment = attachment_of(self)
-    if attachment is None:
-        yield
-        return
-    attachment.in_checkpoint = True
+    attachment = attachment_of(self) or Attachment()
+    attachment.in_checkpoint = True  # so that _save_model averages: all ranks save
     try:
-        yield
+        with _rotation_put_off(self) if background else nullcontext():
+            return original(self, *args, **kwargs)
     finally:
         attachment.in_checkpoint = False
 
