@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_compressopt.amp import GradScaler
-    from hf_compressopt.checkpoint.background import wait_for_saves
-    from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state
+    from hf_compressopt.checkpoint.io import async_save_state, load_state, save_state, wait_for_saves
     from hf_compressopt.collectives.ddp import GradientSync, attach_ddp, average_gradients, ddp_hook
     from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
     from hf_compressopt.fsdp.compression import FSDPCompression, compress_fsdp
@@ -54,7 +53,7 @@ _HOME = {
     "load_state": "hf_compressopt.checkpoint.io",
     "register": "hf_compressopt.integrations.trainer",
     "save_state": "hf_compressopt.checkpoint.io",
-    "wait_for_saves": "hf_compressopt.checkpoint.background",
+    "wait_for_saves": "hf_compressopt.checkpoint.io",
 }
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import hf_compressopt
@@ -78,8 +78,8 @@ def _training(gpu: bool) -> dict[str, Any]:
             if reference:
                 os.environ[library.VARIABLE] = "reference"  # the processes inherit it
             try:
-                mp.spawn(_rank, args=(str(place), backend, gpu), nprocs=RANKS)
-            except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+                spawn(_rank, args=(str(place), backend, gpu), nprocs=RANKS)  # type: ignore[no-untyped-call]
+            except ProcessException as error:
                 return {**results, "error": str(error)[-4000:]}
             finally:
                 os.environ.pop(library.VARIABLE, None)

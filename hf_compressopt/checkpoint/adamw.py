@@ -33,19 +33,12 @@ _ELEMENTWISE = {**dict.fromkeys((*MOMENTS, "max_exp_avg_sq", MASTER)), "master_p
 
 
 class Stored:
-    """A checkpoint as it was saved.
-
-    Attributes:
-        index: Its index.
-        header: What the optimizer checks and takes over beside tensors.
-        entries: Its tensors, by name.
-    """
+    """A checkpoint as it was saved: its index, header, and tensors by name."""
 
     header: Header
     entries: Mapping[str, TensorEntry]
 
     def __init__(self, index: CheckpointIndex) -> None:
-        """Take the description from the index."""
         self.index, self.header, self.entries = index, Header.of(index.header), index.tensors
         self._compact = CompactTensors(index)
 
@@ -53,26 +46,16 @@ class Stored:
         """Return the elements in order, part by part, of a tensor that is not read as it was saved."""
         return self._compact.error_parts(tensor, files) if tensor in self._compact else None
 
-    def check(self, tensor: StateTensor, world_size: int, files: ShardFiles) -> None:
-        """Read and verify what one of ``world_size`` ranks reads, and keep nothing of it."""
-        if (parts := self._decoded(tensor, files)) is not None:
-            for _ in parts:
-                pass
-            return
-        for source in plan_reads(self.index, tensor, world_size).sources:
-            for read in source:
-                for _ in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end):
-                    pass
-
-    def read(self, tensor: StateTensor, world_size: int, files: ShardFiles, out: Tensor) -> None:
-        """Read what one of ``world_size`` ranks reads into ``out``, flattened, of its dtype, on any device."""
+    def read(self, tensor: StateTensor, world_size: int, files: ShardFiles, out: Tensor | None) -> None:
+        """Read what one of ``world_size`` ranks reads into ``out``, flattened, on any device, or only verify it."""
         if (parts := self._decoded(tensor, files)) is None:
-            fill(out, plan_reads(self.index, tensor, world_size), files, self.index)
-            return
+            return fill(out, plan_reads(self.index, tensor, world_size), files, self.index)
         done = 0
         for part in parts:
-            out[done : done + part.numel()] = part
+            if out is not None:
+                out[done : done + part.numel()] = part
             done += part.numel()
+        return None
 
 
 @dataclass(frozen=True)
@@ -97,7 +80,6 @@ class AdamView(Stored):
     """
 
     def __init__(self, index: CheckpointIndex, optimizer: str = "AdamW") -> None:
-        """Find AdamW's tensors; ``optimizer`` is the class that loads them."""
         super().__init__(index)
         self.saved, values = self.header, index.header
         if self.saved.optimizer not in (COMPRESSED if self.saved.compressed else PLAIN):
@@ -112,7 +94,10 @@ class AdamView(Stored):
         self._check_complete()
         self.notes = list(self._find_notes())
         self._factors: dict[str, dict[str, float]] = {}
-        self._by_name = {_name(entry): entry for entry in self.found.values()}
+        self._by_name = {  # as a checkpoint of AdamW calls them
+            str(replace(entry.key, per=Per.SCALAR) if entry.key.kind == STEP else entry.key): entry
+            for entry in self.found.values()
+        }
         self.entries = {name: TensorEntry(e.dtype, e.shape, ()) for name, e in self._by_name.items()}
         fresh = {"stage": 0, "world_size": len(index.shards), "loss_scale": values.get("loss_scale", [1.0, 0])}
         kept = {name: values[name] for name in ("step", "skipped_steps", "bytes_sent")}
@@ -120,7 +105,7 @@ class AdamView(Stored):
         self.header = Header.of({**own, **fresh, **kept})
 
     def _decoded(self, tensor: StateTensor, files: ShardFiles) -> Iterator[Tensor]:
-        """See the base class; all ranks read the same."""
+        """All ranks read the same."""
         entry = self._by_name.get(str(tensor.key))
         if entry is None:
             raise ValueError(f"the checkpoint has no tensor {str(tensor.key)!r}")
@@ -129,7 +114,9 @@ class AdamView(Stored):
     def read_parts(self, entry: Entry, files: ShardFiles, start: int = 0, stop: int | None = None) -> Iterator[Tensor]:
         """Read elements [start, stop) of a tensor, flattened, in parts of a few MiB in order."""
         stop = prod(entry.shape) if stop is None else stop
-        factor = self._factors_of(entry, files)[entry.key.kind]
+        if (factors := self._factors.get(entry.key.owner)) is None:
+            factors = self._factors[entry.key.owner] = self._factors_of(entry, files)
+        factor = factors[entry.key.kind]
         if entry.stored is None:
             yield torch.tensor([factor], dtype=torch.float32, device="cpu")[start:stop]
             return
@@ -230,12 +217,6 @@ class AdamView(Stored):
 
     def _factors_of(self, entry: Entry, files: ShardFiles) -> dict[str, float]:
         """Return the factor of each kind of tensor of an entry's parameter, and the parameter's step."""
-        name = entry.key.owner
-        if name not in self._factors:
-            self._factors[name] = self._find_factors(entry, files)
-        return self._factors[name]
-
-    def _find_factors(self, entry: Entry, files: ShardFiles) -> dict[str, float]:
         factors = {name or kind: 1.0 for kind, name in _ELEMENTWISE.items()}
         group = self._groups[entry.group]
         stored = self._stored_step(entry)
@@ -265,14 +246,12 @@ class AdamView(Stored):
         return isinstance(freeze_step, int) and self.index.header["step"] >= freeze_step
 
     def _stored_step(self, entry: Entry) -> tuple[str, int] | None:
-        """Return the name of the tensor that holds a parameter's step, and the place in it."""
         if self.saved.compressed:
             return str(TensorKey(STEP, group=entry.group)), entry.place
         names = (str(TensorKey(STEP, entry.key.owner, per=per)) for per in (Per.SCALAR, Per.NUMBER))
         return next(((name, 0) for name in names if name in self.index.tensors), None)
 
     def _number(self, name: str, place: int, files: ShardFiles) -> float:
-        """Read an element of a tensor of numbers."""
         entry = self.index.tensors.get(name)
         if entry is None:
             raise ValueError(f"the checkpoint has no tensor {name!r}")
@@ -281,13 +260,7 @@ class AdamView(Stored):
         return float(value)
 
     def _any(self, stored: StateTensor | None, files: ShardFiles) -> bool:
-        """Return whether any element of a tensor is not 0."""
         return stored is not None and any(bool(part.any()) for part in self._parts(stored, files, 0, stored.stop))
-
-
-def _name(entry: Entry) -> str:
-    """The name of a tensor of AdamW's state in a checkpoint of AdamW."""
-    return str(replace(entry.key, per=Per.SCALAR) if entry.key.kind == STEP else entry.key)
 
 
 def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str, Any]]) -> Stored:
@@ -299,17 +272,12 @@ def source_of(index: CheckpointIndex, optimizer: str, groups: Sequence[dict[str,
     if saved not in (*PLAIN, *COMPRESSED) or optimizer not in (*PLAIN, *COMPRESSED):
         return stored
     view = AdamView(index, "AdamW" if to_compressed else optimizer)
-    check_decay(view, groups, optimizer)
-    return view
-
-
-def check_decay(view: AdamView, groups: Sequence[dict[str, Any]], optimizer: str) -> None:
-    """Check that the weight decay of a checkpoint is of the same kind as that of the optimizer that loads it."""
-    for number, (saved, group) in enumerate(zip(view.param_groups, groups, strict=False)):
+    for number, (found, group) in enumerate(zip(view.param_groups, groups, strict=False)):
         own = group.get("decoupled_weight_decay", group.get("adam_w_mode", optimizer != "Adam"))
-        if saved["weight_decay"] != 0 and saved["decoupled_weight_decay"] != own:
+        if found["weight_decay"] != 0 and found["decoupled_weight_decay"] != own:
             raise ValueError(
-                f"the weight decay of param group {number}, {saved['weight_decay']}, is "
-                f"{'decoupled' if saved['decoupled_weight_decay'] else 'L2 regularization'} in the checkpoint, and not "
+                f"the weight decay of param group {number}, {found['weight_decay']}, is "
+                f"{'decoupled' if found['decoupled_weight_decay'] else 'L2 regularization'} in the checkpoint, and not "
                 f"in {optimizer}"
             )
+    return view

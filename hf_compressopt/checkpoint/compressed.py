@@ -75,12 +75,11 @@ class CompactTensors:
     """The compact tensors of a checkpoint, decoded part by part."""
 
     def __init__(self, index: CheckpointIndex) -> None:
-        """Take the index of the checkpoint, validated."""
         self._index, self._ranks = index, len(index.shards)
         self._recent: tuple[int, int, Tensor] | None = None  # the part of a momentum that was decoded last
 
     def __contains__(self, wanted: StateTensor) -> bool:
-        """Return whether the checkpoint has a wanted error, [n] float32, as messages."""
+        """True if the checkpoint has a wanted error, [n] float32, as messages."""
         key = wanted.key.of_rank(0) if wanted.of_each_rank else wanted.key
         entry = self._index.tensors.get(str(key))
         return wanted.is_error and wanted.dtype == "float32" and entry is not None and entry.dtype == BYTES
@@ -194,10 +193,10 @@ class CompactTensors:
 
 @dataclass(frozen=True)
 class GroupBuffers:
-    """The moments and errors of a param group while a checkpoint is written or read.
+    """The moments and errors of a param group: the optimizer's own, which a save writes, or those that a load fills.
 
-    A save writes the optimizer's own. A load reads bytes into memory of the form that they have in the checkpoint, the
-    optimizer's own if it has that form; :meth:`commit` brings them into the optimizer's form.
+    A load reads bytes into memory of the form that they have in the checkpoint, the optimizer's own if it has that
+    form; :meth:`commit` brings them into the optimizer's form.
     """
 
     state: GroupState
@@ -223,25 +222,42 @@ class GroupBuffers:
         as_saved = in_bytes and alike and state.worker_error.numel() > 0
         return cls(state, moments, state.errors.room(compact=as_saved))
 
-    def of_parameter(self, index: int) -> dict[str, Tensor]:
-        """Return the moments of a parameter, by their kinds; no momentum if messages take its place."""
-        state, moments = self.state, self.moments
-        if moments.shards is not None and state.params[index].numel():
-            return {}
-        shape = state.params[index].shape
-        kind = CODE if moments.codes.numel() else "exp_avg_sq"
-        momentum = {} if moments.last else {"exp_avg": moments.exp_avg_of(index, still=False).view(shape)}
-        return {**momentum, kind: moments.stored_variance(index).view(shape)}
+    def tensors(self, names: Sequence[str], own: Sequence[str], rank: int) -> Iterator[StateTensor]:
+        """Yield the tensors of the group.
 
-    def pieces(self, index: int, name: str) -> Iterator[StateTensor]:
-        """Yield this rank's pieces of the moments of a parameter, if the ranks share them out."""
-        shape, shards = tuple(self.state.params[index].shape), self.moments.shards
-        for piece in [] if shards is None else shards.pieces(index):
-            for kind in ("exp_avg", "exp_avg_sq"):
-                yield StateTensor.of(TensorKey(kind, name), piece[kind], shape, piece["start"])
+        ``own`` are the kinds that are now each rank's own, where "param" stands for the parameter itself; ``rank`` is
+        this rank among all.
+        """
+        for index, name in zip(range(len(self.state.params)), names, strict=True):
+            yield from self._of_parameter(index, name, own, rank)
+        yield from self._of_group()
+        if self.errors.worker.numel():
+            yield from self._of_errors(rank)
 
-    def of_group(self) -> Iterator[StateTensor]:
-        """Yield the tensors that belong to compact moments, and to no one parameter."""
+    def _of_parameter(self, index: int, name: str, own: Sequence[str], rank: int) -> Iterator[StateTensor]:
+        state, moments, param, tensors = self.state, self.moments, self.state.params[index], dict[str, Tensor]()
+        for piece in [] if moments.shards is None else moments.shards.pieces(index):
+            for kind in _MOMENTS:
+                yield StateTensor.of(TensorKey(kind, name), piece[kind], tuple(param.shape), piece["start"])
+        if moments.shards is None or not param.numel():
+            if not moments.last:  # else messages are the momentum
+                tensors["exp_avg"] = moments.exp_avg_of(index, still=False).view(param.shape)
+            variance = moments.stored_variance(index).view(param.shape)
+            tensors[CODE if moments.codes.numel() else "exp_avg_sq"] = variance
+        flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
+        tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
+        if "param" in own:
+            tensors["param"] = param.detach() if state.own_params is None else state.own_params[index]
+        for kind, tensor in tensors.items():
+            if state.own_rank is not None:  # only some ranks hold it, so that there is no mean over all
+                yield StateTensor.of(TensorKey(kind, name, rank=state.own_rank), tensor)
+            elif kind in own:
+                yield StateTensor.of(TensorKey(kind, name, rank=rank), tensor, of_each_rank=True)
+            else:
+                yield StateTensor.of(TensorKey(kind, name), tensor, replicated=True)
+
+    def _of_group(self) -> Iterator[StateTensor]:
+        """Yield what belongs to no one parameter: the rest of compact moments, and counts."""
         state, moments = self.state, self.moments
         key, replicated = partial(TensorKey, group=state.number, rank=state.own_rank), state.own_rank is None
         if moments.codes.numel():
@@ -251,22 +267,24 @@ class GroupBuffers:
         for messages in found:
             yield StateTensor.of(key(MESSAGE), messages, whole, start, replicated=replicated)
             start += messages.numel()
+        counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per != "element"}
+        for kind, values in {"step": state.steps, **counts}.items():
+            yield StateTensor.of(key(kind), values, replicated=replicated)
 
-    def of_errors(self, rank: int) -> Iterator[StateTensor]:
-        """Yield the errors. ``rank`` is this rank among all ranks."""
-        number, errors, own_rank = self.state.number, self.errors, self.state.own_rank
-        if own_rank is not None:
-            yield worker_error(number, errors.worker, rank, own_group=True)
+    def _of_errors(self, rank: int) -> Iterator[StateTensor]:
+        number, errors, place = self.state.number, self.errors, self.state.communicator.topology
+        if self.state.own_rank is not None:
+            yield StateTensor.of(TensorKey(WORKER, group=number, rank=rank), errors.worker, is_error=True)
             yield StateTensor.of(TensorKey(SERVER, group=number, rank=rank), errors.server)
             return
-        whole, place = errors.stored_shape, self.state.communicator.topology
-        for start, part in errors.stored_worker():
-            if part.numel():
-                key, together = TensorKey(WORKER, group=number, rank=place.node), place.node_size
-                yield StateTensor.of(key, part, whole, start, of_each_rank=True, is_error=True, node_size=together)
-        for start, part in errors.stored_server():
-            if part.numel():
-                yield StateTensor.of(TensorKey(SERVER, group=number), part, whole, start, is_error=True)
+        sent: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
+        for key, parts, options in (
+            (TensorKey(WORKER, group=number, rank=place.node), errors.stored_worker(), sent),
+            (TensorKey(SERVER, group=number), errors.stored_server(), {}),
+        ):
+            for start, part in parts:
+                if part.numel():
+                    yield StateTensor.of(key, part, errors.stored_shape, start, is_error=True, **options)
 
     def commit(self, *, frozen: bool) -> None:
         """Take over what was read. ``frozen``: whether the variance does not change in the coming step."""
@@ -284,85 +302,47 @@ class GroupBuffers:
             state.errors.copy_(self.errors.worker, self.errors.server)
 
 
-def _own(state: GroupState) -> GroupBuffers:
-    return GroupBuffers(state, state.moments, state.errors)
-
-
-def worker_error(number: int, error: Tensor, rank: int, *, own_group: bool = False) -> StateTensor:
-    """Describe the worker errors of a rank."""
-    key = TensorKey(WORKER, group=number, rank=rank)
-    return StateTensor.of(key, error, of_each_rank=not own_group, is_error=True)
-
-
 class FlatState(State):
     """The state of a compressed optimizer; FusedAdam is an ordinary one."""
 
     def __init__(self, optimizer: CompressedOptimizer) -> None:
-        """Wrap an optimizer."""
         self._optimizer, groups = optimizer, optimizer._states
         shared = [group.params if group.own_rank is None else [] for group in groups]
         super().__init__(optimizer.communicator, [group.names for group in groups], shared)
 
     def header(self) -> dict[str, Any]:
-        """See the base class."""
         optimizer = self._optimizer
         return {**header_of(optimizer), "param_groups": [plain_group(group) for group in optimizer.param_groups]}
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """See the protocol; they share memory with the optimizer."""
+        """They share memory with the optimizer."""
         optimizer = self._optimizer
         optimizer._follow_parameters()
-        tensors = list(self._group_tensors(names, optimizer.last_plan.stage, _own))
-        for number, group in enumerate(optimizer.param_groups):
-            if (mask := group.get(_MASK)) is not None:
-                tensors.append(self._mask(number, mask))
-        for name, tensor in optimizer._tensors.items():
-            tensors.append(StateTensor.of(TensorKey(_OPTIMIZER, name), tensor, replicated=True))
-        return tensors
+        buffers = [GroupBuffers(state, state.moments, state.errors) for state in optimizer._states]
+        masks = {n: group[_MASK] for n, group in enumerate(optimizer.param_groups) if group.get(_MASK) is not None}
+        return list(self._described(names, optimizer.last_plan.stage, buffers, masks, optimizer._tensors))
 
-    def _mask(self, number: int, mask: Tensor) -> StateTensor:
-        own_rank = self._optimizer._states[number].own_rank
-        return StateTensor.of(TensorKey(_MASK, group=number, rank=own_rank), mask, replicated=own_rank is None)
-
-    def _group_tensors(
-        self, names: Sequence[Sequence[str]], stage: Stage, buffers: Callable[[GroupState], GroupBuffers]
+    def _described(
+        self,
+        names: Sequence[Sequence[str]],
+        stage: Stage,
+        buffers: Sequence[GroupBuffers],
+        masks: Mapping[int, Tensor],
+        tensors: Mapping[str, Tensor],
     ) -> Iterator[StateTensor]:
-        """The tensors of all param groups, as they are in a stage; ``buffers`` returns where a group's lie."""
-        for number, (state, called) in enumerate(zip(self._optimizer._states, names, strict=True)):
-            own, mine = self._optimizer.own_tensors.get(stage, ()) if state.compressed else (), buffers(state)
-            for name, index in zip(called, range(len(state.params)), strict=True):
-                yield from self._parameter_tensors(state, mine, index, name, own)
-            yield from mine.of_group()
-            counts = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per != "element"}
-            for kind, values in {"step": state.steps, **counts}.items():
-                key = TensorKey(kind, group=number, rank=state.own_rank)
-                yield StateTensor.of(key, values, replicated=state.own_rank is None)
-            if mine.errors.worker.numel():
-                yield from mine.of_errors(self.communicator.rank)
-
-    def _parameter_tensors(
-        self, state: GroupState, buffers: GroupBuffers, index: int, name: str, own: Sequence[str]
-    ) -> Iterator[StateTensor]:
-        """The tensors of a parameter; ``own`` are each rank's own now, "param" stands for the parameter itself."""
-        yield from buffers.pieces(index, name)
-        tensors = buffers.of_parameter(index)
-        flat = {extra.name: state.extra[extra.name] for extra in state.extras if extra.per == "element"}
-        tensors |= {kind: state.view(buffer, index) for kind, buffer in flat.items()}
-        if "param" in own:
-            tensors["param"] = state.params[index].detach() if state.own_params is None else state.own_params[index]
-        for kind, tensor in tensors.items():
-            if state.own_rank is not None:  # only some ranks hold it, so that there is no mean over all
-                yield StateTensor.of(TensorKey(kind, name, rank=state.own_rank), tensor)
-            elif kind in own:
-                key = TensorKey(kind, name, rank=self.communicator.rank)
-                yield StateTensor.of(key, tensor, of_each_rank=True)
-            else:
-                yield StateTensor.of(TensorKey(kind, name), tensor, replicated=True)
+        """The tensors of the param groups, as they are in a stage, their masks, and those of the whole optimizer."""
+        for group, called in zip(buffers, names, strict=True):
+            own = self._optimizer.own_tensors.get(stage, ()) if group.state.compressed else ()
+            yield from group.tensors(called, own, self.communicator.rank)
+        for number, mask in masks.items():
+            own_rank = self._optimizer._states[number].own_rank
+            yield StateTensor.of(TensorKey(_MASK, group=number, rank=own_rank), mask, replicated=own_rank is None)
+        for name, tensor in tensors.items():
+            yield StateTensor.of(TensorKey(_OPTIMIZER, name), tensor, replicated=True)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """See the base class."""
         groups = self._checked_groups(header)
         if not header.compressed:
             return self._plan_plain(names, groups, entries)
@@ -375,18 +355,17 @@ class FlatState(State):
         check_tensors(tensors, schedule)
         stage, alone = Stage(header.values["stage"]), self.communicator.world_size == 1
         frozen, at = schedule.plan(header.values["step"] + 1).stage.number > 0, self.communicator.rank
-        buffers = {s: GroupBuffers.room(s, header, entries, at, frozen=frozen) for s in optimizer._states}
-        wanted = [t for t in self._group_tensors(names, stage, buffers.__getitem__) if not (alone and t.is_error)]
-        wanted += [self._mask(number, mask) for number, mask in masks.items()]
-        wanted += [StateTensor.of(TensorKey(_OPTIMIZER, name), t, replicated=True) for name, t in tensors.items()]
+        buffers = [GroupBuffers.room(state, header, entries, at, frozen=frozen) for state in optimizer._states]
+        wanted = list(self._described(names, stage, buffers, masks, tensors))
         errors = dict(self._room_for_errors(entries)) if alone else {}
-        wanted += chain.from_iterable(errors.values())
+        if alone:
+            wanted = [*(tensor for tensor in wanted if not tensor.is_error), *chain.from_iterable(errors.values())]
 
         def commit() -> None:
             load_groups(optimizer, groups)
             for number, mask in masks.items():
                 optimizer.param_groups[number][_MASK] = mask.to(optimizer._states[number].device)
-            for place in buffers.values():
+            for place in buffers:
                 place.commit(frozen=frozen)
             for number, state in enumerate(optimizer._states if alone else ()):
                 found = [error.local for error in errors.get(number, ())]
@@ -428,10 +407,11 @@ class FlatState(State):
     def _room_for_errors(self, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[int, list[StateTensor]]]:
         """Memory for the worker and the server error that a single rank sends next."""
         for number, state in enumerate(self._optimizer._states):
-            server = TensorKey(SERVER, group=number)
-            if state.compressed and str(server) in entries:
-                rooms = [torch.empty(state.layout.numel, dtype=torch.float32, device="cpu") for _ in range(2)]
-                yield number, [worker_error(number, rooms[0], 0), StateTensor.of(server, rooms[1], is_error=True)]
+            keys = TensorKey(WORKER, group=number, rank=0), TensorKey(SERVER, group=number)
+            if state.compressed and str(keys[1]) in entries:
+                rooms = [torch.empty(state.layout.numel, dtype=torch.float32, device="cpu") for _ in keys]
+                worker = StateTensor.of(keys[0], rooms[0], of_each_rank=True, is_error=True)
+                yield number, [worker, StateTensor.of(keys[1], rooms[1], is_error=True)]
 
     def _plan_plain(
         self, names: Sequence[Sequence[str]], groups: Sequence[dict[str, Any]], entries: Mapping[str, TensorEntry]

@@ -6,22 +6,26 @@ optimizer -> State -> StateTensor -> shards and index -> read plan -> StateTenso
 
 from __future__ import annotations
 
+import atexit
+import logging
+import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from hf_compressopt.checkpoint.background import PendingSave, wait_for_saves
 from hf_compressopt.checkpoint.compressed import FlatState
 from hf_compressopt.checkpoint.load import load
 from hf_compressopt.checkpoint.low_bit import CompressionState, FSDPState
-from hf_compressopt.checkpoint.partitioned import PartitionedState
-from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.partitioned import PartitionedState, PlainState
 from hf_compressopt.checkpoint.save import HostCopy, Snapshot, take_snapshot, write_snapshot
 from hf_compressopt.checkpoint.state import State
 from hf_compressopt.collectives.communicator import Communicator
@@ -30,6 +34,8 @@ from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_PREFIX = "compressopt"
 #: What a checkpoint can be of.
@@ -99,7 +105,8 @@ def async_save_state(
     snapshot, communicator = _begin(optimizer, directory, names, prefix)
     background = _BACKGROUNDS.setdefault(_innermost(optimizer), _Background())
     # a rank that has failed may have broken the channel, and the others need not know
-    if any(communicator.all_gather_object(background.channel is None or background.failed)):
+    failed = background.save is not None and background.save.failed
+    if any(communicator.all_gather_object(background.channel is None or failed)):
         background.channel = None
         background.channel = communicator.run_together(communicator.duplicate, snapshot.remove)
     channel = background.channel
@@ -125,20 +132,13 @@ class _Background:
         self.copy = HostCopy()
         self.save: PendingSave | None = None
 
-    @property
-    def failed(self) -> bool:
-        return self.save is not None and self.save.failed
-
 
 # Keyed by optimizer, since no attribute is hung on an optimizer of another package.
 _BACKGROUNDS: WeakKeyDictionary[torch.optim.Optimizer, _Background] = WeakKeyDictionary()
 
 
 def _begin(
-    optimizer: Saved,
-    directory: str | os.PathLike[str],
-    names: Sequence[str] | None,
-    prefix: str,
+    optimizer: Saved, directory: str | os.PathLike[str], names: Sequence[str] | None, prefix: str
 ) -> tuple[Snapshot, Communicator]:
     state, folder = checkpointable(optimizer), Path(directory)
     path = folder / INDEX_NAME.format(prefix=check_prefix(prefix))
@@ -197,9 +197,7 @@ def state_is_loaded(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         del inner.load_state_dict
 
 
-def checkpointable(
-    optimizer: Saved,
-) -> State:
+def checkpointable(optimizer: Saved) -> State:
     """Return an optimizer as a checkpoint sees it."""
     if isinstance(optimizer, PlainState):
         return optimizer
@@ -218,3 +216,111 @@ def _innermost(optimizer: Any) -> Any:
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer
+
+
+# -- saves in the background ------------------------------------------------------------------------------------------
+
+_HEAD_START = 0.01  # seconds; otherwise this thread has the interpreter first, and training waits for 5 ms
+
+
+class PendingSave:
+    """A save in the background.
+
+    The process does not end before it is done. A save fails on all ranks together. Every rank raises the error once: in
+    :meth:`result`, or in the next save or load. If neither is called, the process ends with exit code 1.
+
+    Attributes:
+        path: The index that it writes.
+    """
+
+    def __init__(self, path: Path, work: Callable[[], None]) -> None:
+        self.path, self._work = path, work
+        self._error: BaseException | None = None
+        self._ended = Event()
+        _pending.append(self)
+        self._thread = Thread(target=self._run, name=f"save of {path}")  # no daemon: the interpreter waits for it
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._run()
+            self.result()
+
+    def done(self) -> bool:
+        """Return whether it has ended, with or without an error."""
+        return self._ended.is_set()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self.done() and self._error is not None
+
+    def result(self) -> None:
+        """Wait until the checkpoint is whole.
+
+        Raises:
+            OSError: If a file could not be written, or another rank had no memory for its copy. All ranks raise, and an
+                earlier checkpoint is as it was.
+            MemoryError: If this rank had no memory for its copy.
+            RuntimeError: If another rank is gone.
+        """
+        self._ended.wait()
+        if self in _pending:
+            _pending.remove(self)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            time.sleep(_HEAD_START)
+            self._work()
+        except BaseException as error:
+            self._error = error
+            logger.error("the save of %s failed: %s: %s", self.path, type(error).__name__, error)
+        finally:
+            del self._work  # it holds the copies
+            self._ended.set()
+
+
+#: The saves of this process whose outcome nobody has asked for, in the order of their start.
+_pending: list[PendingSave] = []
+
+
+def wait_for_saves(which: Callable[[PendingSave], bool] = lambda save: True) -> None:
+    """Wait until the checkpoints that are being written in the background are whole.
+
+    Call it on all ranks before you rename, copy or remove their folders. Saves, loads and the end of the process wait
+    by themselves.
+
+    Args:
+        which: The saves to wait for; all by default.
+
+    Raises:
+        OSError: If a file could not be written; on all ranks.
+    """
+    failed = []
+    for save in filter(which, tuple(_pending)):
+        try:
+            save.result()
+        except Exception as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def _wait_at_exit() -> None:
+    """End the process with exit code 1 if a save has failed that nobody asked about."""
+    try:
+        wait_for_saves()
+    except Exception as error:
+        logger.critical("a save in the background failed, so the exit code is 1: %s", error)
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.terminate()
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)
+
+
+atexit.register(_wait_at_exit)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from hf_compressopt.format.index import (
     name_by_place,
 )
 from hf_compressopt.format.plan import StateTensor
-from hf_compressopt.format.shards import ShardFiles, absent_shards, progress
+from hf_compressopt.format.shards import ShardFiles, absent_shards, not_whole, progress
 
 
 def load(
@@ -32,7 +32,8 @@ def load(
     """Read a checkpoint into an optimizer's state, verified. All ranks call."""
     communicator = state.communicator
     index, path = _agreed_index(communicator, folder / INDEX_NAME.format(prefix=prefix))
-    places = _places(communicator, folder, index)
+    absent = absent_shards(folder, index)
+    places = communicator.all_gather_object((gethostname(), str(folder.absolute()), list(absent.items())))
 
     with ExitStack() as opened:  # the files stay open, so that what is read is what was checked
 
@@ -42,7 +43,10 @@ def load(
                 grouped = _names_by_place(state, optimizer) if by_place else state.checked_names(names)
                 source = source_of(index, _class_of(optimizer), optimizer.param_groups)
                 _check_model(state, index, grouped)
-                out_of_reach = _out_of_reach(places, communicator.rank, index)
+                out_of_reach = {
+                    number: _out_of_reach(number, problem, index.shards[number].file, places, communicator.rank)
+                    for number, problem in absent.items()
+                }
                 files = opened.enter_context(ShardFiles(folder, index, out_of_reach))
                 plan = state.plan_load(grouped, source.header, source.entries)
                 reading = _Reading(source, plan, files, communicator, path)
@@ -79,40 +83,22 @@ def _agreed_index(communicator: Communicator, path: Path) -> tuple[CheckpointInd
     raise CheckpointError(f"{path} is of different saves: {', '.join(told)}; bring together the files of one save")
 
 
-class _Place(NamedTuple):
-    """A rank's view of a checkpoint: its machine, its folder, and the errors of shards that are missing."""
-
-    host: str
-    folder: str
-    absent: dict[int, str]
-
-
-def _places(communicator: Communicator, folder: Path, index: CheckpointIndex) -> list[_Place]:
-    mine = (gethostname(), str(folder.absolute()), list(absent_shards(folder, index).items()))
-    return [_Place(host, where, dict(absent)) for host, where, absent in communicator.all_gather_object(mine)]
-
-
-def _out_of_reach(places: Sequence[_Place], rank: int, index: CheckpointIndex) -> dict[int, str]:
-    """Return the errors to raise if this rank needs shards that only other ranks have, by their numbers."""
-    mine, told = places[rank], {}
-    for number, problem in mine.absent.items():
-        holders = [(other, place) for other, place in enumerate(places) if number not in place.absent]
-        if not holders:
-            raise CheckpointError(f"{problem}: the checkpoint is not whole")
-        other, place = holders[0]
-        told[number] = (
-            f"{problem}: rank {rank} on {mine.host} needs it, and rank {other} on {place.host} has "
-            f"{Path(place.folder, index.shards[number].file)}: copy it, or start the ranks on the machines on "
-            "which they were when it was saved"
-        )
-    return told
+def _out_of_reach(number: int, problem: str, file: str, places: Sequence[tuple[str, str, Any]], rank: int) -> str:
+    """Return the error to raise if this rank needs a shard that only other ranks have."""
+    for other, (host, folder, absent) in enumerate(places):
+        if number not in dict(absent):
+            return (
+                f"{problem}: rank {rank} on {places[rank][0]} needs it, and rank {other} on {host} has "
+                f"{Path(folder, file)}: copy it, or start the ranks on the machines on which they were when it was "
+                "saved"
+            )
+    raise not_whole(problem)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the optimizer's class, or of the class that a ZeroOptimizer wraps."""
     cls = getattr(optimizer, "optimizer_class", type(optimizer))
     known = cls.__module__.startswith(("torch.optim.", "hf_compressopt."))
     return cls.__name__ if known else f"{cls.__module__}.{cls.__name__}"
@@ -177,7 +163,7 @@ class _Reading:
         ranks = self.communicator.world_size
 
         def check(tensor: StateTensor) -> None:
-            self.source.check(tensor, ranks, self.files)
+            self.source.read(tensor, ranks, self.files, None)
             if (check_values := self.plan.checks.get(tensor.key)) is not None:
                 values = torch.empty_like(tensor.local, device="cpu")
                 self.source.read(tensor, ranks, self.files, values)

@@ -30,7 +30,6 @@ class LowBitState(State):
         errors: Sequence[GroupErrors],
         node_size: int,
     ) -> None:
-        """Take the parameters by name, the errors, and how many ranks hold one sender's errors together."""
         super().__init__(communicator, [list(params)], [list(params.values())])
         self._compression, self._errors, self._node_size = compression, errors, node_size
 
@@ -39,7 +38,6 @@ class LowBitState(State):
         return type(self._compression).__name__
 
     def header(self) -> dict[str, Any]:
-        """See the base class."""
         compression = self._compression
         return {
             **({NODE_SIZE: self._node_size} if self._node_size > 1 else {}),
@@ -52,11 +50,11 @@ class LowBitState(State):
         }
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """See the base class. A single sender has no errors."""
+        """A single rank, or replica of FSDP2, has no errors."""
         return self._tensors(names, self._errors)
 
     def _tensors(self, names: Sequence[Sequence[str]], errors: Sequence[GroupErrors]) -> list[StateTensor]:
-        if self.communicator.world_size == self._node_size:
+        if not any(group.worker.numel() for group in errors):
             return []
         values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
         return [tensor for tensor in self._described(names[0], values) if tensor.local.numel()]
@@ -66,11 +64,12 @@ class LowBitState(State):
         """Describe worker and server errors."""
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """See the base class. The errors of a run of one sender, which has none, become zero."""
+        """If the run that saved had no errors, they become zero."""
         compression, values = self._compression, header.values
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")
-        known = values["world_size"] > values.get(NODE_SIZE, 1)
+        is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
+        known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
         rooms = [errors.room(compact=False) for errors in self._errors]
 
         def commit() -> None:
@@ -92,7 +91,6 @@ class CompressionState(LowBitState):
     """The state of a GradientCompression: one flat tensor for each rank's own errors, and one for the servers'."""
 
     def __init__(self, compression: GradientCompression) -> None:
-        """Wrap the errors."""
         params = dict(zip(compression.names, compression.params, strict=True))
         ranks = compression.communicator
         super().__init__(compression, ranks, params, [compression.errors], ranks.topology.node_size)
@@ -117,7 +115,6 @@ class FSDPState(LowBitState):
     """
 
     def __init__(self, compression: FSDPCompression) -> None:
-        """Wrap the errors."""
         replicas, shards = compression.communicator, compression.replica
         self._units, self._replica, self._shard = compression.units, replicas.rank, shards.rank
         found = {n: p for errors in self._units for n, p in zip(errors.unit.names, errors.unit.params, strict=True)}

@@ -1,105 +1,245 @@
-"""A ZeroOptimizer as a checkpoint sees it: the parts of each parameter's state, wherever they lie."""
+"""An ordinary optimizer as a checkpoint sees it: whole on every rank, or inside a ZeroOptimizer, in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain, count
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.checkpoint.state import (
-    Decoded,
-    Header,
-    LoadPlan,
-    State,
-    check_keys,
-    groups_to_load,
-    not_alike,
-    room_for,
-    value_of_parameter,
-)
+from hf_compressopt.checkpoint.state import Header, LoadPlan, State, not_alike
+from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.errors import keep_, values_of
-from hf_compressopt.format.index import NODE_SIZE, TensorEntry
+from hf_compressopt.collectives.torch_dist import make_communicator
+from hf_compressopt.format.index import NODE_SIZE, TensorEntry, name_by_place
 from hf_compressopt.format.plan import MASTER, REPLICA, Per, StateTensor, TensorKey, dtype_name, keys_by_parameter
-from hf_compressopt.optim.options import check_ranks, plain_group
+from hf_compressopt.optim.options import check_count, check_plain, check_ranks, group_from_plain, plain_group
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import Part, UpdateBucket, element_state, write_span
-from hf_compressopt.zero.state_dict import check_header, header_of, load_groups, load_header, set_state
+from hf_compressopt.zero.state_dict import (
+    FUNCTIONAL,
+    check_header,
+    header_of,
+    load_groups,
+    load_header,
+    set_state,
+)
 from hf_compressopt.zero.update import share_parts
 
-_WORKER = "worker_error"
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+# -- both -------------------------------------------------------------------------------------------------------------
+
+
+def _groups_to_load(
+    groups: Sequence[dict[str, Any]], header: Header, names: Sequence[Sequence[str]], entries: Mapping[str, TensorEntry]
+) -> list[dict[str, Any]]:
+    saved = header.param_groups(len(groups))
+    for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
+        check_plain(group, values, number)
+        for name in names[number] if values.get("amsgrad") else ():
+            if f"exp_avg_sq/{name}" in entries and f"max_exp_avg_sq/{name}" not in entries:
+                raise ValueError(f"amsgrad of param group {number} is True, and there is no max_exp_avg_sq/{name}")
+    return [group_from_plain(values) for values in saved]
+
+
+def _check_keys(state: Mapping[Any, Any], optimizer: str) -> None:
+    for key in state:
+        named = isinstance(key, str) and "/" not in key and key not in (MASTER, REPLICA)
+        if not named or TensorKey.parse(key).per is not Per.ELEMENT:
+            raise ValueError(
+                f"the state {key!r} of {optimizer} cannot be saved by this name: a key must be a string without '/', "
+                f"other than {MASTER!r} and {REPLICA!r}, that does not begin with {Per.SCALAR.value!r} or "
+                f"{Per.NUMBER.value!r}; rename it in the optimizer"
+            )
+
+
+def _value_of_parameter(kind: str, name: str, value: Any, *, replicated: bool = False) -> StateTensor:
+    """Describe what an optimizer has once per parameter: a tensor, or a number of Python's."""
+    if isinstance(value, Tensor):
+        return StateTensor.of(TensorKey(kind, name, per=Per.SCALAR), value, replicated=replicated)
+    key, dtype = TensorKey(kind, name, per=Per.NUMBER), _NUMBERS.get(type(value))
+    if dtype is None or (dtype is torch.int64 and not -(2**63) <= value < 2**63):
+        raise ValueError(f"{key} must be a tensor, a boolean or a number of 64 bits to be saved, got {value!r}")
+    return StateTensor.of(key, torch.tensor(value, dtype=dtype, device="cpu"), replicated=replicated)
+
+
+def _room_for(live: Any, shape: Sequence[int], dtype: str) -> Tensor:
+    """Return memory for a tensor of a checkpoint: the state's own if it is such a tensor, else new memory."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    if isinstance(live, Tensor) and live.shape == tuple(shape) and live.dtype == wanted and live.is_contiguous():
+        return live
+    return torch.empty(tuple(shape), dtype=wanted, device="cpu")
+
+
+def _misfit(key: TensorKey, entry: TensorEntry, param: Tensor) -> ValueError:
+    return ValueError(f"{key} has shape {list(entry.shape)}, the parameter {list(param.shape)}")
+
+
+# -- whole on every rank ----------------------------------------------------------------------------------------------
+
+#: Number of a parameter in state dicts, a key of its state, and what was read for it.
+_Row = tuple[int, TensorKey, Tensor]
+
+
+class PlainState(State):
+    """The state of an ordinary optimizer, which every rank holds alike, as that of a ZeroOptimizer around it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator | None = None) -> None:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError(
+                "the state of LBFGS belongs to no parameter, so that a checkpoint cannot hold it: save "
+                "optimizer.state_dict() with torch.save"
+            )
+        self._optimizer, self._name = optimizer, type(optimizer).__name__
+        params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        if self._name == "ZeroRedundancyOptimizer" or any(hasattr(p, "placements") for p in params):
+            raise TypeError(
+                f"the state of {self._name} must be alike on all ranks, and here each has a part of it: "
+                "use ZeroOptimizer, or save it as its own documentation says"
+            )
+        device = next((param.device for param in params), torch.device("cpu"))
+        names: list[list[str]] = []
+        trainable: list[list[Tensor]] = []
+        self._numbers: list[int] = []  # of the trainable parameters, in state dicts
+        number = count()
+        for index, group in enumerate(optimizer.param_groups):
+            called = group.get("param_names", [name_by_place(index, place) for place in range(len(group["params"]))])
+            rows = [(param, name, next(number)) for param, name in zip(group["params"], called, strict=True)]
+            rows = [row for row in rows if row[0].requires_grad]
+            names.append([name for _, name, _ in rows])
+            trainable.append([param for param, _, _ in rows])
+            self._numbers += [place for _, _, place in rows]
+        own = communicator or make_communicator(None, None, device=device, traffic=Traffic())
+        super().__init__(own, names, trainable)
+
+    def _called(self, names: Sequence[Sequence[str]]) -> Iterator[tuple[int, Tensor, str]]:
+        """Yield each trainable parameter with its number in state dicts and its name."""
+        return zip(self._numbers, chain.from_iterable(self.params), chain.from_iterable(names), strict=True)
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        tensors = []
+        for _, param, name in self._called(names):
+            state = self._optimizer.state.get(param, {})
+            self._check_keys(state)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == param.shape and (value.dim() > 0 or key != "step"):
+                    tensors.append(StateTensor.of(TensorKey(key, name), value, replicated=True))
+                elif value is not None:
+                    tensors.append(_value_of_parameter(key, name, value, replicated=True))
+        return tensors
+
+    def _check_keys(self, state: Mapping[Any, Any]) -> None:
+        _check_keys(state, self._name)
+
+    def header(self) -> dict[str, Any]:
+        steps = [int(state["step"]) for state in self._optimizer.state.values() if "step" in state]
+        return {
+            "class": f"ZeroOptimizer({self._name})",
+            "stage": 0,
+            "step": max(steps, default=0),
+            "skipped_steps": 0,
+            "world_size": self.communicator.world_size,
+            "loss_scale": [1.0, 0],
+            "bytes_sent": 0,
+            "param_groups": [plain_group(group) for group in self._optimizer.param_groups],
+        }
+
+    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+        if header.values.get("class") != f"ZeroOptimizer({self._name})":
+            raise ValueError(f"the state is of {header.title}, this optimizer is {self._name}")
+        check_count("world_size", header.values.get("world_size"))
+        groups = _groups_to_load(self._optimizer.param_groups, header, names, entries)
+        rows = list(self._rows(names, entries))
+        wanted = [StateTensor.of(key, local, entries[str(key)].shape, replicated=True) for _, key, local in rows]
+        return LoadPlan(wanted, lambda: self._commit(rows, groups))
+
+    def _rows(self, names: Sequence[Sequence[str]], entries: Mapping[str, TensorEntry]) -> Iterator[_Row]:
+        of_parameter = keys_by_parameter(entries)
+        # a load_state_dict of the optimizer's own may refuse what was read, and then the state must be as it was
+        in_place = type(self._optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        in_place = in_place and not self._optimizer._optimizer_load_state_dict_pre_hooks
+        for number, param, name in self._called(names):
+            for key in of_parameter.get(name, []):
+                entry = entries[str(key)]
+                if key.kind == REPLICA:
+                    continue
+                if key.kind == MASTER and entry.dtype == dtype_name(param) and entry.shape == tuple(param.shape):
+                    yield number, key, param.detach()  # the parameter lagged behind it
+                    continue
+                if key.kind == MASTER:
+                    raise ValueError(f"it has a master copy of {name}, which an optimizer without ZeRO does not use")
+                if entry.shape != tuple(param.shape) and key.per is Per.ELEMENT:
+                    raise _misfit(key, entry, param)
+                in_use = in_place and key.per is Per.ELEMENT
+                live = self._optimizer.state.get(param, {}).get(key.kind) if in_use else None
+                yield number, key, _room_for(live, entry.shape, entry.dtype)
+
+    def _commit(self, rows: Sequence[_Row], groups: Sequence[dict[str, Any]]) -> None:
+        packed = self._optimizer.state_dict()
+        state: dict[int, dict[str, Any]] = {}
+        for number, key, value in rows:
+            if key.kind != MASTER:
+                state.setdefault(number, {})[key.kind] = value.item() if key.per is Per.NUMBER else value
+        for mine, saved in zip(packed["param_groups"], groups, strict=True):
+            for name, value in saved.items():
+                if name in mine and name not in FUNCTIONAL:
+                    mine[name] = torch.full_like(mine[name], value) if isinstance(mine[name], Tensor) else value
+        self._optimizer.load_state_dict({**packed, "state": state})
+
+
+# -- error feedback of a ZeroOptimizer --------------------------------------------------------------------------------
+
+
+class _Decoded:
+    """Stands for float32 errors of a parameter's elements, which are decoded when a save writes them."""
+
+    dtype = torch.float32
+
+    def __init__(self, numel: int, decode: Callable[[], Tensor]) -> None:
+        self.shape, self.detach = (numel,), decode
+
+    def numel(self) -> int:
+        return self.shape[0]
 
 
 def error_tensors(partition: PartitionedParameters, called: Sequence[str]) -> Iterator[StateTensor]:
     """Describe this rank's errors; they are decoded when they are written."""
-    for number in _numbers(partition):
-        for start, stop in _ranges(partition, number):
-            error = Decoded((stop - start,), partial(_errors_of, partition, number, start, stop))
-            yield _described(partition, called, number, error, start)
-
-
-def wanted_errors(
-    partition: PartitionedParameters, called: Sequence[str], entries: Mapping[str, TensorEntry], saved_ranks: int
-) -> tuple[dict[int, Tensor], list[StateTensor]]:
-    """Return memory for the errors that a checkpoint of ``saved_ranks`` ranks has, by parameter, and what to read."""
-    rooms, wanted = {}, []
-    for number in _numbers(partition):
-        key = _key(partition, called, number)
-        if any(str(key.of_rank(rank)) in entries for rank in range(saved_ranks)):
-            rooms[number] = room = torch.empty(partition.tensors[number].numel(), dtype=torch.float32, device="cpu")
-            for start, stop in _ranges(partition, number):
-                wanted.append(_described(partition, called, number, room[start:stop], start))
-    return rooms, wanted
-
-
-def take_errors(partition: PartitionedParameters, rooms: Mapping[int, Tensor]) -> None:
-    """Take over the errors that were read; those of other parameters become zero."""
-    for gradients in partition.reducer.slices:
-        if gradients.errors is None:
-            continue
-        values = torch.zeros(gradients.errors.kept.numel(), dtype=torch.float32, device="cpu")
-        for number, rows in gradients.error_places.items():
-            for begin, span in rows if number in rooms else ():
-                values[begin : begin + span.numel] = rooms[number][span.start : span.stop]
-        gradients.errors.drop()
-        keep_(gradients.errors.kept, values.to(gradients.errors.kept.device))
-
-
-def _numbers(partition: PartitionedParameters) -> list[int]:
-    """List the parameters that have errors on this rank."""
-    return sorted({number for g in partition.reducer.slices if g.errors is not None for number in g.error_places})
-
-
-def _ranges(partition: PartitionedParameters, number: int) -> list[tuple[int, int]]:
-    """List the elements [start, stop) of a parameter that have errors on this rank, in order."""
-    slices = (gradients for gradients in partition.reducer.slices if gradients.errors is not None)
-    spans = sorted((span.start, span.stop) for g in slices for _, span in g.error_places.get(number, ()))
-    found = spans[:1]
-    for start, stop in spans[1:]:
-        if start == found[-1][1]:
-            found[-1] = found[-1][0], stop
-        else:
-            found.append((start, stop))
-    return found
+    return _described(partition, called, lambda *at: _Decoded(at[2] - at[1], partial(_errors_of, partition, *at)))
 
 
 def _described(
-    partition: PartitionedParameters, called: Sequence[str], number: int, error: Decoded | Tensor, start: int
-) -> StateTensor:
-    own: dict[str, Any] = {"of_each_rank": True, "node_size": partition.communicator.topology.node_size}
-    shape = tuple(partition.tensors[number].shape)
-    return StateTensor.of(_key(partition, called, number), error, shape, start, is_error=True, **own)
-
-
-def _key(partition: PartitionedParameters, called: Sequence[str], number: int) -> TensorKey:
-    """Return the name of a parameter's errors: of this node in two levels, which groups of some ranks have not."""
-    levels = partition.known[number].communicator.levels
+    partition: PartitionedParameters, called: Sequence[str], local: Callable[[int, int, int], Any]
+) -> Iterator[StateTensor]:
+    """Describe this rank's errors; ``local`` returns elements [start, stop) of a parameter's."""
     everyone = partition.communicator
-    return TensorKey(_WORKER, called[number], rank=everyone.rank if levels is None else everyone.topology.node)
+    for number, ranges in _ranges(partition):
+        flat = partition.known[number].communicator.levels is None  # as in groups of only some ranks
+        key = TensorKey("worker_error", called[number], rank=everyone.rank if flat else everyone.topology.node)
+        own: dict[str, Any] = {"of_each_rank": True, "node_size": everyone.topology.node_size}
+        for start, stop in ranges:
+            shape = tuple(partition.tensors[number].shape)
+            yield StateTensor.of(key, local(number, start, stop), shape, start, is_error=True, **own)
+
+
+def _ranges(partition: PartitionedParameters) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield the parameters that have errors on this rank, and of which elements [start, stop), in order."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for gradients in partition.reducer.slices:
+        for number, rows in gradients.error_places.items() if gradients.errors is not None else ():
+            found.setdefault(number, []).extend((span.start, span.stop) for _, span in rows)
+    for number, spans in sorted(found.items()):
+        joined: list[tuple[int, int]] = []
+        for start, stop in sorted(spans):
+            start = joined.pop()[0] if joined and joined[-1][1] == start else start
+            joined.append((start, stop))
+        yield number, joined
 
 
 def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: int) -> Tensor:
@@ -115,6 +255,22 @@ def _errors_of(partition: PartitionedParameters, number: int, start: int, stop: 
     return error
 
 
+def _take_errors(partition: PartitionedParameters, rooms: Mapping[int, Tensor]) -> None:
+    """Take over the errors that were read, by the numbers of their parameters."""
+    for gradients in partition.reducer.slices:
+        if gradients.errors is None:
+            continue
+        values = torch.zeros(gradients.errors.kept.numel(), dtype=torch.float32, device="cpu")
+        for number, rows in gradients.error_places.items():
+            for begin, span in rows:
+                values[begin : begin + span.numel] = rooms[number][span.start : span.stop]
+        gradients.errors.drop()
+        keep_(gradients.errors.kept, values.to(gradients.errors.kept.device))
+
+
+# -- inside a ZeroOptimizer -------------------------------------------------------------------------------------------
+
+
 class _Staged(NamedTuple):
     """Values that were read for a part of a parameter, by the key of its state."""
 
@@ -128,7 +284,6 @@ class PartitionedState(State):
     """The state of a ZeroOptimizer, of which each rank holds some parts."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
-        """Wrap an optimizer."""
         self._optimizer, partition = optimizer, optimizer.partition
         shared: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         for number in partition.in_order():
@@ -137,14 +292,13 @@ class PartitionedState(State):
         super().__init__(optimizer.communicator, partition.names_by_group(None, len(shared)), shared)
 
     def header(self) -> dict[str, Any]:
-        """See the base class."""
         optimizer = self._optimizer
         size = self.communicator.topology.node_size
         errors = {NODE_SIZE: size} if size > 1 and optimizer.config.grad_form is not None else {}
         return {**header_of(optimizer), **errors, "param_groups": [plain_group(g) for g in optimizer.param_groups]}
 
     def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
-        """See the protocol; tensors with a value per element share memory with the optimizer."""
+        """Tensors with a value per element share memory with the optimizer."""
         optimizer, called = self._optimizer, self._qualified(names)
         optimizer.partition.require_replicas("save_state()")
         tensors = list(error_tensors(optimizer.partition, called))
@@ -152,7 +306,7 @@ class PartitionedState(State):
         for bucket, part in optimizer.partition.parts():
             state = bucket.state_of(part)
             shape, name = tuple(optimizer.partition.tensors[part.param].shape), called[part.param]
-            check_keys(state, optimizer.optimizer_class.__name__)
+            _check_keys(state, optimizer.optimizer_class.__name__)
             whole = {key: state[key] for key in element_state(state, part)}
             if not part.direct:
                 whole[MASTER] = part.tensor
@@ -170,7 +324,6 @@ class PartitionedState(State):
         return tensors
 
     def _single(self, kind: str, name: str, value: Any) -> StateTensor:
-        """Describe the values that the wrapped optimizer has once per parameter."""
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(
                 f"the state {kind!r} of {self._optimizer.optimizer_class.__name__} has the shape {list(value.shape)} "
@@ -178,7 +331,7 @@ class PartitionedState(State):
                 "cannot cut it into other parts; use this optimizer without ZeRO, or save optimizer.state_dict() on "
                 "every rank"
             )
-        return value_of_parameter(kind, name, value)
+        return _value_of_parameter(kind, name, value)
 
     def _qualified(self, names: Sequence[Sequence[str]]) -> list[str]:
         """One name per parameter; if only some ranks hold copies of it, with the first of them."""
@@ -193,30 +346,38 @@ class PartitionedState(State):
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """See the base class."""
-        optimizer = self._optimizer
-        optimizer.partition.require_replicas("load_state()")
+        optimizer, partition, called = self._optimizer, self._optimizer.partition, self._qualified(names)
+        partition.require_replicas("load_state()")
         check_header(optimizer, header.values)
         own = [number for number, group in enumerate(optimizer.param_groups) if group.get("process_group") is not None]
         check_ranks(header.values["world_size"], self.communicator.world_size, own)
-        groups = groups_to_load(optimizer.param_groups, header, names, entries)
-        rows = list(self._wanted(names, header, entries))
+        groups = _groups_to_load(optimizer.param_groups, header, names, entries)
+        rows = list(self._wanted(called, header, entries))
         staged, wanted = [row for row, _ in rows], [tensor for _, tensor in rows]
-        ranks = int(header.values["world_size"])
-        errors, of_errors = wanted_errors(optimizer.partition, self._qualified(names), entries, ranks)
+        errors: dict[int, Tensor] = {}
+
+        def room(number: int, start: int, stop: int) -> Tensor:
+            if number not in errors:
+                errors[number] = torch.zeros(partition.tensors[number].numel(), dtype=torch.float32, device="cpu")
+            return errors[number][start:stop]
+
+        ranks = range(int(header.values["world_size"]))
+        for error in _described(partition, called, room):
+            if any(str(error.key.of_rank(rank)) in entries for rank in ranks):  # others become zero
+                wanted.append(error)
 
         def commit() -> None:
-            take_errors(optimizer.partition, errors)
+            _take_errors(partition, errors)
             self._commit(staged, header, groups)
-            self._settle_parameters(staged, {key.kind for keys in keys_by_parameter(entries).values() for key in keys})
+            self._synchronize(staged, {key.kind for keys in keys_by_parameter(entries).values() for key in keys})
 
-        return LoadPlan([*wanted, *of_errors], commit)
+        return LoadPlan(wanted, commit)
 
     def _wanted(
-        self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]
+        self, called: Sequence[str], header: Header, entries: Mapping[str, TensorEntry]
     ) -> Iterator[tuple[_Staged, StateTensor]]:
         """Describe what a checkpoint holds of this rank's parts, and memory for it."""
-        optimizer, of_parameter, called = self._optimizer, keys_by_parameter(entries), self._qualified(names)
+        optimizer, of_parameter = self._optimizer, keys_by_parameter(entries)
         for bucket, part in optimizer.partition.parts():
             name, param = called[part.param], optimizer.partition.tensors[part.param]
             keys, master = of_parameter.get(name, []), TensorKey(MASTER, name)
@@ -232,9 +393,9 @@ class PartitionedState(State):
                 else:
                     fits = shape == () if key.per is Per.NUMBER else prod(shape) == 1
                 if not fits:
-                    raise ValueError(f"{key} has shape {list(entry.shape)}, the parameter {list(param.shape)}")
+                    raise _misfit(key, entry, param)
                 live = bucket.state_of(part).get(key.kind) if key.per is Per.ELEMENT else None
-                local = room_for(part.tensor if key.kind == MASTER else live, shape, entry.dtype)
+                local = _room_for(part.tensor if key.kind == MASTER else live, shape, entry.dtype)
                 yield _Staged(bucket, part, key, local), StateTensor.of(key, local, entry.shape, start)
 
     def _commit(self, staged: Sequence[_Staged], header: Header, groups: Sequence[dict[str, Any]]) -> None:
@@ -260,7 +421,7 @@ class PartitionedState(State):
         load_groups(optimizer.param_groups, groups)
         load_header(optimizer, header.values)
 
-    def _settle_parameters(self, staged: Sequence[_Staged], kinds: set[str]) -> None:
+    def _synchronize(self, staged: Sequence[_Staged], kinds: set[str]) -> None:
         """Give all ranks the parameters that belong to the masters of a checkpoint with these kinds of tensors."""
         partition = self._optimizer.partition
         direct = MASTER in kinds and any(row.part.direct and row.key.kind == MASTER for row in staged)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hf_compressopt.checkpoint.adamw import MOMENTS, STEP, AdamView, Entry
 from hf_compressopt.checkpoint.io import DEFAULT_PREFIX, has_checkpoint, save_state
-from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.checkpoint.state import bytes_of
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.format.index import (
@@ -78,12 +78,7 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
     """Write a checkpoint of any of our optimizers as one file of AdamW's state, in little memory.
 
     The moments are those that the run itself uses: see :mod:`hf_compressopt.checkpoint.adamw`. Everything that is read
-    is verified. The file gets its name only when it is whole.
-
-    Args:
-        index_path: The checkpoint's index.
-        out: The file: ``.safetensors``, or ``.pt`` for torch.load.
-        force: Replace a file of that name.
+    is verified. The file, ``.safetensors`` or ``.pt`` for torch.load, gets its name only when it is whole.
 
     Returns:
         Sentences about what the checkpoint has and the file does not.
@@ -91,8 +86,7 @@ def consolidate(index_path: Path, out: str | os.PathLike[str], *, force: bool = 
     Raises:
         CheckpointError: (a ValueError) If the checkpoint is damaged, or cannot be expressed as AdamW's state.
         ValueError: For a file of another kind, or one that is part of the checkpoint.
-        FileExistsError: If the file exists.
-        OSError: If it cannot be written.
+        FileExistsError: If the file exists, and not ``force``.
     """
     path = Path(out)
     if path.suffix not in (_SAFETENSORS, *_TORCH):
@@ -145,15 +139,16 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
 
 
 class _Imported(PlainState):
-    """The state of a file. This process writes the checkpoint alone, even if a launcher announces other ranks."""
+    """The state of a file; ``by_place`` says that its parameters have no names, only places.
+
+    This process writes the checkpoint alone, even if a launcher announces other ranks.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_place: bool) -> None:
-        """Wrap an optimizer with the state; ``by_place`` says that its parameters have no names, only places."""
         super().__init__(optimizer, TorchCommunicator(alone=True))
         self._by_place = by_place
 
     def header(self) -> dict[str, Any]:
-        """See the base class."""
         header = super().header()
         return {**header, BY_PLACE: True} if self._by_place else header
 
@@ -173,16 +168,9 @@ def import_state(
     ``load_state`` of any of our optimizers loads it, on any number of ranks. A file for torch.load has no names: its
     parameters are identified by their places in the param groups, as in torch.
 
-    Args:
-        source: The file.
-        directory: The folder; it is made if it is missing.
-        prefix: Start of the checkpoint's file names.
-        force: Replace a checkpoint of that prefix.
-
     Raises:
-        FileExistsError: If there is a checkpoint of that prefix.
+        FileExistsError: If there is a checkpoint of that prefix, and not ``force``.
         ValueError: If the file is not readable, or not a state of Adam or AdamW; the message names it.
-        OSError: If the checkpoint cannot be written.
     """
     path = Path(source)
     check_prefix(prefix)
@@ -201,7 +189,10 @@ def _from_safetensors(path: Path) -> torch.optim.Optimizer:
         with safe_open(path, framework="pt") as file:
             groups = json.loads((file.metadata() or {})["param_groups"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            rows = [[_row(parameter["name"], tensors) for parameter in group["params"]] for group in groups]
+            rows = [
+                [{kind: tensors[name] for kind in _KINDS if (name := f"{kind}/{p['name']}") in tensors} for p in params]
+                for params in (group["params"] for group in groups)
+            ]
             named = [
                 [(p["name"], _placeholder(p["shape"], getattr(torch, p["dtype"]))) for p in group["params"]]
                 for group in groups
@@ -213,10 +204,6 @@ def _from_safetensors(path: Path) -> torch.optim.Optimizer:
         raise ValueError(f"{path} lacks {error}: hf-compressopt consolidate has not written it") from error
     except Exception as error:  # the file can hold anything
         raise ValueError(f"{path} is not a state of AdamW: {error}") from error
-
-
-def _row(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {kind: tensors[f"{kind}/{name}"] for kind in _KINDS if f"{kind}/{name}" in tensors}
 
 
 def _from_torch_file(path: Path) -> torch.optim.Optimizer:
@@ -334,7 +321,6 @@ class PendingTensor:
     """A tensor of a pickle whose bytes are written later; its dtype is a floating-point one of 16 bits or more."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """Take the description."""
         self.dtype, self.shape = dtype, shape
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from copy import deepcopy
@@ -46,11 +47,9 @@ class Snapshot:
 
     @property
     def index_file(self) -> Path:
-        """The index of the folder."""
         return self.folder / INDEX_NAME.format(prefix=self.prefix)
 
     def shard_file(self, rank: int) -> Path:
-        """The shard of a rank."""
         name = SHARD_NAME.format(prefix=self.prefix, save_id=self.save_id, rank=rank, world_size=len(self.peers))
         return self.folder / name
 
@@ -69,6 +68,7 @@ def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefi
     empty = Snapshot(folder, prefix, save_id, communicator.rank, alone, [], {}, [])
 
     grouped: list[list[str]] = []
+    described: list[Snapshot] = []
 
     def begin() -> None:
         grouped.extend(state.checked_names(names))
@@ -76,12 +76,14 @@ def take_snapshot(state: State, folder: Path, names: Sequence[str] | None, prefi
         begun(empty.shard_file(empty.rank)).touch()
 
     communicator.run_together(begin, empty.remove)
-    described: list[Snapshot] = []
 
     def describe() -> int:
         """Describe the state; returns the first rank that writes into this folder."""
         tensors, header = state.tensors(grouped), deepcopy(state.header())
-        _check_different(tensors)
+        counts = Counter(tensor.shard_key for tensor in tensors)
+        for tensor in tensors:
+            if counts[tensor.shard_key] > 1 and tensor.key.per is Per.ELEMENT:
+                raise ValueError(f"two tensors of the state are called {tensor.shard_key!r}: give other names=...")
         parameters = state.described(grouped)
         described.append(replace(empty, tensors=tensors, header=header, parameters=parameters))
         first = next((rank for rank in alone if begun(empty.shard_file(rank)).exists()), None)
@@ -99,7 +101,6 @@ class HostCopy:
     """Copies of tensors in host memory. It is pinned for tensors of a CUDA device, and used again for the next save."""
 
     def __init__(self) -> None:
-        """Hold no memory yet."""
         self._room: dict[str, Tensor] = {}
 
     def take(self, snapshot: Snapshot) -> Snapshot:
@@ -133,15 +134,6 @@ def lost(file: Path) -> FileNotFoundError:
     )
 
 
-def _check_different(tensors: Iterable[StateTensor]) -> None:
-    """Check that no two tensors have one name."""
-    seen: set[str] = set()
-    for tensor in tensors:
-        if tensor.shard_key in seen and tensor.key.per is Per.ELEMENT:
-            raise ValueError(f"two tensors of the state are called {tensor.shard_key!r}: give other names=...")
-        seen.add(tensor.shard_key)
-
-
 def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[StateTensor]:
     """The tensors that one writer of a folder writes: its own, and its share by size of those that all ranks hold."""
     load = [0] * writers
@@ -157,25 +149,18 @@ def _assigned(tensors: Iterable[StateTensor], place: int, writers: int) -> list[
 
 def write_snapshot(snapshot: Snapshot, communicator: Communicator, *, quiet: bool = False) -> None:
     """Write shards, then the index; then remove the shards of earlier saves. All ranks call, and return together."""
-    with ExitStack() as held:
-        _write_snapshot(snapshot, communicator, held, quiet)
-        communicator.all_gather_object(None)  # the lock is held until all have removed their older files
-    communicator.all_gather_object(None)  # nobody returns, to rename or rotate the folder, before all are done
-
-
-def _write_snapshot(snapshot: Snapshot, communicator: Communicator, held: ExitStack, quiet: bool) -> None:
-    leads, aside = snapshot.peers[snapshot.rank] == snapshot.rank, []
+    leads, aside, held = snapshot.peers[snapshot.rank] == snapshot.rank, list[Path](), ExitStack()
 
     def write_shard() -> dict[str, Any]:
         if leads:
             held.enter_context(locked(snapshot.index_file))
         return _write_shard(snapshot, quiet)
 
-    shards = communicator.gather_together(write_shard, snapshot.remove)
-
     def write_index() -> None:
+        for number, shard in enumerate(shards if leads else ()):
+            if snapshot.peers[number] == snapshot.rank and not (snapshot.folder / shard["file"]).is_file():
+                raise lost(snapshot.folder / shard["file"])
         if leads:
-            _check_shards_are_there(snapshot, shards)
             aside.append(write_aside(snapshot.index_file, _make_index(snapshot, shards).to_json()))
 
     def publish_index() -> None:
@@ -188,25 +173,20 @@ def _write_snapshot(snapshot: Snapshot, communicator: Communicator, held: ExitSt
             with suppress(OSError):
                 file.unlink(missing_ok=True)
 
-    # every folder has room for its index before any gets it; when one has it, the shards must stay
-    communicator.run_together(write_index, remove)
-    communicator.run_together(publish_index)
-    try:
-        _remove_older(snapshot, leads)
-    except OSError as error:  # the other ranks wait, and the new checkpoint is whole
-        logger.warning("files of an earlier save are left in %s: %s", snapshot.folder, error)
-
-
-def _check_shards_are_there(snapshot: Snapshot, shards: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no other save into this folder has removed what this one has written."""
-    for number, shard in enumerate(shards):
-        file = snapshot.folder / shard["file"]
-        if snapshot.peers[number] == snapshot.rank and not file.is_file():
-            raise lost(file)
+    with held:
+        shards = communicator.gather_together(write_shard, snapshot.remove)
+        # every folder has room for its index before any gets it; when one has it, the shards must stay
+        communicator.run_together(write_index, remove)
+        communicator.run_together(publish_index)
+        try:
+            _remove_older(snapshot, leads)
+        except OSError as error:  # the other ranks wait, and the new checkpoint is whole
+            logger.warning("files of an earlier save are left in %s: %s", snapshot.folder, error)
+        communicator.all_gather_object(None)  # the lock is held until all have removed their older files
+    communicator.all_gather_object(None)  # nobody returns, to rename or rotate the folder, before all are done
 
 
 def _write_shard(snapshot: Snapshot, quiet: bool) -> dict[str, Any]:
-    """Write this rank's shard durably."""
     file = snapshot.shard_file(snapshot.rank)
     stored = {tensor.shard_key: tensor for tensor in snapshot.tensors}
     layout = {key: (t.dtype, t.shape if t.is_whole else (t.stop - t.start,)) for key, t in stored.items()}

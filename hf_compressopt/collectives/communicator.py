@@ -110,7 +110,6 @@ class Handle:
     """A collective under way. Its tensors must not be touched before :meth:`wait` has returned."""
 
     def __init__(self, wait: Callable[[], Any], kind: str, traffic: Traffic) -> None:
-        """Wrap ``wait``, and count the time that it takes."""
         self._wait, self._kind, self._traffic = wait, kind, traffic
 
     def wait(self) -> None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, a
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment, any_nan
-from hf_compressopt.schedules import StepPlan
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
@@ -99,11 +98,9 @@ class IntegerBucket(GradientBucket):
     new: ErrorFeedback | None = None
 
     def form(self) -> str:
-        """See the base class."""
         return f"int{self.bits}"
 
     def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
-        """See the base class."""
         form, old, new = IntegerFormat(self.bits), self.feedback, self.new or self.feedback.like()
         z = Combination(self.bucket.numel, self.communicator.device, grads=segments, beta=1.0 / self.loss_scale)
         average = yield from all_reduce(z, old, form, self.communicator, new)
@@ -127,11 +124,9 @@ class PlainBucket(GradientBucket):
     dtype: torch.dtype
 
     def form(self) -> str:
-        """See the base class."""
         return str(self.dtype)
 
     def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, _Finish]]:
-        """See the base class."""
         values = torch.empty(self.bucket.numel, dtype=torch.float32, device=self.communicator.device)
         # times 1/W first, as DDP does
         z = Combination(values.numel(), values.device, grads=segments, beta=1.0 / self.communicator.world_size)
@@ -168,7 +163,6 @@ class GradientRounds:
     """The exchange of the gradients of one step, again and again, while backward makes them known."""
 
     def __init__(self) -> None:
-        """Start without buckets."""
         self._buckets: list[GradientBucket] = []
         self._order = Order()
         self._grads: dict[Tensor, Tensor | None] = {}
@@ -179,15 +173,7 @@ class GradientRounds:
         self._checked = ""
 
     def begin(self, buckets: Sequence[GradientBucket], communicator: Communicator | None = None) -> None:
-        """Start a round. All ranks call.
-
-        Args:
-            buckets: The buckets, in the order in which they are sent, which must be alike on all ranks.
-            communicator: Compare the ranks if there are other buckets than in earlier rounds; None compares nothing.
-
-        Raises:
-            ValueError: If the ranks differ, on all ranks.
-        """
+        """Start a round of these buckets, in order; ranks compare other buckets than before, given a communicator."""
         if len(buckets) != len(self._buckets) or any(a is not b for a, b in zip(buckets, self._buckets, strict=True)):
             self._buckets = list(buckets)
             self._order = Order(bucket.members() for bucket in buckets)
@@ -226,11 +212,7 @@ class GradientRounds:
                 self.add(param, None)  # type: ignore[arg-type]
 
     def finish(self) -> Collection[int]:
-        """Exchange what has not been sent yet, and end the round. A second call does nothing.
-
-        Returns:
-            The owners with a gradient that is not finite; their errors stay as before the round.
-        """
+        """End the round, and return the owners with a gradient that is not finite. A second call does nothing."""
         self._send_rest()
         self._pipeline.drain()
         averages, self._averages = self._averages, []
@@ -264,17 +246,6 @@ class GradientRounds:
         Messages travel while backward computes further gradients. What is still on the way is awaited with the last
         bucket, or in the step if nothing is written into gradients. Nothing is ever started from a callback, so that
         all ranks start their collectives in one order.
-
-        Args:
-            bucket: The bucket.
-            start: Begins the round, with the first bucket of a backward pass.
-            done: Takes what :meth:`finish` returns, if it is called after the last bucket.
-
-        Returns:
-            The bucket's buffer, as DDP expects it: complete after the last bucket.
-
-        Raises:
-            RuntimeError: If the first bucket of the backward pass has not come.
         """
         buffer = bucket.buffer()
         future = _future_on(buffer.device)
@@ -319,61 +290,20 @@ def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
 # -- DistributedDataParallel ------------------------------------------------------------------------------------------
 
 
-class HasPlan(Protocol):
-    """An optimizer that says whether the coming step needs averaged gradients, and how they travel then.
-
-    Attributes:
-        communicator: All ranks.
-        traffic: What was sent.
-        warmup_gradients: The form of averaged gradients.
-        early_messages: The messages that are sent during backward in steps that need local gradients.
-        zero_stage: How much of the state the ranks share out.
-    """
-
-    communicator: Communicator
-    traffic: Traffic
-    warmup_gradients: Any
-    early_messages: Any
-    zero_stage: int
-
-    def label_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Use these names of parameters in messages."""
-        ...
-
-    @property
-    def last_plan(self) -> StepPlan:
-        """The plan of the last step."""
-        ...
-
-    @property
-    def plan(self) -> StepPlan:
-        """The plan of the coming step."""
-        ...
-
-    @property
-    def trainable_parameters(self) -> Sequence[Tensor]:
-        """The parameters that the optimizer updates."""
-        ...
-
-    def own_parameters(self) -> Sequence[Tensor]:
-        """The parameters of param groups with a process group of their own."""
-        ...
-
-
 class GradientSync:
     """State of :func:`ddp_hook` on one DistributedDataParallel model.
 
     Without an optimizer the hook does what DDP does without a hook.
 
     Attributes:
-        optimizers: The optimizers that own the model's parameters.
+        optimizers: The compressed optimizers that own the model's parameters.
         communicator: The ranks that DDP averages over.
         params: The parameters that DDP averages.
         loss_scale: Returns the factor that gradients carry; None leaves it to the optimizers.
     """
 
     def __init__(
-        self, communicator: TorchCommunicator, optimizers: Sequence[HasPlan] = (), params: Sequence[Tensor] = ()
+        self, communicator: TorchCommunicator, optimizers: Sequence[Any] = (), params: Sequence[Tensor] = ()
     ) -> None:
         """Bind the hook to a communicator and to the optimizers that own the model's parameters."""
         self.communicator = communicator
@@ -388,7 +318,7 @@ class GradientSync:
         """True if the coming step needs averaged gradients."""
         return not self.optimizers or any(optimizer.plan.reduce_grads for optimizer in self.optimizers)
 
-    def bind(self, optimizers: Sequence[HasPlan], loss_scale: Callable[[], float] | None = None) -> None:
+    def bind(self, optimizers: Sequence[Any], loss_scale: Callable[[], float] | None = None) -> None:
         """Follow the plans of these optimizers, and count the bytes of the hook as the first one's."""
         self.optimizers, self.loss_scale = tuple(optimizers), loss_scale
         self.communicator.traffic = optimizers[0].traffic if optimizers else Traffic()
@@ -485,7 +415,7 @@ def ddp_hook(
 
 
 def attach_ddp(
-    model: DistributedDataParallel, *optimizers: HasPlan, loss_scale: Callable[[], float] | None = None
+    model: DistributedDataParallel, *optimizers: Any, loss_scale: Callable[[], float] | None = None
 ) -> GradientSync:
     """Register :func:`ddp_hook` on a DDP model, for a training loop of your own. Call it before the first step.
 
@@ -544,12 +474,8 @@ def _register(model: DistributedDataParallel, sync: GradientSync) -> None:
         ) from error
 
 
-def check_owners(model: DistributedDataParallel, optimizers: Sequence[HasPlan]) -> None:
-    """Check that DDP and the optimizers can share the averaging of the model's gradients.
-
-    Raises:
-        ValueError: If they cannot.
-    """
+def check_owners(model: DistributedDataParallel, optimizers: Sequence[Any]) -> None:
+    """Check that DDP and the optimizers can share the averaging of the model's gradients."""
     if any(optimizer.zero_stage == 2 for optimizer in optimizers):
         raise ValueError(
             "zero_stage=2 frees gradients while backward runs, and the buckets of DistributedDataParallel hold them: "
@@ -578,7 +504,7 @@ def check_owners(model: DistributedDataParallel, optimizers: Sequence[HasPlan]) 
 
 
 def average_gradients(
-    optimizer_or_params: HasPlan | Iterable[Tensor],
+    optimizer_or_params: Any,
     process_group: dist.ProcessGroup | None = None,
     *,
     loss_scale: float | None = None,
@@ -600,7 +526,7 @@ def average_gradients(
         ValueError: If a process_group is given with an optimizer, and if the ranks differ in the gradients that they
             average, or in how.
     """
-    rounds, buckets = GradientRounds(), list[GradientBucket]()
+    rounds: GradientRounds | None = None
     if isinstance(optimizer_or_params, Iterable):
         params = [p for p in optimizer_or_params if p.requires_grad]
         device = params[0].device if params else None
@@ -614,11 +540,13 @@ def average_gradients(
         params = [p for p in optimizer_or_params.trainable_parameters if id(p) not in own]
         communicator, form = optimizer_or_params.communicator, optimizer_or_params.warmup_gradients
         if communicator.world_size > 1 and form.bits < 32:
-            rounds, buckets = form.rounds, form.buckets(loss_scale)[::-1]
-            rounds.begin(buckets, communicator)
+            buckets = form.buckets(loss_scale)[::-1]
+            if buckets:
+                rounds = form.rounds
+                rounds.begin(buckets, communicator)
     if communicator.world_size > 1 and params:
         with torch.no_grad():
-            _average(params, communicator, rounds if buckets else None)
+            _average(params, communicator, rounds)
 
 
 def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
@@ -665,17 +593,7 @@ def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def average_group(
     grads: Sequence[Tensor | None], layout: FlatLayout, shapes: Sequence[torch.Size], communicator: Communicator
 ) -> list[Tensor | None]:
-    """Average one param group's local gradients over the ranks, bucket by bucket. All ranks call.
-
-    Args:
-        grads: One local gradient per parameter; None if this rank has none.
-        layout: Layout of the group.
-        shapes: Shapes of the parameters.
-        communicator: The ranks.
-
-    Returns:
-        The averages, new float32 tensors; None for a parameter without a gradient on any rank.
-    """
+    """Average one param group's local gradients: new float32 tensors, or None without a gradient on any rank."""
     device = communicator.device
     present = torch.tensor([float(grad is not None) for grad in grads], dtype=torch.float32, device=device)
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # [numel]

@@ -68,7 +68,6 @@ class GroupErrors:
     def __init__(
         self, layout: FlatLayout, communicator: Communicator, device: torch.device, *, compact: bool, used: bool
     ) -> None:
-        """Allocate errors of 0; none unless they are ``used``."""
         self._layout, self._communicator = layout, communicator
         self.compact = compact and communicator.world_size > 1
         dtype = torch.uint8 if self.compact else torch.float32

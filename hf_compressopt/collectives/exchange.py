@@ -62,7 +62,6 @@ class Pipeline:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """Start with no task."""
         self.limit, self.nbytes = limit, 0
         self._tasks: list[tuple[Task[None], int, bool]] = []  # the newest first, and whether it sends nothing more
 
@@ -337,33 +336,22 @@ def summed(
 ) -> Task[Tensor]:
     """Sum every rank's j-th part on rank j, in rank order.
 
-    Args:
-        values: [sum(sizes)], the parts; not kept after the wait.
-        sizes: Elements of each part, alike on all ranks.
-        ranks: The ranks.
-        factor: Of the sum.
-        last: What is yielded before the wait.
-
     Returns:
         [sizes[rank]] float32 or float64, times ``factor``.
     """
-    own = [sizes[ranks.rank]] * ranks.world_size
-    received = values.new_empty(sum(own))
-    handle = ranks.all_to_all(received, values, output_splits=own, input_splits=sizes)
+    own, count = sizes[ranks.rank], ranks.world_size
+    received = values.new_empty(count * own)
+    handle = ranks.all_to_all(received, values, output_splits=[own] * count, input_splits=sizes)
     yield last
     handle.wait()
     del values
-    return sum_of_rows(torch.split(received, own), factor)
+    return sum_of_rows(received.view(count, own).unbind(), factor)
 
 
 def scatter_sums(buffer: Tensor, ranks: Communicator) -> Task[Tensor]:
     """Sum every rank's part over the ranks: inside the node by place, then by node. All ranks call.
 
     The bits depend on the topology alone. A part crosses the link of a node M - 1 times, not g (M - 1) times.
-
-    Args:
-        buffer: [world_size * n], the parts in rank order; it must not change before the first wait is over.
-        ranks: The ranks, at least two.
 
     Returns:
         [n] float32 or float64.
@@ -382,14 +370,7 @@ def scatter_sums(buffer: Tensor, ranks: Communicator) -> Task[Tensor]:
 
 
 def all_gather(whole: Tensor, ranks: Communicator, *, last: bool | None = _LAST) -> Task[None]:
-    """Give all ranks everybody's part. All ranks call.
-
-    Args:
-        whole: [world_size * n], in which part k is that of the rank whose ``topology.chunk_of`` is k: rank order if
-            the topology is flat, else by place and then by node. This rank's part is in its place.
-        ranks: The ranks.
-        last: What is yielded before the last wait.
-    """
+    """Give all ranks every part of ``whole``, one per rank by chunk; this rank's is in its place. All ranks call."""
     levels = ranks.levels
     if levels is None:
         steps = [(ranks, whole)]
@@ -430,7 +411,9 @@ def sum_of_rows(rows: Sequence[Tensor], factor: float = 1.0) -> Tensor:
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     total = torch.empty(first.numel(), dtype=dtype, device=first.device)
     piece = _PIECE * torch.get_num_threads() if first.device.type == "cpu" else max(1, first.numel())
-    for parts in zip(*(torch.split(values, piece) for values in (total, *rows)), strict=True):
+    split = first.numel() > piece
+    runs = zip(*(torch.split(values, piece) for values in (total, *rows)), strict=True) if split else [(total, *rows)]
+    for parts in runs:
         out, head, *others = parts
         if others and head.dtype == out.dtype:
             torch.add(head, others.pop(0), out=out)

@@ -42,7 +42,6 @@ class MpiCommunicator(Communicator):
         traffic: Traffic | None = None,
         cuda_aware: bool = False,
     ) -> None:
-        """See the class."""
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -78,7 +77,6 @@ class MpiCommunicator(Communicator):
         return world.Dup()
 
     def duplicate(self) -> MpiCommunicator:
-        """See the base class."""
         if self._mpi.Query_thread() < self._mpi.THREAD_MULTIPLE:
             raise ValueError(
                 "the MPI library was initialized without MPI_THREAD_MULTIPLE, so that no second thread may use it: "
@@ -89,14 +87,12 @@ class MpiCommunicator(Communicator):
         return duplicate
 
     def part(self, ranks: Sequence[int]) -> MpiCommunicator:
-        """See the base class."""
         found = copy(self)
         found._comm = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
         found.rank, found.world_size = found._comm.Get_rank(), found._comm.Get_size()
         return found
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
-        """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""
         nbytes = tensor.numel() * tensor.element_size()
         self.traffic.sent("all_reduce", 2 * (self.world_size - 1) * nbytes // self.world_size)
         staged = self._staged(tensor)
@@ -107,7 +103,6 @@ class MpiCommunicator(Communicator):
     def all_to_all(
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        """See the base class. Bytes: every part but this rank's own."""
         size = inputs.element_size()
         self.traffic.sent("all_to_all", (inputs.numel() - input_splits[self.rank]) * size)
         sent, received = self._staged(inputs), self._staged(output)
@@ -118,7 +113,6 @@ class MpiCommunicator(Communicator):
         return self._handle(request, "all_to_all", lambda: self._unstage(received, output), sent)
 
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        """See the base class. Bytes: the part, to every other rank."""
         self.traffic.sent("all_gather", (self.world_size - 1) * part.numel() * part.element_size())
         place = output[self.rank * part.numel() : (self.rank + 1) * part.numel()]
         in_place = part.numel() > 0 and part.data_ptr() == place.data_ptr()

@@ -1,9 +1,9 @@
 """Topologies of the compressed exchange: which chunks of a bucket a rank sends, and which one it serves.
 
 A bucket has as many chunks as there are ranks. In the flat topology every rank sends all of them, and rank k serves
-chunk k. In two levels the ranks lie on nodes of ``node_size`` consecutive ranks. Each sends a shard, consecutive
-chunks, to its peers, the ranks of the same place on the other nodes, which serve them. With one rank per node both
-topologies are one.
+chunk k. In the hierarchical topology the ranks lie on nodes of ``node_size`` consecutive ranks. Each sends a shard,
+consecutive chunks, to its peers, the ranks of the same place on the other nodes, which serve them. With one rank per
+node both topologies are one.
 """
 
 from __future__ import annotations
@@ -174,16 +174,7 @@ class TopologyOptions:
 
 
 def node_size_of_hosts(hosts: Sequence[str], announced: Sequence[Any]) -> tuple[int, str]:
-    """Return the ranks per node that all ranks can be divided by, and if there are none, the reason.
-
-    Args:
-        hosts: The name of each rank's host.
-        announced: The ranks of each rank's node, as its launcher says; None where the launcher says nothing.
-
-    Returns:
-        The size and "", or 1 and the reason. The reason is "" too if every rank has a node for itself, or if all ranks
-        are on one node.
-    """
+    """Return the ranks per node that all ranks can be divided by, and if there are none, the reason."""
     runs = [0]
     for before, host in zip((hosts[0], *hosts), hosts, strict=False):
         if host != before:
@@ -208,15 +199,6 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
 
     "auto" takes two levels if there are at least two nodes, all with the same number of ranks, at least two. It asks
     the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing.
-
-    Args:
-        communicator: All ranks; if they have levels already, these stay.
-        wanted: The options, alike on all ranks.
-        scale_block: Elements per scale of the messages; None is one scale for all chunks.
-
-    Raises:
-        ValueError: If ``node_size`` does not divide the number of ranks, if the ranks have different options or nodes,
-            or if two levels are wanted with messages or a transport that cannot have them.
     """
     told = _announced()
     if (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_compressopt.collectives.owners import are_owned
+from hf_compressopt.collectives.backward import are_owned
 
 logger = logging.getLogger(__name__)
 

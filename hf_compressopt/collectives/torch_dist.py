@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from functools import cache, partial
@@ -37,15 +38,25 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def announced(name: str, least: int = 1) -> int:
-    """Read a whole number from a launcher's environment variable; a variable that is not set is ``least``.
-
-    Raises:
-        ValueError: If it is no whole number, or too small.
-    """
+    """Read a whole number from a launcher's environment variable; a variable that is not set is ``least``."""
     text = os.environ.get(name, str(least))
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {text!r}: a launcher sets it")
     return int(text)
+
+
+@contextmanager
+def _splitting_nothing() -> Iterator[None]:
+    """Let NCCL make a group by itself inside.
+
+    torch splits it off the default group if that was given a device_id, by a call that all of its ranks must make.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 class TorchCommunicator(Communicator):
@@ -61,18 +72,6 @@ class TorchCommunicator(Communicator):
         traffic: Traffic | None = None,
         alone: bool = False,
     ) -> None:
-        """Wrap a process group.
-
-        Args:
-            process_group: The group; None is the default group, or this rank alone if there is none.
-            device: Device of the tensors to be sent.
-            traffic: Counters to write to; None for new ones.
-            alone: Take this rank alone, whatever torch.distributed and a launcher say.
-
-        Raises:
-            RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
-            ValueError: If WORLD_SIZE is no number, or this rank is no member of the group.
-        """
         self.device = device or torch.device("cpu")
         self.traffic = traffic or Traffic()
         self.process_group = process_group
@@ -112,18 +111,15 @@ class TorchCommunicator(Communicator):
         return duplicate
 
     def part(self, ranks: Sequence[int]) -> TorchCommunicator:
-        """See the base class: a group that ends with ``destroy_process_group()``, with the timeout of this one.
-
-        Raises:
-            ValueError: If the group numbers its ranks otherwise than the default group does.
-        """
+        """See the base class: a group that ends with ``destroy_process_group()``, with the timeout of this one."""
         everyone = dist.get_process_group_ranks(self.process_group)
         if everyone != sorted(everyone):
             raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
         chosen, found = tuple(everyone[rank] for rank in ranks), copy(self)
         made = _PARTS.setdefault(self._group, {})
         if chosen not in made:
-            made[chosen] = dist.new_group(list(chosen), timeout=self.timeout(), use_local_synchronization=True)
+            with _splitting_nothing():
+                made[chosen] = dist.new_group(list(chosen), timeout=self.timeout(), use_local_synchronization=True)
         found.process_group = made[chosen]
         found.rank, found.world_size = dist.get_rank(found.process_group), len(ranks)
         return found
@@ -144,7 +140,6 @@ class TorchCommunicator(Communicator):
         return found
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Handle:
-        """See the base class. Bytes: those of a ring, 2 (W-1)/W of the tensor's."""
         if self.world_size == 1:
             return self._done("all_reduce")
         self._count_all_reduce(tensor)
@@ -161,7 +156,6 @@ class TorchCommunicator(Communicator):
     def all_to_all(
         self, output: Tensor, inputs: Tensor, *, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        """See the base class. Bytes: every part but this rank's own."""
         size, count = inputs.element_size(), inputs.numel()
         self.traffic.sent("all_to_all", (count - input_splits[self.rank]) * size)
         if self._sends_apart(inputs):
@@ -176,7 +170,6 @@ class TorchCommunicator(Communicator):
         return self._handle(work, "all_to_all")
 
     def all_gather(self, output: Tensor, part: Tensor) -> Handle:
-        """See the base class. Bytes: the part, to every other rank."""
         nbytes = part.numel() * part.element_size()
         self.traffic.sent("all_gather", (self.world_size - 1) * nbytes)
         if self._sends_apart(part):

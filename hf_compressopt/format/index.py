@@ -27,10 +27,8 @@ FORMAT, VERSION = "hf_compressopt", 5
 NODE_SIZE = "node_size"
 #: Key of a header: True if parameters are called by their places in the param groups, because they have no names.
 BY_PLACE = "by_place"
-#: Bytes under one checksum.
-BLOCK_BYTES = 1 << 22
-#: The most that a reader accepts, since it holds one block in memory.
-MOST_BLOCK_BYTES = 1 << 26
+#: Bytes under one checksum, and the most that a reader accepts, since it holds one block in memory.
+BLOCK_BYTES, MOST_BLOCK_BYTES = 1 << 22, 1 << 26
 #: The checksum. It is as fast as memory; SHA-256 would be slower than disks.
 CHECKSUM, checksum_of = "xxh3_128", xxhash.xxh3_128
 
@@ -122,12 +120,10 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return DTYPES[self.dtype][1]
 
 
@@ -141,8 +137,6 @@ class Shard:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The whole index."""
-
     save_id: str
     block_bytes: int
     header: dict[str, Any]
@@ -151,7 +145,6 @@ class CheckpointIndex:
     tensors: dict[str, TensorEntry]
 
     def to_json(self) -> bytes:
-        """Return the index file."""
         return sealed({"format": FORMAT, "version": VERSION, "checksum": CHECKSUM, **asdict(self)})
 
     @classmethod
@@ -171,6 +164,8 @@ class CheckpointIndex:
         if not _is_whole(text) if data["version"] == VERSION else "digest" in data:
             raise CheckpointError(f"{path} is damaged, or was edited: its digest is not that of its contents")
         try:
+            if data["checksum"] != CHECKSUM:
+                raise ValueError(f"checksum must be {CHECKSUM!r}, got {data['checksum']!r}")
             index = cls(
                 save_id=str(data["save_id"]),
                 block_bytes=_count(data["block_bytes"], low=1),
@@ -179,14 +174,9 @@ class CheckpointIndex:
                 shards=[Shard(str(shard["file"]), _count(shard["bytes"])) for shard in data["shards"]],
                 tensors={name: TensorEntry.read(entry) for name, entry in data["tensors"].items()},
             )
+            index.validate()
         except Exception as error:  # the file can hold anything
             raise CheckpointError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
-        try:
-            if data["checksum"] != CHECKSUM:
-                raise ValueError(f"checksum must be {CHECKSUM!r}, got {data['checksum']!r}")
-            index.validate()
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not a valid index: {error}") from None
         return index
 
     def validate(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_compressopt.format.index import INDEX_NAME, CheckpointError, CheckpointIndex, TensorEntry
-from hf_compressopt.format.shards import ShardFile, check_size, open_shard
+from hf_compressopt.format.shards import absent_shards, not_whole, open_shard
 
 #: Pattern of the prefixes that Trainer, Accelerate and save_state use by default.
 _ANY_PREFIX = "compressopt*"
@@ -26,12 +26,8 @@ def collect(
         verify: Whether to read every tensor and compare its checksums, and not only sizes and headers.
 
     Returns:
-        For each checkpoint, in values that JSON holds: ``index`` (the file), ``verified``, ``problems`` (sentences that
-        name files; empty if it is whole). If the index is readable, also ``save_id``, ``optimizer``, ``step``,
-        ``stage``, ``ranks``, ``header``, ``groups`` and ``parameters`` (their numbers), ``elements`` (of all
-        parameters), ``bytes`` (of all shards), ``shards`` (``file``, ``bytes``, ``whole``) and ``tensors`` (by name
-        ``dtype``, ``shape``, ``bytes``, and ``shards``, the numbers of those that hold them). Empty if there is no
-        checkpoint.
+        For each checkpoint, in values that JSON holds: ``index`` (the file), ``verified`` and ``problems`` (sentences
+        that name files; empty if it is whole), and, if the index is readable, what ``_look`` finds in it.
     """
     folder, pattern = Path(directory), INDEX_NAME.format(prefix=prefix or _ANY_PREFIX)
     paths = sorted(folder.glob(pattern)) if prefix is None else [folder / pattern]
@@ -49,7 +45,11 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
     ranks = header.get("world_size")
     if ranks != len(index.shards):
         facts["problems"].append(f"{path} says that {ranks!r} rank(s) saved it, and names {len(index.shards)} shard(s)")
-    problems = [_problem(path.parent, index, number, verify) for number in range(len(index.shards))]
+    absent = absent_shards(path.parent, index)
+    problems = [
+        str(not_whole(absent[number])) if number in absent else _problem(path.parent, index, number, verify)
+        for number in range(len(index.shards))
+    ]
     facts["problems"] += [problem for problem in problems if problem]
     return {
         **facts,
@@ -74,22 +74,15 @@ def _look(path: Path, verify: bool) -> dict[str, Any]:
 def _problem(folder: Path, index: CheckpointIndex, number: int, verify: bool) -> str | None:
     """Return the error of a shard, or None if it is whole."""
     try:
-        check_size(folder, index.shards[number])
         with closing(open_shard(folder, index, number)) as file:
             for entry in index.tensors.values():
-                _check_pieces(file, index, number, entry, verify)
+                for piece in (piece for piece in entry.pieces if piece.shard == number):
+                    file.check_piece(piece, entry)
+                    for _ in file.blocks(piece, entry) if verify else ():
+                        pass
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _check_pieces(file: ShardFile, index: CheckpointIndex, number: int, entry: TensorEntry, verify: bool) -> None:
-    for piece in entry.pieces:
-        if piece.shard != number:
-            continue
-        file.check_piece(piece, entry)
-        for _ in file.blocks(piece, entry) if verify else ():
-            pass
 
 
 def _describe(entry: TensorEntry) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Per(Enum):
 
 @dataclass(frozen=True)
 class TensorKey:
-    """The name of a tensor in a checkpoint, which ``str()`` writes."""
+    """The name of a tensor, as ``str()`` writes it: "exp_avg/rank1/weight", "worker_error/group0/rank1"."""
 
     kind: str  # what it holds, such as "exp_avg"
     owner: str = ""  # the parameter that it belongs to; "" for a tensor of a param group
@@ -46,14 +46,12 @@ class TensorKey:
     per: Per = Per.ELEMENT  # what the parameter has a value for
 
     def __str__(self) -> str:
-        """The name, such as "exp_avg/rank1/weight" or "worker_error/group0/rank1"."""
         own = [] if self.rank is None else [f"rank{self.rank}"]
         if self.group is not None:
             return "/".join([self.kind, f"group{self.group}", *own])
         return "/".join([self.per.value + self.kind, *own, self.owner])
 
     def of_rank(self, rank: int) -> TensorKey:
-        """The key of another rank's own tensor of this kind."""
         return replace(self, rank=rank)
 
     @classmethod
@@ -66,31 +64,18 @@ class TensorKey:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One rank's part of a state tensor: what a save writes, and what a load reads.
+    """One rank's part of a state tensor: what a save writes, and what a load reads."""
 
-    Attributes:
-        key: Name of the whole tensor, the same on all ranks that hold a part of it.
-        dtype: Its dtype, by torch's name, such as "float32".
-        shape: Shape of the whole tensor.
-        start: First element of this part in the flattened whole.
-        stop: One past its last element.
-        local: The part itself, a tensor of torch's, often the optimizer's own memory; None if there is no memory yet.
-        replicated: Every rank holds the same whole tensor, so that any of them may write it.
-        of_each_rank: Each rank has a tensor of its own. On another number of ranks a load reads the mean of all.
-        is_error: It is an error of error feedback, which a run of one rank does not have.
-        node_size: Ranks that have parts of one such tensor together, if each node has its own; 1 if each rank has.
-    """
-
-    key: TensorKey
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    local: Any = None
-    replicated: bool = False
-    of_each_rank: bool = False
-    is_error: bool = False
-    node_size: int = 1
+    key: TensorKey  # of the whole tensor, the same on all ranks that hold a part of it
+    dtype: str  # by torch's name, such as "float32"
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int  # first element of this part in the flattened whole
+    stop: int  # one past its last element
+    local: Any = None  # the part itself, a tensor of torch's, often the optimizer's own; None if there is no memory yet
+    replicated: bool = False  # every rank holds the same whole tensor, so that any of them may write it
+    of_each_rank: bool = False  # each rank has one of its own; on another number of ranks a load reads the mean of all
+    is_error: bool = False  # it is an error of error feedback, which a run of one rank does not have
+    node_size: int = 1  # ranks that have parts of one such tensor together, if each node has its own
 
     @classmethod
     def of(
@@ -102,7 +87,6 @@ class StateTensor:
 
     @property
     def is_whole(self) -> bool:
-        """True if the part is the whole tensor."""
         return self.stop - self.start == prod(self.shape)
 
     @property
@@ -143,32 +127,19 @@ class Plan:
     nbytes: int
 
     def windows(self, size: int) -> Iterator[Plan]:
-        """Split the plan into consecutive windows of at most ``size`` bytes."""
-        for offset, begin, nbytes in self._runs():
+        """Split the plan into consecutive windows of at most ``size`` bytes, along the blocks of the first source."""
+        runs = [(read.offset, read.begin, read.end - read.begin) for reads in self.sources[:1] for read in reads]
+        for offset, begin, nbytes in runs if self.sources else [(0, 0, self.nbytes)]:
             done = 0
             while done < nbytes:
                 high = min(done + size - (begin + done) % size, nbytes)
-                yield self._window(offset + done, offset + high)
+                cut = [tuple(_clip(reads, offset + done, offset + high)) for reads in self.sources]
+                yield Plan(tuple(cut), high - done)
                 done = high
-
-    def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """Offset, place in its piece and bytes of each read of the first source; one run if there is no source."""
-        if not self.sources:
-            yield 0, 0, self.nbytes
-        for read in self.sources[0] if self.sources else ():
-            yield read.offset, read.begin, read.end - read.begin
-
-    def _window(self, low: int, high: int) -> Plan:
-        return Plan(tuple(tuple(_clip(reads, low, high)) for reads in self.sources), high - low)
 
 
 def plan_reads(index: CheckpointIndex, wanted: StateTensor, world_size: int) -> Plan:
     """Plan the reads of one of ``world_size`` ranks, by the rules of the module.
-
-    Args:
-        index: The checkpoint's index, validated.
-        wanted: The part of a tensor that the rank reads.
-        world_size: Ranks of the run that reads.
 
     Raises:
         ValueError: If the checkpoint does not have the tensor in that dtype and shape, or its header is wrong.

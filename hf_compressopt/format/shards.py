@@ -22,7 +22,6 @@ from hf_compressopt.format.index import (
     CheckpointError,
     CheckpointIndex,
     Piece,
-    Shard,
     TensorEntry,
     checksum_of,
 )
@@ -53,6 +52,22 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @classmethod
+    def of(cls, key: str, entry: dict[str, Any], start: int) -> StoredTensor:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(value) is int and value >= 0 for value in (*shape, begin, end)):
+            raise ValueError(f"the shape and offsets of {key!r} must be whole numbers >= 0")
+        if dtype not in _ITEMSIZE or end - begin != prod(shape) * _ITEMSIZE[dtype]:
+            raise ValueError(f"{key!r} has {end - begin} bytes for {dtype!r} {list(shape)}")
+        return cls(dtype, shape, start + begin, start + end)
+
+
+def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header has a name twice")
+    return found
 
 
 class ShardFile:
@@ -89,7 +104,7 @@ class ShardFile:
         metadata = header.pop("__metadata__", {})
         if not isinstance(metadata, dict):
             raise ValueError("its metadata is not an object")
-        tensors = {key: _stored(key, entry, 8 + length) for key, entry in header.items()}
+        tensors = {key: StoredTensor.of(key, entry, 8 + length) for key, entry in header.items()}
         reached = 8 + length
         for key, tensor in sorted(tensors.items(), key=lambda item: item[1][2:]):
             if tensor.begin != reached:
@@ -155,27 +170,23 @@ class ShardFile:
         return done
 
 
-def check_size(folder: Path, shard: Shard) -> None:
-    """Check that a shard exists and has its size."""
-    if problem := _absence(folder, shard):
-        raise CheckpointError(f"{problem}: the checkpoint is not whole")
-
-
 def absent_shards(folder: Path, index: CheckpointIndex) -> dict[int, str]:
     """Return what is wrong with the shards that are missing in a folder or have another size, by their numbers."""
-    problems = {number: _absence(folder, shard) for number, shard in enumerate(index.shards)}
-    return {number: problem for number, problem in problems.items() if problem}
+    problems = {}
+    for number, shard in enumerate(index.shards):
+        file, size = folder / shard.file, None
+        with suppress(OSError):
+            size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            problems[number] = f"{file} is missing"
+        elif size != shard.bytes:
+            problems[number] = f"{file} has {size} bytes, the index says {shard.bytes}"
+    return problems
 
 
-def _absence(folder: Path, shard: Shard) -> str:
-    file = folder / shard.file
-    try:
-        size = file.stat().st_size if file.is_file() else None
-    except OSError:
-        size = None
-    if size == shard.bytes:
-        return ""
-    return f"{file} is missing" if size is None else f"{file} has {size} bytes, the index says {shard.bytes}"
+def not_whole(problem: str) -> CheckpointError:
+    """The error for a shard that no rank has."""
+    return CheckpointError(f"{problem}: the checkpoint is not whole")
 
 
 def open_shard(folder: Path, index: CheckpointIndex, number: int, room: memoryview | None = None) -> ShardFile:
@@ -188,33 +199,29 @@ def open_shard(folder: Path, index: CheckpointIndex, number: int, room: memoryvi
 
 
 class ShardFiles:
-    """The shards of a checkpoint, each opened when it is needed; a context manager that closes them.
+    """The shards of a checkpoint, all of which exist, each opened when it is needed; a context manager.
 
     Few are open at a time: a process may open 1,024 files on many systems, and a run have more ranks.
     """
 
     def __init__(self, folder: Path, index: CheckpointIndex, out_of_reach: Mapping[int, str] | None = None) -> None:
-        """Check that every shard exists and has its size."""
         self._folder, self._index = folder, index
         self._out_of_reach = out_of_reach or {}
         self._files: dict[int, ShardFile] = {}
         self._open: list[int] = []  # the one that was needed last is the last
         self._room = memoryview(bytearray(index.block_bytes))
-        for number, shard in enumerate(index.shards):
+        for number, problem in absent_shards(folder, index).items():
             if number not in self._out_of_reach:
-                check_size(folder, shard)
+                raise not_whole(problem)
 
     def __enter__(self) -> ShardFiles:
-        """Return the files."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close all files."""
         for file in self._files.values():
             file.close()
 
     def __getitem__(self, number: int) -> ShardFile:
-        """Return the shard of this number; raises as :func:`open_shard` does."""
         if number in self._out_of_reach:
             raise CheckpointError(self._out_of_reach[number])
         if number in self._open:
@@ -225,22 +232,6 @@ class ShardFiles:
             self._files[number] = open_shard(self._folder, self._index, number, self._room)
         self._open.append(number)
         return self._files[number]
-
-
-def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("its header has a name twice")
-    return found
-
-
-def _stored(key: str, entry: dict[str, Any], start: int) -> StoredTensor:
-    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(value) is int and value >= 0 for value in (*shape, begin, end)):
-        raise ValueError(f"the shape and offsets of {key!r} must be whole numbers >= 0")
-    if dtype not in _ITEMSIZE or end - begin != prod(shape) * _ITEMSIZE[dtype]:
-        raise ValueError(f"{key!r} has {end - begin} bytes for {dtype!r} {list(shape)}")
-    return StoredTensor(dtype, shape, start + begin, start + end)
 
 
 def write_shard(
@@ -256,12 +247,11 @@ def write_shard(
     """Write a safetensors file durably; it replaces the file of that name in one moment, or nothing is left of it.
 
     The whole file is allocated first, if the file system supports it, so that a full disk is met before anything is
-    written.
+    written. Tensors with larger elements come first, so that all are aligned; otherwise their order is kept.
 
     Args:
         path: The file's name.
-        tensors: Dtype, by torch's name, and shape of every tensor. Those with larger elements come first in the file,
-            so that all are aligned; otherwise the order is kept.
+        tensors: Dtype, by torch's name, and shape of every tensor.
         metadata: Metadata of the header.
         parts_of: Returns the bytes of a tensor, in parts that are valid until the next one.
         temporary: The name until the file is whole; a file of that name is replaced. None: a new name beside ``path``.
@@ -270,10 +260,6 @@ def write_shard(
 
     Returns:
         The size of the file, and the checksums of each tensor, one for every BLOCK_BYTES of it.
-
-    Raises:
-        OSError: If it cannot be written.
-        ValueError: For a dtype that safetensors does not have, a header that is too long, or a wrong number of bytes.
     """
     unknown = sorted({dtype for dtype, _ in tensors.values()} - DTYPES.keys())
     if unknown:
@@ -427,27 +413,16 @@ def _hold(path: Path) -> int:
                 raise
             raise OSError(errno.ELOOP, "a lock must not be a symbolic link: remove it", str(path)) from None
         try:
-            _lock(descriptor, path)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                os.close(descriptor)
+                told = "another run is saving into the same files: give each run a folder or a prefix of its own"
+                raise BlockingIOError(errno.EWOULDBLOCK, told, str(path)) from None
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            raise BlockingIOError(
-                errno.EWOULDBLOCK,
-                "another run is saving into the same files: give each run a folder or a prefix of its own",
-                str(path),
-            ) from None
 
 
 @contextmanager

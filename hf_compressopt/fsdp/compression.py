@@ -49,7 +49,6 @@ class UnitErrors:
     """
 
     def __init__(self, unit: Unit, bucket_numel: int, communicator: TorchCommunicator, *, compact: bool) -> None:
-        """Start with errors of 0."""
         self.unit, self.layout = unit, FlatLayout.build([unit.numel], bucket_numel)
         self.kept, self.pending = (
             GroupErrors(self.layout, communicator, unit.device, compact=compact, used=True) for _ in range(2)

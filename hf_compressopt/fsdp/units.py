@@ -57,14 +57,7 @@ class Unit:
         return [param for param in found if param.requires_grad]
 
     def places(self, shard: int) -> Iterator[tuple[str, int, int, int]]:
-        """Yield for each parameter its name, the place and number of its elements here, and its first element.
-
-        Args:
-            shard: The number of this rank's shard.
-
-        Raises:
-            ValueError: If a parameter is not cut by its first dimension.
-        """
+        """Yield for each parameter its name, the place and number of its elements here, and its first element."""
         offset = 0
         for name, padded, param in zip(self.names, self.numels, self.params, strict=True):
             if not param.placements[-1].is_shard(0):
@@ -91,17 +84,7 @@ class Unit:
 
 
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
-    """List the units of a model that have trainable parameters.
-
-    Args:
-        model: The model, sharded by ``fully_shard``.
-        mesh: 2-D: the replicas, and the ranks that share each.
-
-    Raises:
-        ValueError: If the model is not sharded over the second dimension of the mesh, or has another hook.
-        TypeError: For parameters of another dtype than float32, bfloat16 or float16.
-        RuntimeError: If this torch has no such hook.
-    """
+    """List the units of a model that have trainable parameters."""
     from torch.distributed.fsdp import FSDPModule  # seconds, for those who use it
 
     if mesh.ndim != 2:

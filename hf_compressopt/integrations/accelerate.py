@@ -19,9 +19,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.checkpoint.background import wait_for_saves
-from hf_compressopt.checkpoint.io import async_save_state, has_checkpoint, load_state, save_state, state_is_loaded
-from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.io import (
+    async_save_state,
+    has_checkpoint,
+    load_state,
+    save_state,
+    state_is_loaded,
+    wait_for_saves,
+)
+from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression

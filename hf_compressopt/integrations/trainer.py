@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, trainer, trainer_utils, train
 
 from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint import io
-from hf_compressopt.checkpoint.background import wait_for_saves
+from hf_compressopt.checkpoint.io import wait_for_saves
 from hf_compressopt.integrations import accelerate
 from hf_compressopt.integrations.accelerate import (
     Attachment,

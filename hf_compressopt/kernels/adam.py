@@ -264,8 +264,8 @@ def _kind(g: Tensor, p: Tensor, m: Tensor, v: Tensor, t: Tensor, master: Tensor 
         for name, tensor in others.items():
             in_memory(f"the {name} of a parameter", tensor)
         return _Kind.OTHER
-    if types <= _PLAIN and selfcheck.trusted("adam", p.device) and (master is None or master.dtype == torch.float32):
-        return _Kind.NATIVE
+    if types <= _PLAIN and library.available(p.device) and (master is None or master.dtype == torch.float32):
+        return _Kind.NATIVE if selfcheck.trusted("adam", p.device) else _Kind.OTHER
     suits_torch = p.device.type in _TORCH_FUSED_DEVICES and len(others) == 3 and dtypes == {torch.float32}
     if not suits_torch or library.chosen() == "reference" or not p.is_contiguous():
         return _Kind.OTHER

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,21 +23,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_compressopt.kernels import library, native, reference
+from hf_compressopt.kernels import operands as o
 from hf_compressopt.kernels.errors import CompactErrors, Errors, keep_errors_, values_of_errors
 from hf_compressopt.kernels.messages import IntegerCode, SignCode
-from hf_compressopt.kernels.operands import (
-    AdamUpdate,
-    Average,
-    Combination,
-    Commit,
-    Descent,
-    IntegerAverage,
-    LambMoments,
-    LambOptions,
-    LocalUpdate,
-    ParameterSync,
-    Segment,
-)
 from hf_compressopt.kernels.variance import LogVariance, encode_variance_
 
 logger = logging.getLogger(__name__)
@@ -44,53 +33,49 @@ logger = logging.getLogger(__name__)
 #: What a family writes, and by how much it may differ; 0: not in a bit.
 Written = Iterator[tuple[Tensor, float]]
 
-_ULPS = 1e-6  # what sums over many elements may differ by, and what follows from them
+_SUMS = 1e-6  # what sums over many elements may differ by
 _CPU = torch.device("cpu")
-_WORLD_SIZE = 6  # more than a group of messages that are summed by themselves
+_RANKS = 6  # more than a group of messages that are summed by themselves
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _failed: dict[torch.device, frozenset[str]] = {}
 _mixed: dict[frozenset[str], SimpleNamespace] = {}
 
 
 class Data:
-    """Operands on a device, the same for a seed wherever they lie.
-
-    Args:
-        device: Where they lie.
-        numel: Elements of a bucket.
-        shift: Elements between the begin of an allocation and that of a tensor, up to 3.
-        seed: Of all numbers.
-    """
+    """Operands on a device, the same for a seed wherever they lie. shift: of tensors in their memory, in elements."""
 
     def __init__(self, device: torch.device, numel: int, shift: int = 0, seed: int = 0) -> None:
-        """See the class."""
+        """See the class. numel: elements of a bucket."""
         self.device, self.numel, self.shift = device, numel, shift
         self.random = torch.Generator().manual_seed(seed)
 
     def normal(self, numel: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return normal numbers, [numel]."""
         count = self.numel if numel is None else numel
-        values = torch.randn(count, generator=self.random, dtype=torch.float32)
-        place = torch.zeros(count + self.shift, dtype=dtype, device=self.device)[self.shift :]
-        return place.copy_(values)
+        memory = torch.zeros(count + self.shift, dtype=dtype, device=self.device)
+        return memory[self.shift :].copy_(torch.randn(count, generator=self.random, dtype=torch.float32))
 
     def positive(self, numel: int | None = None) -> Tensor:
         """Return numbers above 0.01."""
         return self.normal(numel).abs_().add_(0.01)
 
-    def tensors(self) -> list[Segment]:
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """Return zeros, such as the memory of messages."""
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def tensors(self) -> list[o.Segment]:
         """Return segments of three dtypes and odd lengths that cover a bucket, the third without a tensor."""
-        cuts = [0, self.numel // 3 + 1, self.numel // 2 + 1, self.numel // 2 + 2, self.numel]
-        spans = [*zip(cuts, cuts[1:], strict=False)] if self.numel > 5 else [(0, self.numel)]
+        third, half = self.numel // 3 + 1, self.numel // 2 + 1
+        cuts = [0, third, half, half + 1, self.numel] if self.numel > 5 else [0, self.numel]
         found = []
-        for k, (start, stop) in enumerate(spans):
-            tensor = self.normal(stop - start + k, _DTYPES[k % 3])
-            found.append(Segment(None if k == 2 else tensor, k if k != 2 else 0, stop - start, k))
+        for k, (start, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            tensor = None if k == 2 else self.normal(stop - start + k, _DTYPES[k % 3])
+            found.append(o.Segment(tensor, 0 if tensor is None else k, stop - start, k))
         return found
 
-    def combination(self) -> Combination:
+    def combination(self) -> o.Combination:
         """Return what is to be sent of gradients and of a first term."""
-        return Combination(self.numel, self.device, self.normal(), 0.9, self.tensors(), 0.1)
+        return o.Combination(self.numel, self.device, self.normal(), 0.9, self.tensors(), 0.1)
 
     def errors(self, world_size: int, compact: bool) -> Errors:
         """Return errors, as values or in 8 bits."""
@@ -104,78 +89,72 @@ class Data:
     def messages(self, code: SignCode | IntegerCode, numel: int, count: int) -> Tensor:
         """Return the messages of a chunk of ``numel`` elements of ``count`` ranks."""
         messages = torch.zeros(count * code.nbytes(numel), dtype=torch.uint8)
-        for message in messages.view(count, -1) if numel else ():
+        for message in messages.view(count, -1):
             values = torch.randn(numel, generator=self.random, dtype=torch.float32)
             code.encode_(values, message, code.common_scale(values))
         return messages.to(self.device)
 
 
+def _signs(code: SignCode, messages: Tensor, error: Errors, chunks: int) -> Written:
+    """Yield scales, which are sums, signs, and errors; those in 8 bits are rounded to 1/127 of the largest."""
+    for start, stop, message in code.chunks(messages, error.numel(), chunks):
+        first, count = code.scales_at(stop - start)
+        yield code.scales(message, stop - start), _SUMS
+        yield message[first + count * code.scale_dtype.itemsize :], 0.0
+    yield values_of_errors(error), 0.05 if isinstance(error, CompactErrors) else 10 * _SUMS
+
+
 def _compress(kernels: Any, data: Data) -> Written:
-    for block in (512, 24, None):
-        for compact in (False, True):
-            code = SignCode(block)
-            error, messages = data.errors(3, compact), _zeros(data, code.sizes(data.numel, 3)[1])
-            kernels.compress_(code, data.combination(), error, messages, 3, error)
-            for start, stop, message in code.chunks(messages, data.numel, 3):
-                yield from _message(code, message, stop - start)
-            yield values_of_errors(error), 0.05 if compact else 10 * _ULPS  # rounded to 1/127 of the largest
+    for block, compact in product((512, 24, None), (False, True)):
+        code, error = SignCode(block), data.errors(3, compact)
+        messages = data.zeros(code.sizes(data.numel, 3)[1])
+        kernels.compress_(code, data.combination(), error, messages, 3, error)
+        yield from _signs(code, messages, error, 3)
 
 
 def _average(kernels: Any, data: Data) -> Written:
     for block, compact in ((512, False), (24, True)):
-        code = SignCode(block)
-        error, out = data.errors(1, compact), _zeros(data, code.nbytes(data.numel))
-        messages = data.messages(code, data.numel, _WORLD_SIZE)
-        kernels.average_compress_(code, messages, error, error, out, _WORLD_SIZE)
-        yield from _message(code, out, data.numel)
-        yield values_of_errors(error), 0.05 if compact else 10 * _ULPS
+        code, error = SignCode(block), data.errors(1, compact)
+        out, received = data.zeros(code.nbytes(data.numel)), data.messages(code, data.numel, _RANKS)
+        kernels.average_compress_(code, received, error, error, out, _RANKS)
+        yield from _signs(code, out, error, 1)
 
 
 def _apply(kernels: Any, data: Data) -> Written:
-    descent, options = Descent(1e-2, 0.99, 1e-8, False, 3.0), LambOptions(0.9, 0.999, 1e-6, 0.1, False)
-    m, v, u, out = data.normal(), data.positive(), data.normal(), data.normal()
+    descent, options = o.Descent(1e-2, 0.99, 1e-8, False, 3.0), o.LambOptions(0.9, 0.999, 1e-6, 0.1, False)
+    m, v, u, out, anchor = data.normal(), data.positive(), data.normal(), data.normal(), data.normal()
     kernels.combine_(data.combination(), out)
-    yield out, 0.0
-    code = SignCode(512)
-    chunk = -(-data.numel // 16) * 8
-    stride = code.nbytes(chunk)
-    y = Average(data.numel, None, data.messages(code, chunk, 2), 2, 512, stride) if data.numel > chunk else None
-    y = y or Average.of(data.normal())
-    params = data.tensors()
-    kernels.decompress_(y, out)
-    kernels.apply_adam_(AdamUpdate(y, m, v, params, descent, 0.1))
+    code, chunk, params = SignCode(512), -(-data.numel // 16) * 8, data.tensors()
+    y, sums = o.Average.of(out), data.zeros(len(params), 3, dtype=torch.float64)
+    if data.numel > chunk:
+        y = o.Average(data.numel, None, data.messages(code, chunk, 2), 2, 512, code.nbytes(chunk))
     codes = torch.zeros(data.numel, dtype=torch.uint8)
-    top = encode_variance_(v.cpu(), codes)
-    tops = torch.full((len(params),), top, dtype=torch.int32, device=data.device)
-    kernels.apply_adam_(AdamUpdate(y, m, LogVariance(codes.to(data.device), tops), params, descent))
-    kernels.local_step_(LocalUpdate(m, v, u, data.tensors(), params, 0.9, descent))
-    kernels.sync_parameters_(ParameterSync(y, m, out, v, u, params, 0.03, descent))
-    yield from ((tensor, 0.0) for tensor in (out, m, u, *_tensors(params)))
+    tops = data.zeros(len(params), dtype=torch.int32).fill_(encode_variance_(v.cpu(), codes))
+    kernels.apply_adam_(o.AdamUpdate(y, m, v, params, descent, 0.1))
+    kernels.apply_adam_(o.AdamUpdate(y, m, LogVariance(codes.to(data.device), tops), params, descent))
+    kernels.local_step_(o.LocalUpdate(m, v, u, data.tensors(), params, 0.9, descent))
+    kernels.sync_parameters_(o.ParameterSync(y, m, anchor, v, u, params, 0.03, descent))
     fresh, factors, rates = data.positive(), data.positive(len(params)), data.positive(len(params))
-    sums = torch.zeros(len(params), 3, dtype=torch.float64, device=data.device)
-    kernels.lamb_moments_(LambMoments(y, m, fresh, v, params, factors, sums, options))
+    kernels.lamb_moments_(o.LambMoments(y, m, fresh, v, params, factors, sums, options))
     kernels.lamb_apply_(m, v, params, rates, options)
-    yield from ((tensor, 0.0) for tensor in (m, fresh, *_tensors(params)))
-    yield sums / (1 + data.numel), _ULPS
+    values = data.normal()
+    kernels.decompress_(y, values)
+    yield from ((tensor, 0.0) for tensor in (out, values, m, u, anchor, fresh, *_tensors(params)))
+    yield sums / data.numel, _SUMS
 
 
 def _integers(kernels: Any, data: Data) -> Written:
     for bits, compact in ((4, False), (8, True)):
-        code = IntegerCode(bits)
-        z, error = data.combination(), data.errors(3, compact)
-        left, messages = data.errors(3, compact), _zeros(data, code.sizes(data.numel, 3)[1])
+        code, z, outputs, mean = IntegerCode(bits), data.combination(), data.tensors(), data.normal()
+        (sizes, nbytes), error, left = code.sizes(data.numel, 3), data.errors(3, compact), data.errors(3, compact)
+        messages = data.zeros(nbytes)
         kernels.compress_(code, z, error, messages, 3, left)
-        y = IntegerAverage(data.numel, messages, 3, bits, max(code.sizes(data.numel, 3)[0]))
-        outputs = data.tensors()
-        if z.grads is not None:
-            outputs = [replace(s, index=g.index) for s, g in zip(outputs, z.grads, strict=True)]
-        if min(code.sizes(data.numel, 3)[0]):  # chunks that are all there
-            kernels.add_(y, outputs, 0.5, 2.0)
-        received, out, mean = data.messages(code, data.numel, _WORLD_SIZE), _zeros(data, code.nbytes(data.numel)), z.x
-        server = data.errors(1, compact)
-        kernels.average_compress_(code, received, server, server, out, _WORLD_SIZE)
-        assert mean is not None
-        kernels.mean_(code, received, mean, _WORLD_SIZE, 0.5)
+        if min(sizes):  # chunks that are all there
+            kernels.add_(o.IntegerAverage(data.numel, messages, 3, bits, max(sizes)), outputs, 0.5, 2.0)
+        received, server = data.messages(code, data.numel, _RANKS), data.errors(1, compact)
+        out = data.zeros(code.nbytes(data.numel))
+        kernels.average_compress_(code, received, server, server, out, _RANKS)
+        kernels.mean_(code, received, mean, _RANKS, 0.5)
         for tensor in (messages, values_of_errors(left), out, values_of_errors(server), mean, *_tensors(outputs)):
             yield tensor, 0.0
 
@@ -183,12 +162,11 @@ def _integers(kernels: Any, data: Data) -> Written:
 def _adam(kernels: Any, data: Data) -> Written:
     from hf_compressopt.kernels.adam import AdamStep, AdamTable, AdamTensors, reference_
 
-    for step in (AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1), AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, False, maximize=True)):
-        sizes = [data.numel, 1, 7, 100]
-        grads = [data.normal(n, _DTYPES[k % 3]) for k, n in enumerate(sizes)]
-        params = [data.normal(n, _DTYPES[k % 3]) for k, n in enumerate(sizes)]
+    for adam_w in (True, False):
+        step, sizes = AdamStep(1e-2, 0.9, 0.999, 1e-8, 0.1, adam_w, maximize=not adam_w), [data.numel, 1, 7, 100]
+        grads, params = ([data.normal(n, _DTYPES[k % 3]) for k, n in enumerate(sizes)] for _ in range(2))
         moments, squares = [data.normal(n) for n in sizes], [data.positive(n) for n in sizes]
-        steps = [torch.zeros((), dtype=torch.float32, device=data.device) for _ in sizes]
+        steps = [data.zeros(dtype=torch.float32) for _ in sizes]
         tensors = AdamTensors(grads, params, moments, squares, steps)
         table = None if kernels is reference else AdamTable(tensors)
         for _ in range(2):
@@ -199,40 +177,29 @@ def _adam(kernels: Any, data: Data) -> Written:
 def _sketch(kernels: Any, data: Data) -> Written:
     from hf_compressopt.kernels.sketch import SKETCH_NUMEL, native_sketch_, reference_sketch_
 
-    y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=data.device)
-    squares = torch.zeros((), dtype=torch.float64, device=data.device)
+    y, squares = data.zeros(SKETCH_NUMEL, dtype=torch.float32), data.zeros(dtype=torch.float64)
     segments = data.tensors()
     (reference_sketch_ if kernels is reference else native_sketch_)(segments, 5, 7, y, squares)
     yield y, 0.0
-    yield squares / (1 + data.numel), _ULPS
-    yield kernels.sum_of_squares([*_tensors(segments)], data.device) / (1 + data.numel), _ULPS
+    for sum_ in (squares, kernels.sum_of_squares([*_tensors(segments)], data.device)):
+        yield sum_ / data.numel, _SUMS
 
 
-#: The kernels by what switches to the reference together.
-FAMILIES: dict[str, Callable[[Any, Data], Written]] = {
-    "compress": _compress,
-    "average": _average,
-    "apply": _apply,
-    "integers": _integers,
-    "adam": _adam,
-    "sketch": _sketch,
-}
-_FAMILY = {"compress_": "compress", "average_compress_": "average", "mean_": "integers", "add_": "integers"}
-
-
-def _zeros(data: Data, nbytes: int) -> Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8, device=data.device)
-
-
-def _tensors(segments: Sequence[Segment]) -> Iterator[Tensor]:
+def _tensors(segments: Sequence[o.Segment]) -> Iterator[Tensor]:
     return (segment.tensor for segment in segments if segment.tensor is not None)
 
 
-def _message(code: SignCode, message: Tensor, numel: int) -> Written:
-    """Yield the scales of a message, which are sums, and its signs."""
-    first, count = code.scales_at(numel)
-    yield code.scales(message, numel), _ULPS
-    yield message[first + count * code.scale_dtype.itemsize :], 0.0
+#: The kernels by what switches to the reference together.
+FAMILIES: dict[str, Callable[[Any, Data], Written]] = dict(
+    compress=_compress, average=_average, apply=_apply, integers=_integers, adam=_adam, sketch=_sketch
+)
+_FAMILY = {
+    "compress_": "compress",
+    "commit_": "compress",
+    "average_compress_": "average",
+    "mean_": "integers",
+    "add_": "integers",
+}
 
 
 def difference(family: str, device: torch.device, numel: int = 2003, shift: int = 1, seed: int = 0) -> str:
@@ -270,11 +237,7 @@ def _choosing(name: str, failed: frozenset[str]) -> Callable[..., Any]:
     """Return a kernel that is the reference's for operands of a family that failed."""
 
     def kernel(first: Any, *rest: Any) -> Any:
-        integers = (
-            isinstance(first, IntegerCode | IntegerAverage)
-            or isinstance(rest[:1], tuple)
-            and bool(rest and isinstance(rest[0], Commit) and isinstance(rest[0].y, IntegerAverage))
-        )
+        integers = isinstance(first, IntegerCode | o.IntegerAverage)
         family = "integers" if integers else "sketch" if name == "sum_of_squares" else _FAMILY.get(name, "apply")
         return getattr(reference if family in failed else native, name)(first, *rest)
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt import kernels
+from hf_compressopt.collectives.backward import take_over
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.ddp import average_group
 from hf_compressopt.collectives.exchange import ErrorFeedback, Task, all_reduce, run_tasks
-from hf_compressopt.collectives.owners import take_over
 from hf_compressopt.collectives.topology import AUTO as AUTO_TOPOLOGY
 from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator

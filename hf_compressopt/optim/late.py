@@ -53,7 +53,7 @@ class LastNorm(NamedTuple):
 
 
 class Backward:
-    """One backward pass on one rank: the coefficient of the gradients that leave in it.
+    """One backward pass on one rank: the coefficient of the gradients that are sent in it.
 
     Attributes:
         loss_scale: Factor that the gradients carry.
@@ -70,11 +70,11 @@ class Backward:
 
     @property
     def square(self) -> float:
-        """The sum of squares of gradients that have left, without loss scale, if they are clipped; in any order."""
+        """The sum of squares of sent gradients, without loss scale, if they are clipped; in any order."""
         return math.fsum(self._squares)
 
     def coefficient(self, segments: Sequence[Segment], device: torch.device) -> float:
-        """Return the clip coefficient of gradients that leave now; they carry the loss scale."""
+        """Return the clip coefficient of gradients that are sent now; they carry the loss scale."""
         if self._last is None:
             return 1.0
         parts = [segment.part for segment in segments if segment.tensor is not None]
@@ -116,11 +116,9 @@ class SignBucket(GradientBucket):
     messages: EarlyMessages
 
     def form(self) -> str:
-        """See the base class."""
         return f"signs, {self.state.form.scale_block} to a scale"
 
     def average(self, segments: Sequence[Segment]) -> Task[tuple[Tensor, Callable[[bool], None]]]:
-        """See the base class."""
         messages, key = self.messages, (self.state.number, self.bucket.start)
         grads: list[Tensor | None] = [None] * len(self.params)
         for segment in segments:
@@ -131,7 +129,6 @@ class SignBucket(GradientBucket):
         return ~all_finite(average), lambda finite: messages.keep(key, Early(average, new, finite))
 
     def hand_over(self, finish: Callable[[], object]) -> None:
-        """See the base class."""
         self.messages.await_later(finish)
 
 
@@ -157,16 +154,16 @@ def _is_unchanged(made: _Made | None, grad: Tensor | None) -> bool:
 
 
 class EarlyMessages:
-    """The messages of one optimizer that leave during backward.
+    """The messages of one optimizer that are sent during backward.
 
-    A step takes a param group's messages only if all of them have left in the backward pass before it, and if its
-    gradients are on all ranks those that the backward pass has left behind: the same tensors, which nobody has changed
+    A step takes a param group's messages only if all of them were sent in the backward pass before it, and if its
+    gradients are on all ranks those that the backward pass has computed: the same tensors, which nobody has changed
     but a gradient scaler. Else, and in every other step, messages are made in ``step()``. A change after the ranks have
     agreed on that, as they do when they clip, comes too late for the step.
 
     Attributes:
-        enabled: Whether messages may leave early at all; in one rank's run none do.
-        always: Whether the messages of every step leave early, so that a step that is not clipped says so too.
+        enabled: Whether messages may be sent during backward at all; in one rank's run none do.
+        always: Whether the messages of every step are sent during backward, so that one without clipping says so.
         agreed: Whether the ranks have agreed on the messages that count, or there are none.
     """
 
@@ -179,14 +176,6 @@ class EarlyMessages:
         tensors: dict[str, Tensor],
         prepare: Prepare,
     ) -> None:
-        """Begin with no message.
-
-        Args:
-            enabled: See the class.
-            groups: The param groups of the optimizer.
-            tensors: State that is alike on all ranks, for checkpoints.
-            prepare: Makes the values of a message from gradients without loss scale.
-        """
         self.enabled, self._tensors, self._prepare = enabled, tensors, prepare
         self._states, self._communicator, self._follow = groups
         self.agreed = True
@@ -208,14 +197,10 @@ class EarlyMessages:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def due(self, plan: StepPlan, before: StepPlan) -> bool:
-        """Return whether messages leave in the coming backward pass; alike on all ranks.
+        """Return whether messages are sent in the coming backward pass; alike on all ranks.
 
         They do in all compressed steps but the first, before which replicas may still be made alike, if it is known by
         which norm to clip, or that gradients are not clipped.
-
-        Args:
-            plan: Plan of the coming step.
-            before: Plan of the last step.
         """
         self._plan = plan
         sends = plan.agree and plan.synchronize and not plan.reduce_grads and before.stage is plan.stage
@@ -275,13 +260,13 @@ class EarlyMessages:
         self._finish = finish
 
     def _await(self) -> None:
-        """Await the messages that have left. All ranks call this at the same places, also ranks that dropped some."""
+        """Await the sent messages. All ranks call this at the same places, also ranks that dropped some."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
     def note_gradients(self) -> None:
-        """Take note of the gradients of the messages, as DistributedDataParallel leaves them behind after backward."""
+        """Record the gradients of the messages, as DistributedDataParallel has computed them after backward."""
         for state in self._states:
             new = state.number not in self._made_from
             if new and any(number == state.number for number, _ in self._arrived):
@@ -292,7 +277,7 @@ class EarlyMessages:
     def left(self, gradients: Sequence[Grads]) -> frozenset[int]:
         """Return the ids of the gradients, one list per param group, that are in messages already.
 
-        What has left of a param group without the rest of its buckets is dropped on this rank, and, until the ranks
+        What was sent of a param group without the rest of its buckets is dropped on this rank, and, until the ranks
         have agreed, what was made of other gradients; see :meth:`agree`.
         """
         found: set[int] = set()
@@ -319,7 +304,7 @@ class EarlyMessages:
 
     @property
     def not_finite(self) -> bool:
-        """True if an average that has left in backward is not finite, whether it still counts or not. Awaits them.
+        """True if an average that was sent during backward is not finite, whether it still counts or not. Awaits them.
 
         All ranks ask at the same places, and get the same answer.
         """
@@ -328,7 +313,7 @@ class EarlyMessages:
 
     @property
     def signature(self) -> list[Key]:
-        """The buckets whose messages have left and count, for ranks to compare."""
+        """The buckets whose sent messages count, for ranks to compare."""
         return sorted(self._arrived)
 
     def take(self, state: GroupState, bucket: Bucket, feedback: ErrorFeedback) -> Average | None:
@@ -343,14 +328,7 @@ class EarlyMessages:
         return early.average
 
     def note_norm(self, norm: float, max_norm: float, usual: float, *, whole: bool) -> None:
-        """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient.
-
-        Args:
-            norm: See :class:`LastNorm`.
-            max_norm: See :class:`LastNorm`.
-            usual: See :class:`LastNorm`.
-            whole: Whether all parameters of the optimizer were clipped together. Alike on all ranks.
-        """
+        """Take up what clipping finds in the step under way; the norm must be that of the ``whole`` gradient."""
         if self._noted is None:
             self._noted = LastNorm(norm if whole else math.nan, max_norm, usual)
         else:  # clipped twice: by the smaller norm
@@ -360,7 +338,7 @@ class EarlyMessages:
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
 
-        Messages that have left under another one are dropped: they leave once more, in the step. Others still count
+        Messages that were sent under another one are dropped: they are sent once more, in the step. Others still count
         after the scaler has divided their gradients; see :meth:`note_unscaled`.
         """
         if scale != self._assumed_scale:
@@ -383,7 +361,7 @@ class EarlyMessages:
             self._made_from[number] = [_Made.of(param.grad) for param in state.params]
 
     def drop(self) -> None:
-        """Drop the messages that have left, and keep the errors. The next step or backward pass awaits them."""
+        """Drop the sent messages, and keep the errors. The next step or backward pass awaits them."""
         self._arrived, self._finite, self._made_from = {}, {}, {}
         self.agreed = True
 
@@ -430,10 +408,6 @@ class EarlyMessages:
 
 
 def check_late_clip(tensor: Tensor) -> None:
-    """Check the last norm of a checkpoint.
-
-    Raises:
-        ValueError: If no run could have saved it.
-    """
+    """Check the last norm of a checkpoint."""
     if tensor.dtype != torch.float64 or tensor.shape != (4,):
         raise ValueError(f"{LATE_CLIP!r} must be float64 [4], got {tensor.dtype} {list(tensor.shape)}")

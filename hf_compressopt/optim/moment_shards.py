@@ -25,7 +25,6 @@ class MomentShards:
     """
 
     def __init__(self, layout: FlatLayout, communicator: Communicator, device: torch.device) -> None:
-        """Allocate moments of 0."""
         ranges = [communicator.topology.own_range(bucket.numel) for bucket in layout.buckets]
         rows = list(zip(layout.buckets, ranges, strict=True))
         self.spans = [list(_spans(bucket, *own)) for bucket, own in rows]
@@ -57,16 +56,7 @@ class MomentShards:
 
 
 def check_pieces(row: Mapping[str, Any], shards: MomentShards | None, index: int) -> None:
-    """Check that the pieces of a parameter's moments in a state dict, if it has such, are those that this rank has.
-
-    Args:
-        row: The parameter's entry.
-        shards: This rank's part; None if moments are not shared out here, or if another rank saved the state dict.
-        index: Number of the parameter.
-
-    Raises:
-        ValueError: If they are not.
-    """
+    """Check that the pieces of a parameter's moments in a state dict, if it has such, are those that this rank has."""
     mine = [] if shards is None else shards.pieces(index)
     saved, own = ([(piece["start"], piece["stop"]) for piece in pieces] for pieces in (row.get(PIECES, mine), mine))
     if saved != own or (PIECES in row and shards is None):

@@ -1,4 +1,4 @@
-"""ZeRO in the first stage: each rank has 1/W of the moments, and sends what it has updated in a few bits.
+"""ZeRO in the warmup stage: each rank has 1/W of the moments, and sends what it has updated in a few bits.
 
 For each bucket, with Q the messages of ``warmup_bits`` bits, chunk j the part that rank j serves, and g_r the clipped
 gradient of rank r:
@@ -78,13 +78,6 @@ def take_sharded_step(
 
     As in a step of AdamW, a parameter without a gradient on any rank does not move, except for what earlier messages
     have missed, and does not count the step.
-
-    Args:
-        states: The param groups, which all ranks hold.
-        gradients: This rank's gradients, clipped, by the numbers of the groups; those of all ranks are finite.
-        sent: Gradients that have left during backward, in the place of those of their groups.
-        bits: Bits per element of a message, 4 or 8.
-        fused: Whether one pass of a native kernel updates the moments.
     """
     present = _present(states, gradients, sent)
     run_tasks(
@@ -169,13 +162,6 @@ def end_first_stage(
 
     All ranks call. The errors of the gradients' messages become errors of the momentum, b1 m + (1 - b1) g: times
     1 - b1.
-
-    Args:
-        states: The param groups; those that are never compressed stay as they are.
-        counts: Returns how often the moments of a group's parameters have been updated.
-        floor: See :meth:`GroupState.freeze_variance`.
-        clipped: Factor by which gradients were clipped after they had left: the errors of those that are shared out
-            are in the unit of before.
     """
     for state in states:
         if state.compressed:
@@ -336,16 +322,6 @@ class FreedGradients:
         bits: int,
         clips: bool,
     ) -> None:
-        """Hook the parameters.
-
-        Args:
-            groups: The param groups of the optimizer.
-            early: Its messages of the compressed stage.
-            begin: Makes the checks before a step, together on all ranks, and returns the plan of the coming step.
-            prepare: See :class:`~hf_compressopt.optim.late.EarlyMessages`.
-            bits: Bits per element of the messages of the warmup stage.
-            clips: Whether step() clips by itself.
-        """
         self._states, self._communicator, self._follow = groups
         self._early, self._begin, self._prepare = early, begin, prepare
         self._form, self._clips = IntegerFormat(bits), clips
@@ -395,7 +371,6 @@ class FreedGradients:
         return self.attach().no_sync()
 
     def holds_gradients(self) -> bool:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         return self.have_left
 
     @property
@@ -404,11 +379,7 @@ class FreedGradients:
         return self._passes is not None and self._passes.done
 
     def complete(self) -> None:
-        """Send the gradients of the coming step, if they were not sent. All ranks call.
-
-        Raises:
-            RuntimeError: If another optimizer has taken over some of the parameters.
-        """
+        """Send the gradients of the coming step, if they were not sent. All ranks call."""
         passes = self.attach()
         passes.hooks.require_attached()
         passes.flush()
@@ -449,7 +420,6 @@ class FreedGradients:
         return starts
 
     def take(self, number: int) -> bool:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         passes = self.attach()
         mine = passes.order.of.get(number, [])
         came = any(not passes.order.awaits(index, number) for index in mine)
@@ -457,7 +427,6 @@ class FreedGradients:
         return True
 
     def send(self, index: int) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         row = self._rows[index]
         state, bucket, old = row.state, row.bucket, row.feedback
         grads: list[Tensor | None] = [None] * len(state.params)
@@ -504,7 +473,6 @@ class FreedGradients:
         self._sent.returned.append((key, average, errors))
 
     def end_pass(self) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         for param, parts in zip(self._params, self._parts_to_send, strict=True):
             if not parts:
                 param.grad = None  # also of parameters of no element
@@ -518,7 +486,6 @@ class FreedGradients:
         self._early.note_gradients()
 
     def interrupted(self) -> None:
-        """See :class:`~hf_compressopt.collectives.backward.Sender`."""
         self._sent.is_late = True
 
     def drop(self) -> None:
@@ -554,15 +521,11 @@ class FreedGradients:
 
     @property
     def signature(self) -> list[Key]:
-        """The buckets of the first stage that have left, for ranks to compare."""
+        """The buckets of the warmup stage that were sent, for ranks to compare."""
         return sorted(self._sent.means)
 
     def require_same(self) -> None:
-        """Check that the same gradients have left on all ranks.
-
-        Raises:
-            ValueError: If they have not, on all ranks: those that were freed cannot leave once more.
-        """
+        """Check that the same gradients were sent on all ranks."""
         what = "what has left in backward (did all of them call zero_grad() and backward() alike?)"
         keys = [*self.signature, *self._early.signature] if self.have_left else []
         self._communicator.require_equal(what, [list(key) for key in keys])
@@ -575,7 +538,7 @@ class FreedGradients:
     def squares(self) -> dict[float, Tensor]:
         """Return sums of squares, [] float64, by the factor that makes their sum over the ranks a squared norm.
 
-        In the first stage that is the norm of the mean gradient, later the mean square of the ranks' norms.
+        In the warmup stage that is the norm of the mean gradient, later the mean square of the ranks' norms.
         """
         device = self._communicator.device
         if self.is_exact:
@@ -584,7 +547,7 @@ class FreedGradients:
         return {1 / self._communicator.world_size: square}
 
     def contribute(self, mean: MeanNorm) -> None:
-        """Make the gradients that have left a part of what is measured for the norm of the mean."""
+        """Merge sent gradients into what is measured for the norm of the mean."""
         for share, square in self.squares().items():
             mean.squares[share] = mean.squares.get(share, 0) + square
         number = next(i for i, sketch in enumerate(mean.sketches) if sketch.communicator is self._communicator)
@@ -609,7 +572,7 @@ class FreedGradients:
         return self._sent.clipped
 
     def scale_(self, factor: float) -> None:
-        """Clip the means that have come; messages of the compressed stage have left with a factor already."""
+        """Clip the means that have come; messages of the compressed stage were sent with a factor already."""
         self._sent.clipped *= factor
         for mean in self._sent.means.values():
             mean.values.mul_(factor)
@@ -630,10 +593,7 @@ class FreedGradients:
     def note_loss_scale(self, scale: float) -> None:
         """Take over the factor that the gradients of the step under way carried, as a gradient scaler knows it.
 
-        In the first stage it is divided out of what has left under another factor, as in a scaler's first step.
-
-        Raises:
-            ValueError: If gradients have left under another factor in the compressed stage. They are dropped.
+        In the warmup stage it is divided out of what was sent under another factor, as in a scaler's first step.
         """
         self.complete()
         if not self.have_left or scale == self._backward.loss_scale:

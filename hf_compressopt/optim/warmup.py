@@ -1,4 +1,4 @@
-"""The averaged gradients of the first stage: the form of their messages, and the errors of that form.
+"""The averaged gradients of the warmup stage: the form of their messages, and the errors of that form.
 
 A message of integers keeps what it misses in the errors of the compressed stage, which are not in use yet:
 
@@ -32,11 +32,7 @@ WARMUP_BITS = (*INTEGER_BITS, 16, 32)
 
 
 def check_warmup_bits(bits: Any, communicator: Any) -> None:
-    """Check that gradients can travel in this many bits.
-
-    Raises:
-        ValueError: If they cannot.
-    """
+    """Check that gradients can travel in this many bits."""
     if isinstance(bits, bool) or bits not in WARMUP_BITS:
         raise ValueError(f"warmup_bits must be one of {list(WARMUP_BITS)}, got {bits!r}")
     if bits == 16 and (communicator == "mpi" or getattr(communicator, "name", "") == "mpi"):
@@ -73,11 +69,6 @@ class WarmupGradients:
         """Return the buckets in which the gradients of a round travel; those of own process groups stay local.
 
         A param group travels as integers if it is ever compressed, and all its parameters are in the round.
-
-        Args:
-            loss_scale: Factor that the gradients carry; None for the one that a gradient scaler has found before.
-            owner: Number of the optimizer.
-            present: The parameters whose gradients come in the round; None for all.
         """
         self._follow()
         self.ever_in_use = True

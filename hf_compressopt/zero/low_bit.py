@@ -84,21 +84,13 @@ class SliceErrors:
                 self._pending = replace(self._pending, messages=self._pending.messages.to(device))
 
     def take(self, messages: Tensor) -> None:
-        """Take over the bytes of errors that :attr:`kept` had, and drop those since.
-
-        Raises:
-            ValueError: If they are of another number of elements, ranks or nodes.
-        """
+        """Take over the bytes of errors that :attr:`kept` had, and drop those since."""
         self.check(messages)
         self.kept.messages.copy_(messages)
         self._pending = None
 
     def check(self, messages: Tensor) -> None:
-        """Check that bytes are errors of this slice.
-
-        Raises:
-            ValueError: If they are of another number of elements, ranks or nodes.
-        """
+        """Check that bytes are errors of this slice."""
         wanted = self.kept.messages
         if messages.shape != wanted.shape or messages.dtype != wanted.dtype:
             raise ValueError(
@@ -122,13 +114,6 @@ def send_gradients(
     buffer: Tensor, cut: Slice, communicator: Communicator, errors: SliceErrors, loss_scale: float
 ) -> Task[Tensor]:
     """Average every rank's part of a slice, as (1) says. The errors wait for :meth:`SliceErrors.keep`.
-
-    Args:
-        buffer: [world_size * part_numel] float32, bfloat16 or float16, this rank's gradients.
-        cut: The layout of the slice.
-        communicator: The ranks, at least two.
-        errors: The worker errors of the slice.
-        loss_scale: Factor that the gradients carry; the average carries it too.
 
     Returns:
         [part_numel] float32, the average.
@@ -164,14 +149,6 @@ def send_differences(
     """Start bringing all replicas nearer to the masters, as (2) says. All ranks add the same numbers.
 
     The replicas have them when ``pipeline`` is drained.
-
-    Args:
-        params: All parameters, by their numbers in the layout; contiguous or not.
-        parts: This rank's parts of the slice, with the masters.
-        cut: The layout of the slice.
-        communicator: The ranks that share it, at least two.
-        form: The form of the messages.
-        pipeline: Completes the message.
     """
     nbytes = communicator.world_size * form.nbytes(cut.part_numel)
     pipeline.room_for(nbytes)

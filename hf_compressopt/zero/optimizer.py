@@ -17,7 +17,7 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from hf_compressopt.collectives.communicator import Communicator, Traffic
 from hf_compressopt.collectives.torch_clipping import warn_unguarded
@@ -25,11 +25,10 @@ from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.base import evaluate
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
-from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.config import ZeroConfig, require_accelerator
-from hf_compressopt.zero.join import JoinsUnevenInputs
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
 from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
+from hf_compressopt.zero.reducer import GradientAverages
 from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
 from hf_compressopt.zero.update import share_masters, update_parameters
 
@@ -46,7 +45,7 @@ class _ParamGroups(torch.optim.Optimizer):
         """Do nothing: there is no optimizer."""
 
 
-class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
+class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
     Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
@@ -517,6 +516,27 @@ class ZeroOptimizer(torch.optim.Optimizer, JoinsUnevenInputs):
             bucket.move_state(part, move)
         self._states_are_away = to_host
 
+    # -- ranks that run out of inputs before the others, in torch's Join context ---------------------------------------
+
+    def _notify_join_context(self) -> None:
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return the steps that a rank without inputs takes."""
+        return _ShadowSteps(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the Join context's own small tensors."""
+        return self.communicator.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks."""
+        return getattr(self.communicator, "process_group", None) or torch.distributed.group.WORLD
+
     # -- state dict ---------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -632,3 +652,18 @@ def _split(
     if value.numel() != sum(sizes):
         raise ValueError(f"this rank has {sum(sizes)} elements of {known.name}, got {value.numel()}")
     return zip(mine, torch.split(value.reshape(-1), sizes) if mine else (), strict=True)
+
+
+class _ShadowSteps(JoinHook):
+    """The steps of a rank without inputs: it updates its part of the parameters, with zero gradients of its own.
+
+    Averages are still taken over all ranks. Inside the context every rank runs one pass that sends per step.
+    """
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take part in one pass and one step, without gradients of this rank."""
+        self._optimizer.partition.reducer.empty_pass()
+        self._optimizer.step()

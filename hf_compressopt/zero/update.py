@@ -11,11 +11,10 @@ from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import trust_ratio
-from hf_compressopt.zero.averages import GradientAverages
 from hf_compressopt.zero.low_bit import send_differences
 from hf_compressopt.zero.parameters import PartitionedParameters
 from hf_compressopt.zero.parts import UpdateBucket, hyperparameters
-from hf_compressopt.zero.reducer import gather_parameters
+from hf_compressopt.zero.reducer import GradientAverages, gather_parameters
 
 
 def update_parameters(

@@ -14,7 +14,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from hf_compressopt import load_state
-from hf_compressopt.checkpoint.plain import PlainState
+from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import DTYPES, CheckpointError, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.shards import ShardFile, write_shard

@@ -1,0 +1,113 @@
+"""The engine that sends gradients while backward runs: one order of messages on all ranks, whatever their graphs do."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_compressopt import OnebitAdam, ZeroOptimizer
+from hf_compressopt.collectives.backward import Order
+from tests.support.harness import run_ranks
+
+
+class Block(nn.Module):
+    """Layers of which the middle one is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(9, 17), nn.Linear(17, 17), nn.Linear(17, 3)
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.middle(h)) if whole else h)
+
+
+def make_optimizers(blocks: nn.ModuleList) -> list[Any]:
+    """Three kinds of senders; the one made first sends while backward runs."""
+    shared: dict[str, Any] = {"zero_stage": 2, "freeze_step": 3, "warmup_bits": 8, "bucket_cap_mb": 100 * 4 / 2**20}
+    return [
+        OnebitAdam(blocks[0].parameters(), lr=1e-3, **shared),
+        ZeroOptimizer(blocks[1].parameters(), torch.optim.AdamW, stage=2, reduce_bucket_size=150, lr=1e-3),
+        OnebitAdam(blocks[2].parameters(), lr=1e-3, **shared),
+    ]
+
+
+def train_in_any_order(rank: int, world_size: int, seed: int) -> list[list[float]]:
+    torch.manual_seed(seed)
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    optimizers = make_optimizers(blocks)
+    own = random.Random(1000 * seed + rank)
+    for step in range(7):
+        last = 1 + step % 2  # backward passes of the step
+        for number in range(last):
+            order = own.sample(range(3), 3)  # each rank's graph completes the blocks in another order
+            x = torch.randn(4, 9, generator=torch.Generator().manual_seed(100 * step + rank))
+
+            def backward(order: list[int] = order, x: torch.Tensor = x) -> None:
+                loss = torch.zeros(())
+                for index in order:
+                    whole = own.random() < 0.7
+                    if index == 1 and own.random() < 0.5:
+                        y = checkpoint(blocks[index], x.requires_grad_(), whole, use_reentrant=True)
+                    else:
+                        y = blocks[index](x, whole)
+                    loss = loss * 0.9 + y.square().mean()
+                loss.backward()
+
+            if number < last - 1:
+                with optimizers[0].no_sync(), optimizers[1].no_sync(), optimizers[2].no_sync():
+                    backward()
+            else:
+                backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = torch.cat([p.detach().reshape(-1) for p in blocks.parameters()])
+    assert found.isfinite().all()
+    return found.tolist()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "seed", [0, 1, pytest.param(2, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
+)
+def test_several_senders_and_graphs_of_any_order(world_size: int, seed: int) -> None:
+    """Nobody waits for ever, and all ranks end with the same parameters."""
+    first, *others = run_ranks(world_size, train_in_any_order, seed)
+    assert all(other == first for other in others)
+
+
+def test_buckets_are_sent_in_order_and_the_rest_at_the_end() -> None:
+    order = Order([("a", "b"), ("b", "c"), ("d",)])
+    order.arrived("d")
+    order.arrived("c")
+    assert list(order.due()) == []  # the first bucket comes first
+    order.arrived("a")
+    order.arrived("a")  # once more
+    assert list(order.due()) == [] and order.awaits(0, "b")
+    order.arrived("b")
+    assert list(order.due()) == [0, 1, 2] and list(order.rest()) == []
+    order.begin()
+    order.arrived("unknown")
+    order.arrived("b")
+    assert list(order.due()) == [] and list(order.rest()) == [0, 1, 2]
+    assert order.chosen([True, False, True]) == [0, 2]
+
+
+def agreed_order(rank: int, world_size: int) -> list[int]:
+    from hf_compressopt.collectives.torch_dist import TorchCommunicator
+
+    order = Order([("a",), ("b",), ("c",)])
+    for member in "ca" if rank == 0 else "bca":
+        order.arrived(member)
+    list(order.rest())
+    order.begin()
+    order.agree(TorchCommunicator())
+    order.add([("d",)])
+    return list(order.rest())
+
+
+def test_the_order_is_that_of_rank_0() -> None:
+    assert run_ranks(2, agreed_order) == [[2, 0, 1, 3]] * 2

@@ -1,0 +1,152 @@
+"""Training on one device, by one process: a test file inherits the suite, and gives a fixture `device`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hf_compressopt
+from tests.support.trainer_runs import small_model, tokens
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {"freeze_step": 3}) for name in ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")),
+    ("FusedAdam", {}),
+    ("Lamb", {}),
+]
+
+
+def net(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(33, 129), nn.Tanh(), nn.Linear(129, 7)).to(device)
+
+
+def batch(device: torch.device, step: int) -> torch.Tensor:
+    return torch.randn(16, 33, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+@pytest.fixture
+def group(device: torch.device, tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone: NCCL on a GPU, gloo on a CPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class DeviceSuite:
+    @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+    def test_an_optimizer_trains_as_on_the_cpu(self, device: torch.device, name: str, options: dict[str, Any]) -> None:
+        finals = []
+        for place in (device, torch.device("cpu")):
+            model = net(place)
+            optimizer = getattr(hf_compressopt, name)(model.parameters(), lr=1e-3, **options)
+            for step in range(8):
+                optimizer.zero_grad()
+                model(batch(place, step)).square().mean().backward()
+                optimizer.step()
+            finals.append([p.detach().cpu() for p in model.parameters()])
+        for got, expected in zip(*finals, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=8e-3)  # a sign may differ: 8 steps of 1e-3
+
+    def test_grad_scaler_skips_a_step_and_takes_the_next(self, device: torch.device) -> None:
+        model = net(device)
+        optimizer = hf_compressopt.OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2)
+        scaler = hf_compressopt.GradScaler(device.type, init_scale=1024.0)
+        for step in range(5):
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.zero_grad()
+            dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+            with torch.autocast(device.type, dtype):
+                loss = model(batch(device, step)).float().square().mean()
+            scaler.scale(loss).backward()
+            if step == 3:
+                next(model.parameters()).grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+            kept = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+            assert kept == (step == 3)
+
+    def test_a_compiled_model_trains_as_the_model_does(self, device: torch.device) -> None:
+        losses: list[list[float]] = []
+        for compiles in (False, True):
+            model = net(device)
+            backend = "inductor" if device.type == "cuda" else "aot_eager"
+            forward = torch.compile(model, backend=backend) if compiles else model
+            optimizer = hf_compressopt.OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2)
+            losses.append([])
+            for step in range(6):
+                optimizer.zero_grad()
+                loss = forward(batch(device, step)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(loss.item())
+        assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+    @pytest.mark.usefixtures("group")
+    def test_backward_waits_for_nothing(self, device: torch.device) -> None:
+        model = nn.parallel.DistributedDataParallel(net(device))
+        optimizer = hf_compressopt.OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2)
+        hf_compressopt.attach_ddp(model, optimizer)
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(batch(device, step)).square().mean()
+            if device.type == "cuda" and step > 2:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                loss.backward()
+            finally:
+                if device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            optimizer.step()
+        assert all(p.isfinite().all() for p in model.parameters())
+
+    @pytest.mark.usefixtures("group")
+    @pytest.mark.parametrize("compression", ["int4", "int8"])
+    def test_fsdp2_with_compressed_gradients(self, device: torch.device, compression: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.type, (1, 1), mesh_dim_names=("replicate", "shard"))
+        model = net(device)
+        fully_shard(model[0], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        hf_compressopt.compress_fsdp(model, mesh, compression)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = model(batch(device, 0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+
+    @pytest.mark.parametrize("optim", ["onebit_adam", "fused_adam"])
+    def test_trainer_in_bf16(self, device: torch.device, optim: str, tmp_path: Path) -> None:
+        from transformers import Trainer, TrainingArguments
+
+        hf_compressopt.register()
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path),
+            bf16=True,
+            use_cpu=device.type == "cpu",
+            max_steps=6,
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            **hf_arguments(optim),
+        )
+        trainer = Trainer(model=small_model(), args=arguments, train_dataset=tokens())
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(losses) == 6 and losses[-1] < losses[0]
+
+
+def hf_arguments(optim: str) -> dict[str, Any]:
+    options = {"onebit_adam": "freeze_step=3"}.get(optim, "")
+    return {"optim": optim, "optim_args": options} if options else {"optim": optim}
