@@ -8,40 +8,18 @@ import torch
 
 from tests.support.harness import run_ranks
 from tests.support.spreading import short
-from tests.support.trainer_runs import Run, train
+from tests.support.trainer_runs import VARIANTS, Run, losses, train
 
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
-    "clipping": ({"max_grad_norm": 0.3}, {}),
-    "bf16_autocast": ({"bf16": True}, {}),
-    "checkpointing_reentrant": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {},
-    ),
-    "checkpointing": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        {},
-    ),
-    "torch_compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
-    "unused": ({}, {"unused": True}),
-    "frozen": ({}, {"frozen": True}),
-    "evaluate_first": ({}, {"evaluate_first": True}),
-    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),
-}
-#: The others are for the long tests.
-SHORT = ("plain", "accumulation", "checkpointing", "unused", "scaler")
+#: Of VARIANTS; the second ones are for the long tests.
+SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "scaler")
+EACH = (*SHORT, "clipping", "bf16_autocast", "reentrant", "torch_compile", "partly_frozen", "evaluate_before_train")
 
 
 def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
     return [train(rank, world_size, run) for run in runs]
 
 
-def losses(result: dict[str, Any]) -> list[float]:
-    return [row["loss"] for row in result["history"] if "loss" in row]
-
-
-@pytest.mark.parametrize("name", short(VARIANTS, SHORT))
+@pytest.mark.parametrize("name", short(EACH, SHORT))
 def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
     arguments = {"output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 1e-3, **arguments}
