@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from typing import Any, cast
 
@@ -60,11 +60,11 @@ from hf_compressopt.integrations.models import (
     undo_evaluation_mode,
     without_compile,
 )
-from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
+_MARK = "_hf_compressopt"  # of a method that is wrapped
 #: Variables of which one makes ``python -m hf_compressopt.run`` attach every accelerator.
 _CHOICES = ("COMPRESSOPT_OPTIM", "COMPRESSOPT_OPTIMIZER", "COMPRESSOPT_GRAD_COMPRESSION", "COMPRESSOPT_ZERO_STAGE")
 
@@ -561,6 +561,23 @@ def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
 
 
 # -- attaching --------------------------------------------------------------------------------------------------------
+
+
+def is_wrapped(cls: type, name: str) -> bool:
+    """True if :func:`wrap` has wrapped the method of this class."""
+    return hasattr(getattr(cls, name), _MARK)
+
+
+def wrap(cls: type, name: str, wrapper: Callable[..., Any], *, static: bool = False) -> None:
+    """Replace a method by ``wrapper(original, self, *args, **kwargs)``, without ``self`` if it is static."""
+    original = getattr(cls, name)
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    setattr(cls, name, staticmethod(method) if static else method)
 
 
 def register() -> None:

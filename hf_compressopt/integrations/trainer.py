@@ -22,16 +22,7 @@ from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.io import wait_for_saves
 from hf_compressopt.integrations import accelerate
-from hf_compressopt.integrations.accelerate import (
-    Attachment,
-    anyone,
-    attach,
-    load_compressions,
-    make_ours,
-    parameter_names,
-    save_compressions,
-    save_shards,
-)
+from hf_compressopt.integrations.accelerate import Attachment, attach, is_wrapped, parameter_names, wrap
 from hf_compressopt.integrations.algorithms import (
     ALGORITHMS,
     OPTIMIZERS,
@@ -47,7 +38,6 @@ from hf_compressopt.integrations.models import (
     why_unsupported,
     without_compile,
 )
-from hf_compressopt.integrations.patching import add_member, is_wrapped, wrap
 from hf_compressopt.integrations.plugin import (
     CompressOptPlugin,
     OptimArgs,
@@ -74,7 +64,7 @@ def register() -> None:
     """
     check_variables()
     for name in (*OPTIMIZERS, *ZERO_NAMES):
-        add_member(training_args.OptimizerNames, name)
+        _add_member(training_args.OptimizerNames, name)
     if is_wrapped(Trainer, "create_optimizer"):
         return
     wrap(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs, static=True)
@@ -96,6 +86,22 @@ def register() -> None:
     accelerate.register()
     trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
     show_log()
+
+
+def _add_member(enum: Any, value: str) -> None:
+    """Add a member to an enum of strings, because argument parsers accept members only."""
+    if value in enum._value2member_map_:
+        return
+    name = value.upper()
+    member = str.__new__(enum, value)
+    member._name_, member._value_ = name, value
+    member._sort_order_ = len(enum._member_names_)
+    type.__setattr__(enum, name, member)
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+    if hasattr(enum, "_hashable_values_"):  # Python >= 3.12.3 looks here too
+        enum._hashable_values_.append(value)
 
 
 class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
@@ -177,7 +183,7 @@ def _attach(self: Trainer) -> None:
         if reason:
             raise ValueError(reason)
     if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
-        make_ours(self.accelerator, None)  # at most it has evaluated the model
+        accelerate.make_ours(self.accelerator, None)  # at most it has evaluated the model
     elif "_compressopt" not in vars(self.accelerator) and not wanted:
         return  # it has trained before
     attachment = attach(self.accelerator)._compressopt
@@ -261,10 +267,10 @@ def attachment_of(self: Trainer) -> Attachment | None:
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner = innermost(self.optimizer)
     if attachment := attachment_of(self):
-        save_compressions(attachment.compressions(), output_dir)
+        accelerate.save_compressions(attachment.compressions(), output_dir)
     if not saves_shards(inner):
         return original(self, output_dir)
-    save_shards([inner], [self.model], output_dir, background=_saves_in_background(self))
+    accelerate.save_shards([inner], [self.model], output_dir, background=_saves_in_background(self))
     with inner.state_in_shards():
         return original(self, output_dir)
 
@@ -276,8 +282,8 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
         return original(self, checkpoint)
     wait_for_saves()
     if attachment := attachment_of(self):
-        load_compressions(attachment.compressions(), checkpoint)
-    if not anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
+        accelerate.load_compressions(attachment.compressions(), checkpoint)
+    if not accelerate.anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
             logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts from zero", checkpoint)
