@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from hf_compressopt.integrations.plugin import CompressOptPlugin
     from hf_compressopt.integrations.trainer import register
     from hf_compressopt.optim.fused_adam import FusedAdam
-    from hf_compressopt.optim.lamb import Lamb
+    from hf_compressopt.optim.lamb import Lamb, OnebitLamb
     from hf_compressopt.optim.onebit_adam import OnebitAdam
-    from hf_compressopt.optim.onebit_lamb import OnebitLamb
     from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
     from hf_compressopt.zero.config import ZeroConfig
     from hf_compressopt.zero.memory import estimate_zero_memory
@@ -37,7 +36,7 @@ _HOME = {
     "GradientSync": "hf_compressopt.collectives.ddp",
     "Lamb": "hf_compressopt.optim.lamb",
     "OnebitAdam": "hf_compressopt.optim.onebit_adam",
-    "OnebitLamb": "hf_compressopt.optim.onebit_lamb",
+    "OnebitLamb": "hf_compressopt.optim.lamb",
     "ZeroOneAdam": "hf_compressopt.optim.zero_one_adam",
     "ZeroConfig": "hf_compressopt.zero.config",
     "ZeroOptimizer": "hf_compressopt.zero.optimizer",

@@ -50,20 +50,22 @@ class GradScaler(torch.amp.GradScaler):
             if inner.config.grad_compression != "none":
                 self._told = WeakSet([inner, *(self._told or ())])
             return {found_inf.device: torch.full_like(found_inf, float(inner.unscale_(float(inv_scale))))}
-        if isinstance(inner, CompressedOptimizer):
-            if inner.freed is not None:
-                self._told = WeakSet([inner, *(self._told or ())])
-                inner.freed.note_loss_scale(1.0 / float(inv_scale))
-            inner.early_messages.note_loss_scale(1.0 / float(inv_scale))
-        if isinstance(inner, CompressedOptimizer) and inner.plan.reduce_grads and inner.warmup_bits < 16:
-            inner.warmup_gradients.note_loss_scale(1.0 / float(inv_scale))
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if isinstance(inner, CompressedOptimizer):
-            inner.early_messages.note_unscaled()
-        if isinstance(inner, CompressedOptimizer) and inner.local_gradients:
-            inner._consensus.note_overflow(any(map(bool, found.values())))
-            return found or {found_inf.device: found_inf}
-        return found
+        if not isinstance(inner, CompressedOptimizer):
+            found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            return found
+        scale = 1.0 / float(inv_scale)
+        if inner.freed is not None:
+            self._told = WeakSet([inner, *(self._told or ())])
+            inner.freed.note_loss_scale(scale)
+        inner.early_messages.note_loss_scale(scale)
+        if inner.plan.reduce_grads and inner.warmup_bits < 16:
+            inner.warmup_gradients.note_loss_scale(scale)
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        inner.early_messages.note_unscaled()
+        if not inner.local_gradients:
+            return found
+        inner._consensus.note_overflow(any(map(bool, found.values())))
+        return found or {found_inf.device: found_inf}
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

@@ -9,7 +9,7 @@ needs is virtual: no buffer holds it, so that it can count in no norm.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
@@ -55,31 +55,32 @@ class Span:
         start: First element within the flattened parameter.
         stop: One past the last element within the flattened parameter.
         offset: Place of the first element in the buffer.
+        numel: Elements of the span.
     """
 
     index: int
     start: int
     stop: int
     offset: int
+    numel: int = field(init=False)
 
-    @property
-    def numel(self) -> int:
-        """Elements of the span."""
-        return self.stop - self.start
+    def __post_init__(self) -> None:
+        """Count the elements once: a step asks for them."""
+        object.__setattr__(self, "numel", self.stop - self.start)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of a group's flat buffer, sent together."""
+    """Elements [start, stop) of a group's flat buffer, sent together; ``numel`` of them, without padding."""
 
     start: int
     stop: int
     pieces: tuple[Span, ...]
+    numel: int = field(init=False)
 
-    @property
-    def numel(self) -> int:
-        """Real elements of the bucket."""
-        return self.stop - self.start
+    def __post_init__(self) -> None:
+        """Count the elements once: a step asks for them."""
+        object.__setattr__(self, "numel", self.stop - self.start)
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,14 @@ class FlatLayout:
         bucket_numel: Elements of every bucket but the last.
         starts: Offset of each parameter in the flat buffer.
         buckets: The buckets, in order; none if the group has no element.
+        numel: Elements of the whole flat buffer.
     """
 
     numels: tuple[int, ...]
     bucket_numel: int
     starts: tuple[int, ...]
     buckets: tuple[Bucket, ...]
+    numel: int
 
     @classmethod
     def build(cls, numels: Sequence[int], bucket_numel: int) -> FlatLayout:
@@ -113,12 +116,7 @@ class FlatLayout:
             Bucket(start, min(start + bucket_numel, total), tuple(_pieces(numels, starts, start, start + bucket_numel)))
             for start in range(0, total, bucket_numel)
         )
-        return cls(tuple(numels), bucket_numel, starts[:-1], buckets)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole flat buffer."""
-        return sum(self.numels)
+        return cls(tuple(numels), bucket_numel, starts[:-1], buckets, total)
 
 
 def _pieces(numels: Sequence[int], starts: Sequence[int], low: int, high: int) -> Iterator[Span]:

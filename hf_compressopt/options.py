@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 ACCEPTED = (
     *("comm_backend_name", "cuda_aware", "amsgrad", "eps_inside_sqrt", "var_freeze_step", "node_size", "fused_warmup"),
     *("var_update_scaler", "local_step_scaler", "local_step_clipper", "adam_w_mode", "set_grad_none", "maximize"),
-    *("capturable", "reduce_scatter", "reduce_bucket_size", "allgather_bucket_size", "clip_grad"),
+    *("capturable", "reduce_bucket_size", "allgather_bucket_size", "clip_grad"),
     *("contiguous_gradients", "round_robin_gradients", "postscale_gradients", "gradient_predivide_factor"),
     *("ignore_unused_parameters", "initial_loss_scale", "loss_scale_window"),
 )

@@ -91,12 +91,7 @@ class Schedule(ABC):
         """Return the plan of a step."""
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            ValueError: For an option outside its range.
-            TypeError: For an option that is no int.
-        """
+        """Check the options."""
         for name, value in self.options().items():
             if name == "freeze_step" and isinstance(value, str):
                 if value != AUTO:
@@ -113,12 +108,7 @@ class Schedule(ABC):
 
     @classmethod
     def of(cls: type[_Schedule], options: Any) -> _Schedule:
-        """Return the schedule with these options, as :meth:`options` returns them, or an earlier version did.
-
-        Raises:
-            ValueError: If they are not those of such a schedule, or outside their ranges.
-            TypeError: For an option that is no int.
-        """
+        """Return the schedule with these options, as :meth:`options` returns them, or an earlier version did."""
         legal = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         if isinstance(options, dict):
             options = {"freeze_step" if name == "var_freeze_step" else name: value for name, value in options.items()}
@@ -167,7 +157,6 @@ class Schedule(ABC):
         return replace(self.frozen_at(AUTO), **chosen)  # type: ignore[type-var]
 
     def describe(self, max_steps: int, given: Collection[str]) -> str:
-        """Describe what :meth:`fitted` chose, for the log."""
         if self.is_given(given):
             return f"of {max_steps} steps, as given"
         if self.last_warmup_step > max_steps:
@@ -187,7 +176,6 @@ class OnebitSchedule(Schedule):
     min_freeze_step: int = MIN_FREEZE_STEP
 
     def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step."""
         warmup = self.is_in_first_stage(step)
         return StepPlan(
             step=step,
@@ -224,7 +212,6 @@ class ZeroOneSchedule(Schedule):
     local_step_clipper: int = 16
 
     def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step."""
         if self.is_in_first_stage(step):
             learns = step % self.variance_interval(step) == 0
             return StepPlan(step, Stage.VARIANCE, learns, learns, not learns, step == self.freeze_step)
@@ -263,7 +250,6 @@ class ZeroOneSchedule(Schedule):
         return replace(super().fitted(max_steps, given, low_bit=low_bit), **chosen)
 
     def describe(self, max_steps: int, given: Collection[str]) -> str:
-        """Describe what :meth:`fitted` chose, for the log."""
         scaled = (f"{name}={getattr(self, name)}" for name in ("var_update_scaler", "local_step_scaler"))
         return ", ".join([super().describe(max_steps, given), *scaled])
 

@@ -29,7 +29,6 @@ from hf_compressopt.zero.state_dict import (
     load_header,
     set_state,
 )
-from hf_compressopt.zero.update import share_parts
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -289,7 +288,7 @@ class PartitionedState(State):
         for number in partition.in_order():
             if partition.known[number].owner is None:
                 shared[partition.known[number].group].append(partition.tensors[number])
-        super().__init__(optimizer.communicator, partition.names_by_group(None, len(shared)), shared)
+        super().__init__(optimizer.communicator, optimizer.parameter_names(), shared)
 
     def header(self) -> dict[str, Any]:
         optimizer = self._optimizer
@@ -434,7 +433,7 @@ class PartitionedState(State):
         for _, part, key, local in staged:
             if key.kind == REPLICA:
                 write_span(partition.tensors[part.param], part.span.start, part.span.stop, local)
-        share_parts(partition)
+        partition.share_parts()
         for _, part in partition.parts():
             if part.is_ahead:
                 part.note_replica(partition.tensors[part.param])

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.optim.fused_adam import FusedAdam
-from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.lamb import Lamb, OnebitLamb
 from hf_compressopt.optim.onebit_adam import OnebitAdam
-from hf_compressopt.optim.onebit_lamb import OnebitLamb
 from hf_compressopt.optim.zero_one_adam import ZeroOneAdam
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 

@@ -14,9 +14,8 @@ from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_
 from hf_compressopt.optim.onebit_adam import OnebitAdam
 from hf_compressopt.optim.options import check_zero_stage
 from hf_compressopt.options import describe_kinds, did_you_mean, options_of, parse
-from hf_compressopt.zero.config import check_stage
+from hf_compressopt.zero.config import check_optimizer_class, check_stage
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-from hf_compressopt.zero.supported import check_optimizer_class
 
 #: Types that an option may have, and its default.
 Options = dict[str, tuple[tuple[type, ...], Any]]

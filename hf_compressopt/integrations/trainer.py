@@ -45,8 +45,8 @@ from hf_compressopt.integrations.plugin import (
     check_variables,
     read_optim_args,
 )
+from hf_compressopt.zero.config import check_optimizer_class
 from hf_compressopt.zero.optimizer import ZeroOptimizer
-from hf_compressopt.zero.supported import check_optimizer_class
 
 logger = logging.getLogger(__name__)
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf")

@@ -1,4 +1,27 @@
-"""The agreement of the ranks of one optimizer: what must be alike, norms, faults, overflows; and its log lines."""
+"""The agreement of the ranks: their gradients are checked and measured, and what must be alike is compared; log lines.
+
+The noise in the ranks' gradients, measured while they are clipped.
+
+A rank's gradient g_r is the true gradient G and noise: E ||g_r||^2 = |G|^2 + S, where S is the trace of the noise's
+covariance. The mean g of W of them has E ||g||^2 = |G|^2 + S / W. With A, the mean over ranks of ||g_r||^2,
+    common = (||g||^2 - A / W) / (A - A / W)                                      (1)
+estimates |G|^2 / (|G|^2 + S), the share of A that the ranks have in common, whatever W is. From its moving average:
+    S / |G|^2 = (1 - common) / common                                             (2)
+    ||g||^2 / A = common + (1 - common) / W                                       (3)
+(2) is the simple noise scale of McCandlish et al. 2018, arXiv 1812.06162, in units of the batch of one rank.
+
+The norm of the mean of gradients that stay on their ranks, from count sketches.
+
+A sketch is linear: the mean of the ranks' sketches is the sketch of the mean gradient. Its norm is the norm of the mean
+gradient, with a relative standard deviation of 1 / sqrt(2 k): 1.1 % for k = 4096 numbers. It travels in the small
+message that the ranks exchange in every step. See :mod:`hf_compressopt.kernels.sketch`.
+
+The sketch of fewer than 65,536 elements is folded: its parts of k numbers are added, so that it takes no more than a
+fourth of a byte per element, twice what their signs take. At least 64 numbers stay.
+
+A parameter that only some of the ranks hold, in a param group with a process group of its own, belongs to a sketch of
+these ranks. They exchange it first, and tell the norm of its mean to all ranks in the message of all.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +30,401 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from math import sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import DIGEST_BOUND, Communicator
-from hf_compressopt.optim.gradients import GradientNoise, Grads, MeanNorm, StepGradients, measure
+from hf_compressopt.kernels import Segment, sum_of_squares
+from hf_compressopt.kernels.memory import holds_values, in_memory
+from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.optim.group import GroupState, by_communicator, has_own_groups
-from hf_compressopt.optim.late import EarlyMessages
 from hf_compressopt.optim.math import bit_sum
-from hf_compressopt.optim.sharded import FreedGradients
+from hf_compressopt.optim.options import DTYPES
 from hf_compressopt.schedules import StepPlan
+
+if TYPE_CHECKING:
+    from hf_compressopt.optim.late import EarlyMessages
+    from hf_compressopt.optim.sharded import FreedGradients
+
+
+#: Name of the tensor that holds the moving average.
+NOISE = "gradient_noise"
+#: Share of the moving average that stays at each measurement.
+MEMORY = 0.95
+
+
+class GradientNoise:
+    """The moving average of (1), alike on all ranks, and what follows from it."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def add(self, common: float) -> None:
+        """Take up a measurement of (1), alike on all ranks; NaN and infinity are none."""
+        if math.isfinite(common):
+            state = self._tensors.setdefault(NOISE, torch.zeros(2, dtype=torch.float64, device="cpu"))
+            state.mul_(MEMORY).add_(torch.tensor([common, 1.0], dtype=torch.float64, device="cpu"), alpha=1 - MEMORY)
+
+    @property
+    def common(self) -> float | None:
+        """The moving average of (1), or None before the first measurement."""
+        total, weight = self._tensors[NOISE].tolist() if NOISE in self._tensors else (0.0, 0.0)
+        return total / weight if weight > 0 else None
+
+    @property
+    def scale(self) -> float | None:
+        """The noise scale (2), >= 0. None before the first measurement, or if noise hides the true gradient."""
+        common = self.common
+        return max(0.0, (1 - common) / common) if common is not None and common > 0 else None
+
+    def square_ratio(self, share: float) -> float:
+        """Return (3) for 1 / W = ``share``, in [share, 1]; 1 before the first measurement."""
+        measured = self.common
+        common = min(1.0, max(0.0, 1.0 if measured is None else measured))
+        return common + (1 - common) * share
+
+
+#: Legal values of ``clip``; "late" clips by the last step's norm, which "sketch" finds.
+CLIPS = ("sketch", "local", "late")
+_LEAST_BITS = 6
+#: What "sketch" reports as the norm, for the log.
+ESTIMATE = "an estimate of that of the mean gradient, within some per cent"
+
+
+class Sketch(NamedTuple):
+    """The sketch of the gradients that the ranks of a communicator hold."""
+
+    communicator: Communicator
+    y: Tensor  # [4096] float32, of this rank
+    square: Tensor  # [] float64, the sum of squares of this rank's gradients
+    size: int  # the numbers that are sent
+
+
+def sketch_size(numel: int) -> int:
+    """Return how many numbers the sketch of so many elements has: a power of two."""
+    return min(SKETCH_NUMEL, 1 << max(_LEAST_BITS, (numel // 16).bit_length() - 1))
+
+
+class MeanNorm:
+    """This rank's part of the norm of the mean gradient, and the noise that the norms show.
+
+    Attributes:
+        sketches: One for each group of ranks whose gradients are each rank's own.
+        averaged: [] float64, the share-weighted sum of squares of gradients that are alike on the ranks that hold them.
+        squares: The sums of squares of all these gradients, [] float64, by their share: 1 over the number of ranks that
+            hold the parameter.
+        common: (1), after :meth:`square`; NaN if there is none.
+        mean_square: The mean over ranks of the squared norms of their gradients, after :meth:`square`.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[GroupState],
+        gradients: Sequence[Sequence[Tensor | None]],
+        parameters: Sequence[Tensor] | None,
+        everyone: Communicator,
+        seed: int,
+        *,
+        averaged: bool,
+    ) -> None:
+        """Measure this rank's gradients; if ``averaged``, those that all ranks hold are alike on all."""
+        self.everyone = everyone
+        self.sketches: list[Sketch] = []
+        self.averaged = torch.zeros((), dtype=torch.float64, device=states[0].device if states else everyone.device)
+        self.squares: dict[float, Tensor] = {}
+        self.common = self.mean_square = math.nan
+        chosen = None if parameters is None else {id(p) for p in parameters}
+        groups = by_communicator(states)
+        if not any(communicator is everyone for communicator, _ in groups):
+            groups.insert(0, (everyone, []))
+        for communicator, together in sorted(groups, key=lambda group: group[0] is not everyone):
+            rows: list[tuple[int, Tensor | None]] = []
+            for state in together if gradients else ():
+                for param, grad in zip(state.params, gradients[state.number], strict=True):
+                    rows.append((param.numel(), grad if chosen is None or id(param) in chosen else None))
+            if communicator is everyone and parameters and gradients:
+                known = {id(param) for state in states for param in state.params}
+                for param in (param for param in parameters if id(param) not in known):
+                    grad = None if param.grad is None else param.grad.to(self.averaged.device, torch.float32)
+                    rows.append((param.numel(), grad))
+            alike = communicator.world_size == 1 or (averaged and communicator is everyone)
+            size = sketch_size(sum(state.layout.numel for state in together))
+            self._add(communicator, rows, None if alike else seed, size)
+
+    def _add(
+        self, communicator: Communicator, rows: Sequence[tuple[int, Tensor | None]], seed: int | None, size: int
+    ) -> None:
+        device, share = self.averaged.device, 1 / communicator.world_size
+        if seed is None:
+            square = sum_of_squares([grad for _, grad in rows if grad is not None], device)
+            self.averaged = self.averaged + square * share
+        else:
+            y = torch.zeros(SKETCH_NUMEL, dtype=torch.float32, device=device)
+            square = torch.zeros((), dtype=torch.float64, device=device)
+            segments = [
+                Segment(None if grad is None else in_memory("the gradient", grad), 0, numel, index)
+                for index, (numel, grad) in enumerate(rows)
+            ]
+            if any(segment.numel for segment in segments):
+                sketch_(segments, 0, seed, y, square)
+            self.sketches.append(Sketch(communicator, y, square, size))
+        self.squares[share] = self.squares.get(share, 0) + square
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if any(s.communicator is self.everyone for s in self.sketches) else torch.float64
+
+    def contributions(self) -> tuple[list[Tensor], Tensor | None]:
+        """Return four numbers of this rank and its sketch, whose sums over all ranks :meth:`square` takes."""
+        zero = torch.zeros_like(self.averaged)
+        own, local, divided = zero, zero, zero
+        shared: Tensor | None = None
+        for communicator, whole, square, size in self.sketches:
+            y = whole if size == whole.numel() else whole.view(-1, size).sum(dim=0)
+            share = 1 / communicator.world_size
+            local, divided = local + square * share, divided + square * share**2
+            if communicator is self.everyone:
+                shared = y
+            else:
+                communicator.all_reduce(y).wait()
+                own = own + y.double().div(communicator.world_size).square().sum() * share
+        return [self.averaged, own, local, divided], shared
+
+    def square(self, sums: Sequence[float]) -> float:
+        """Return the squared norm of the mean gradient, alike on all ranks."""
+        averaged, own, local, divided, *squares = sums
+        mean = own + sum(squares)
+        self.common = (mean - divided) / (local - divided) if local != divided else math.nan
+        self.mean_square = averaged + local
+        return averaged + mean
+
+
+Grads = list[list["Tensor | None"]]  # one list per param group, one entry per trainable parameter
+
+
+class StepGradients:
+    """The gradients of one step, and what is wrong with them."""
+
+    def __init__(
+        self,
+        groups: Grads,
+        fault: Exception | None,
+        communicator: Communicator,
+        shares: Sequence[float],
+        *,
+        ask: bool,
+    ) -> None:
+        self.groups = groups  # one entry per trainable parameter, None without gradient
+        self.fault = fault  # to raise on this rank
+        self.ask = ask  # whether the ranks must agree on the norm, since some gradients are each rank's own
+        self.left: frozenset[int] = frozenset()  # ids of gradients that are in messages already: they are not clipped
+        self.freed: FreedGradients | None = None  # sent and freed gradients, beside those of the groups
+        self._communicator, self._shares = communicator, tuple(shares)
+        self._local_squares: dict[float, Tensor] | None = None
+        self._square: float | None = None
+        self.measured_signature: tuple[tuple[int, int], ...] | None = None
+
+    @classmethod
+    def collect(
+        cls, states: Sequence[GroupState], given: Iterable[Any] | None, communicator: Communicator, *, ask: bool
+    ) -> StepGradients:
+        """Collect the gradients of the trainable parameters."""
+        flat = [param for state in states for param in state.options["params"]]
+        try:
+            grads = [p.grad for p in flat] if given is None else _flatten(given, len(flat))
+        except ValueError as error:
+            return cls([], error, communicator, [], ask=ask)
+        by_param = dict(zip(map(id, flat), grads, strict=True))
+        groups = [[by_param.pop(id(p)) for p in state.params] for state in states]
+        fault: Exception | None = None
+        if any(grad is not None for grad in by_param.values()):
+            fault = ValueError(
+                "a parameter that was frozen (requires_grad=False) when it was added now has a gradient: the optimizer "
+                "has no state for it; add it with add_param_group once it is trainable"
+            )
+        for state, mine in zip(states, groups, strict=True):
+            fault = fault or find_fault(state.params, mine, state.labels)
+        shares = [1 / state.communicator.world_size for state in states]
+        return cls(groups, fault, communicator, shares, ask=ask)
+
+    def present(self) -> list[Tensor]:
+        return [grad for grad in chain.from_iterable(self.groups) if grad is not None]
+
+    def signature(self) -> tuple[tuple[int, int], ...]:
+        """Return the identity and version of each gradient: equal signatures have equal values."""
+        return tuple((id(grad), grad._version) for grad in self.present())
+
+    def of(self, params: Iterable[Tensor], states: Sequence[GroupState]) -> StepGradients:
+        """Return the gradients of any parameters; parameters without state belong to all ranks."""
+        params = [p for p in params if p.grad is not None]
+        if {id(p.grad) for p in params} == {id(grad) for grad in self.present()}:
+            return self
+        shares = {id(p): 1 / state.communicator.world_size for state in states for p in state.params}
+        chosen: dict[float, list[Tensor | None]] = {}
+        for p in params:
+            chosen.setdefault(shares.get(id(p), 1 / self._communicator.world_size), []).append(p.grad)
+        part = StepGradients(list(chosen.values()), self.fault, self._communicator, list(chosen), ask=self.ask)
+        part.left, part.freed = self.left, self.freed
+        return part
+
+    def local_squares(self) -> dict[float, Tensor]:
+        """Return the sums of squares of this rank's gradients, [] float64, by their group's share. Computed once."""
+        if self._local_squares is None:
+            by_share: dict[float, list[Tensor]] = {}
+            for grads, share in zip(self.groups, self._shares, strict=True):
+                by_share.setdefault(share, []).extend(grad for grad in grads if grad is not None)
+            device = self._communicator.device
+            self._local_squares = {share: sum_of_squares(grads, device) for share, grads in by_share.items()}
+            for share, square in {} if self.freed is None else self.freed.squares().items():
+                self._local_squares[share] = self._local_squares.get(share, 0) + square
+        return self._local_squares
+
+    def reuse(self, measured: StepGradients | None) -> bool:
+        """Reuse the local sums of squares of gradients that were measured before, if they are the same gradients."""
+        same = measured is not None and measured.measured_signature == self.signature()
+        if measured is not None and same:
+            self._local_squares = measured._local_squares
+        return same
+
+    def is_usable(self) -> bool:
+        """Return whether this rank's gradients are valid and finite."""
+        squares = [*self.local_squares().values()] if self.fault is None else []
+        return self.fault is None and (not squares or all(map(math.isfinite, torch.stack(squares).tolist())))
+
+    def agree(
+        self,
+        digests: Sequence[int] = (),
+        *,
+        overflow: bool = False,
+        part: StepGradients | None = None,
+        mean: MeanNorm | None = None,
+        ratio: Callable[[float], float] | None = None,
+    ) -> Any:
+        """Sum the squares over the ranks, for :meth:`square_norm`, tell each other of faults, and compare numbers."""
+        part = part or self
+        weight = None if self.ask else ratio or (lambda share: 1.0)
+        own = [each._own_square(overflow, weight) for each in (self, *([] if part is self else [part]))]
+        alike: list[bool] = []
+        if self.ask:
+            faults = torch.full_like(own[0], float(self.fault is not None))
+            means, sketch = ([], None) if mean is None else mean.contributions()
+            dtype = torch.float64 if mean is None else mean.dtype
+            numbers = [faults, own[0], own[-1], *means]
+            sums, alike = self._communicator.sum_and_compare(numbers, digests, dtype, sketch)
+            if self.fault is None and sums[0] > 0:
+                raise RuntimeError(f"{int(sums[0])} other rank(s) were given gradients that cannot be used")
+            squares = sums[1:3]
+            if mean is not None and math.isfinite(squares[1]):
+                squares[1] = mean.square(sums[3:])
+        elif self.fault is None:
+            squares = torch.stack(own).tolist()
+        if self.fault is not None:
+            raise self.fault
+        self._square = squares[0]
+        part._square = squares[-1]
+        self.measured_signature = self.signature()
+        return alike
+
+    def _own_square(self, overflow: bool, weight: Callable[[float], float] | None) -> Tensor:
+        """Return this rank's contribution to the sum of squares, [] float64; the share itself is the default weight."""
+        square = torch.zeros((), dtype=torch.float64, device=self._communicator.device)
+        if overflow:
+            return square + math.inf
+        for share, local in self.local_squares().items() if self.fault is None else ():
+            square = square + local * (share if weight is None else weight(share))
+        return square
+
+    def square_norm(self) -> float:
+        """Return the squared norm of averaged gradients; of local ones the mean over ranks of their squared norms.
+
+        The latter is at least the square of the norm of the mean, and at most W times that. Parameters that only some
+        of the ranks hold count by the mean over these.
+
+        It is alike on all ranks, after :meth:`agree`, and not finite if an element on any rank is not, or is too large
+        for its square to be a float32.
+        """
+        if self._square is None:
+            self.agree()
+        assert self._square is not None
+        return self._square
+
+    def is_finite(self) -> bool:
+        return math.isfinite(self.square_norm())
+
+    def clip_(self, max_norm: float, *, in_place: bool) -> float:
+        """Clip to ``max_norm``, by the same factor on every rank, and return the norm before."""
+        square = self.square_norm()
+        norm = math.sqrt(square) if square >= 0 else math.nan
+        factor = min(1.0, max_norm / (norm + 1e-6))  # as torch computes it
+        if math.isfinite(norm) and factor < 1.0:
+            if in_place:
+                _scale_([grad for grad in self.present() if id(grad) not in self.left], factor)
+            else:
+                clipped = {id(grad): grad * factor for grad in self.present() if id(grad) not in self.left}
+                self.groups = [[clipped.get(id(grad), grad) for grad in grads] for grads in self.groups]
+            if self.freed is not None:
+                self.freed.scale_(factor)
+            if self.left:
+                self._local_squares = None
+            else:
+                self._square = self.square_norm() * factor**2
+                self._local_squares = {share: local * factor**2 for share, local in self.local_squares().items()}
+        self.measured_signature = self.signature()
+        return norm
+
+
+def _scale_(grads: Sequence[Tensor], factor: float) -> None:
+    """Multiply gradients in place. Lazily negated and expanded ones get new memory: torch refuses to write to it."""
+    plain: list[Tensor] = []
+    for grad in grads:
+        if holds_values(grad) and 0 not in grad.stride():
+            plain.append(grad)
+        else:
+            grad.data = grad * factor
+    if plain:
+        torch._foreach_mul_(plain, factor)
+
+
+def _flatten(grads: Iterable[Any], count: int) -> list[Tensor | None]:
+    """Gradients handed to ``step(grads=...)`` as one list: per parameter, or per group a list of these."""
+    given = list(grads)
+    if given and all(isinstance(entry, (list, tuple)) for entry in given):
+        given = list(chain.from_iterable(given))
+    if len(given) != count:
+        raise ValueError(f"grads must hold one gradient (or None) per parameter, {count} in all, got {len(given)}")
+    return given
+
+
+def find_fault(params: Sequence[Tensor], grads: Sequence[Tensor | None], names: Sequence[str]) -> Exception | None:
+    """Return the error in the first gradient that cannot be used, or None."""
+    for param, grad, name in zip(params, grads, names, strict=True):
+        if grad is None:
+            continue
+        if grad.layout != torch.strided:
+            return TypeError(
+                f"the gradient of {name} is sparse ({grad.layout}); only dense gradients are supported: make the "
+                "embedding with sparse=False"
+            )
+        if not grad.is_floating_point():
+            return TypeError(f"the gradient of {name} is {grad.dtype}; legal are real floating-point gradients")
+        if grad.dtype not in DTYPES:
+            return TypeError(f"the gradient of {name} is {grad.dtype}; legal are {DTYPES}: give it as grad.float()")
+        if grad.shape != param.shape:
+            return ValueError(
+                f"the gradient of {name} has shape {tuple(grad.shape)}; legal is the parameter's, {tuple(param.shape)}"
+            )
+        if grad.device != param.device:
+            return ValueError(f"the gradient of {name} is on {grad.device}, its parameter on {param.device}")
+        if not holds_values(grad):
+            try:
+                in_memory(f"the gradient of {name}", grad)
+            except TypeError as error:
+                return error
+    return None
+
 
 logger = logging.getLogger(__name__)
 
@@ -32,28 +436,6 @@ def write_log(logger: logging.Logger, level: int, message: str, *args: object) -
     """
     with suppress(Exception):
         logger.log(level, message, *args)
-
-
-def report_switch(plan: StepPlan, states: Iterable[GroupState], world_size: int, sent: str, norm: str) -> None:
-    """Log the end of the first stage, and warn of parameters that do not move after it."""
-    message = "step %d: %s ends, the variance is frozen; "
-    if world_size > 1:
-        message += f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
-    else:
-        message += "with one rank nothing is sent, and so nothing is compressed"
-    write_log(logger, logging.INFO, message, plan.step, plan.stage.value)
-    names = [name for state in states for name, still in zip(state.labels, state.still, strict=True) if still]
-    if names:
-        write_log(
-            logger,
-            logging.WARNING,
-            "%d parameter(s) have no variance after the warmup stage and are not updated any more, since their "
-            "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a group "
-            "with non_freeze=True)",
-            len(names),
-            ", ".join(names[:8]),
-            ", ..." if len(names) > 8 else "",
-        )
 
 
 _CHUNK = 1 << 20  # elements that are compared, or sent, at a time
@@ -69,18 +451,13 @@ class Comparison:
     """The comparison of the ranks of one optimizer, before its first step and where a stage begins."""
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator) -> None:
-        """Begin with nothing compared."""
         self._states, self._communicator = states, communicator
-        self._checked = False
+        self.checked = False
         self._compared_at = 0  # the step before which the ranks were compared last
-
-    def check_anew(self) -> None:
-        """Have the ranks compare everything before the next step."""
-        self._checked = False
 
     def check(self, plan: StepPlan, before: StepPlan | None, alike: Callable[[], Sequence[Any]]) -> None:
         """Check, before the first step and before the first one of a stage, that the ranks are alike."""
-        if not self._checked:
+        if not self.checked:
             own = [state.own_rank is not None for state in self._states]
             self._communicator.require_equal(
                 "optimizer, step, options, or param groups with a process_group of their own", [*alike(), own]
@@ -88,16 +465,22 @@ class Comparison:
             self._require_equal("parameter sizes", lambda state: digest_of((state.compressed, state.layout.numels)))
             self.require_same_hyperparameters()
             if plan.agree:  # else each rank has parameters of its own
-                self._require_equal("the bits of their parameters (are they alike at the start?)", _parameter_bits)
-            self._checked, self._compared_at = True, plan.step
+                self._require_equal(
+                    "the bits of their parameters (are they alike at the start?)", lambda s: _bits(s.params)
+                )
+            self.checked, self._compared_at = True, plan.step
         elif self._compared_at != plan.step and before is not None and before.stage is not plan.stage:
             self.require_same_hyperparameters()
             self._align(plan.step)
             self._compared_at = plan.step
 
     def hyperparameters(self) -> list[list[Any]]:
-        """Return the hyperparameters of the param groups that all ranks hold."""
-        return [_plain_options(state.options) for state in self._states if state.own_rank is None]
+        """Return the hyperparameters of the param groups that all ranks hold, as JSON holds them."""
+        found: list[list[Any]] = []
+        for group in (state.options for state in self._states if state.own_rank is None):
+            numbers = *(group[name] for name in ("lr", "eps", "weight_decay")), *group["betas"]
+            found.append([*map(float, numbers), bool(group["bias_correction"]), bool(group["eps_inside_sqrt"])])
+        return found
 
     def require_same_hyperparameters(self) -> None:
         """Check that the ranks have the same hyperparameters, else they would drift apart unnoticed."""
@@ -110,7 +493,7 @@ class Comparison:
         apart: list[tuple[Communicator, list[GroupState]]] = []
         with self._communicator.traffic.paused():
             for communicator, states in by_communicator(self._states):
-                everyone = communicator.all_gather_object([_replicated_bits(state) for state in states])
+                everyone = communicator.all_gather_object([_bits(_replicated(state)) for state in states])
                 if any(bits != everyone[0] for bits in everyone):
                     apart.append((communicator, states))
                     if _largest_difference(states, step - 1, communicator) > 1:
@@ -146,21 +529,15 @@ class Comparison:
             raise error
 
 
-def _parameter_bits(state: GroupState) -> int:
-    """Return a sum of the bits of a group's parameters."""
-    return int(sum(bit_sum(param) for param in state.params))
-
-
-def _replicated_bits(state: GroupState) -> int:
-    """Return a sum of the bits of what ranks hold alike after the warmup stage: parameters, moments, coefficients."""
-    return int(sum(bit_sum(tensor) for tensor in _replicated(state)))
+def _bits(tensors: Iterable[Tensor]) -> int:
+    return int(sum(bit_sum(tensor) for tensor in tensors))
 
 
 def _largest_difference(states: Sequence[GroupState], steps: int, communicator: Communicator) -> float:
     """Compare this rank's parameters, moments and coefficients with rank 0's. All ranks call."""
     worst = torch.zeros((), dtype=torch.float64, device=communicator.device)
     for tensor in (tensor for state in states for tensor in _replicated(state)):
-        tolerance = min(_MOST, 8 * sqrt(steps) * torch.finfo(tensor.dtype).eps)
+        tolerance = min(_MOST, 8 * math.sqrt(steps) * torch.finfo(tensor.dtype).eps)
         difference = largest = torch.zeros((), dtype=torch.float64, device=tensor.device)
         for mine in torch.split(tensor.reshape(-1), _CHUNK):
             first = mine.clone()
@@ -189,39 +566,19 @@ def _replicated(state: GroupState) -> Iterator[Tensor]:
     yield from (tensor.detach() for tensor in held if tensor.numel())
 
 
-def _plain_options(group: dict[str, Any]) -> list[Any]:
-    """The hyperparameters of a param group that all ranks must share, as JSON holds them."""
-    return [
-        *(float(group[name]) for name in ("lr", "eps", "weight_decay")),
-        *map(float, group["betas"]),
-        *(bool(group[name]) for name in ("bias_correction", "eps_inside_sqrt")),
-    ]
-
-
 class Consensus:
-    """The small messages beside those of a step, and what the ranks know from them.
+    """The small messages beside those of a step, and what the ranks know from them."""
 
-    Attributes:
-        states: The param groups, a list that may grow.
-        communicator: All ranks.
-        clip: "sketch" to clip local gradients by the norm of their mean, "local" by the root of their mean square.
-        early: The messages that leave during backward; the optimizer sets it.
-        freed: The gradients that leave and are freed during backward, if the optimizer has such.
-        comparison: What must be alike on all ranks.
-        noise: The noise in the ranks' gradients.
-        measured: The gradients of the coming step if their norm is known already, from clipping or a gradient scaler.
-        at_sync: The gradients of a step of 0/1 Adam whose message follows at its end, as they were before clipping.
-    """
-
-    early: EarlyMessages
+    early: EarlyMessages  # set by the optimizer, like the next
     freed: FreedGradients | None = None
 
     def __init__(self, states: Sequence[GroupState], communicator: Communicator, tensors: dict[str, Tensor]) -> None:
-        """Begin with nothing known. ``tensors``: state that is alike on all ranks, for checkpoints."""
         self.states, self.communicator = states, communicator
         self.noise = GradientNoise(tensors)
         self.clip = "sketch"
+        # the gradients of the coming step if their norm is known already, from clipping or a gradient scaler
         self.measured: StepGradients | None = None
+        # those of a step of 0/1 Adam whose message follows at its end, as they were before clipping
         self.at_sync: MeanNorm | None = None
         self._common = math.nan  # what the coming step's gradients say about noise
         self._usual = math.nan  # the root of the mean square of the ranks' own norms in the coming step
@@ -244,10 +601,7 @@ class Consensus:
     def final_gradients(
         self, plan: StepPlan, given: Iterable[Any] | None, max_grad_norm: float
     ) -> tuple[StepGradients, bool]:
-        """Return the gradients of a step, clipped, and whether those of all ranks are finite.
-
-        What the ranks have agreed on since the last step, while clipping or for a gradient scaler, is not asked again.
-        """
+        """Return the gradients of a step, clipped, and whether those of all ranks are finite."""
         # given gradients may be averaged or not: a wrong number of them on one rank must fail on all
         ask = self.asks(plan) and (self.are_local(plan) or given is not None)
         if given is not None:
@@ -285,7 +639,9 @@ class Consensus:
         part = gradients if chosen is None else gradients.of(chosen, self.states)
         self._agree(gradients, plan, part, chosen, sketched=True)
         norm = part.clip_(max_norm, in_place=True)
-        gradients.after_clipping(part)
+        if part is not gradients:  # those are finite as before, but their norm is another one
+            gradients._local_squares = None
+            gradients.measured_signature = gradients.signature()
         self.measured = gradients
         self.early.note_norm(norm, max_norm, self._usual, whole=whole)
         return norm
@@ -313,7 +669,6 @@ class Consensus:
         return not self.measured.is_finite() or self.early.not_finite
 
     def end_step(self) -> None:
-        """Keep what the gradients have said about noise, and forget the rest."""
         self.noise.add(self._common)
         if self.freed is not None:
             self.freed.end_step()
@@ -363,21 +718,18 @@ class Consensus:
     def _measure(
         self, gradients: StepGradients, plan: StepPlan, part: StepGradients, chosen: Sequence[Tensor] | None
     ) -> MeanNorm | None:
-        """Measure the gradients that are clipped for the norm of their mean; None if they are clipped by another one.
-
-        The ranks decide alike: by the plan and by the param groups.
-        """
+        """Measure the gradients that are clipped, for the norm of their mean; None if another norm clips them."""
         in_message = gradients.ask and self.are_local(plan)
         if self.clip != "sketch" or self.communicator.world_size == 1 or not (in_message or plan.is_local_sync):
             return None
         if gradients.freed is not None and not (self.freed and self.freed.knows_norm):
             return None
         groups = [] if gradients.fault is not None else gradients.groups
-        mean = measure(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
+        mean = MeanNorm(self.states, groups, chosen, self.communicator, plan.step, averaged=plan.reduce_grads)
         if gradients.freed is not None and self.freed is not None:
             self.freed.contribute(mean)
         if gradients.fault is None:
-            part.take_squares(mean.squares)
+            part._local_squares = mean.squares
         return mean
 
     def compare_at_sync(self, written: Tensor, digests: Sequence[int]) -> tuple[bool, list[bool]]:
@@ -394,10 +746,7 @@ class Consensus:
         return sums[0] > 0, alike
 
     def gradient_digest(self, gradients: Grads | None) -> list[int]:
-        """Return a digest of this rank's local gradients the first time, else nothing.
-
-        The gradients of groups with a process group of their own are not in it.
-        """
+        """Return a digest of this rank's local gradients the first time, else nothing."""
         if self._gradients_compared:
             return []
         if gradients is None:

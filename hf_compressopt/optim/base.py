@@ -24,10 +24,10 @@ from hf_compressopt.collectives.topology import TopologyOptions, with_topology
 from hf_compressopt.collectives.torch_dist import make_communicator
 from hf_compressopt.flat import FLOAT_BYTES, Bucket, bucket_numel_of
 from hf_compressopt.kernels import Average, Combination, Descent, IntegerFormat
-from hf_compressopt.optim.agreement import Consensus, report_switch, write_log
-from hf_compressopt.optim.gradients import CLIPS, ESTIMATE, Grads
+from hf_compressopt.optim.agreement import CLIPS, ESTIMATE, Consensus, Grads, write_log
 from hf_compressopt.optim.group import (
     STATE,
+    STATES,
     ExtraState,
     GroupState,
     ParamGroups,
@@ -36,12 +36,13 @@ from hf_compressopt.optim.group import (
     mean_variance_norm,
 )
 from hf_compressopt.optim.late import EarlyMessages
-from hf_compressopt.optim.math import adam_options, adam_step_, descent
+from hf_compressopt.optim.math import adam_step_, descent
 from hf_compressopt.optim.options import (
+    check_at_least,
     check_count,
-    check_family_options,
     check_last_group,
     check_names,
+    check_scale_block,
     check_zero_stage,
     in_lists,
     resolve_communicator,
@@ -188,7 +189,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
         cuda_aware: bool = False,
         amsgrad: bool = False,
     ) -> None:
-        """See the class."""
         chosen = {"max_freeze_step": max_freeze_step, "min_freeze_step": min_freeze_step, **self._intervals}
         given = {name: value for name, value in chosen.items() if value is not None}
         schedule = self.schedule_class(**{"freeze_step": freeze_step, **given})
@@ -196,16 +196,18 @@ class CompressedOptimizer(torch.optim.Optimizer):
             check_count("total_steps", total_steps)
         if freeze_step == AUTO or total_steps is not None:
             self._open = set(given) if freeze_step == AUTO else {"freeze_step", *given}
-        check_family_options(
-            max_grad_norm=max_grad_norm,
-            variance_floor=variance_floor,
-            freeze_threshold=freeze_threshold,
-            scale_block=scale_block,
-            state=state,
-            clip=clip,
-            clips=self._clips,
-            amsgrad=amsgrad,
-        )
+        for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
+            check_at_least(name, value, 0)
+        check_scale_block(scale_block)
+        if state not in STATES:
+            raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
+        if amsgrad:
+            raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
+        if clip not in self._clips:
+            only = ", which only OnebitAdam has" if clip == "late" else ""
+            raise ValueError(f"clip must be one of {list(self._clips)}, got {clip!r}{only}")
+        if not 0 < freeze_threshold <= 1:
+            raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
         check_zero_stage(zero_stage, type(self).__name__, self.zero_stages, warmup_bits, state, clip)
         self.zero_stage = zero_stage
         communicator = resolve_communicator(communicator, comm_backend_name, cuda_aware)
@@ -245,10 +247,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self.fit_schedule(total_steps)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything: copies share the process group, and views stay views of the copied buffers.
-
-        A ``step`` in the instance is left out: schedulers and Accelerate put one there that steps the original.
-        """
         return {name: value for name, value in self.__dict__.items() if name != "step"}
 
     # -- what an algorithm defines -------------------------------------------------------------------------------------
@@ -276,7 +274,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             [state.view(state.exp_avg, index) for index in rows],
             [state.view(state.exp_avg_sq, index) for index in rows],
             [state.steps[index] for index in rows],
-            adam_options(state.options),
+            state.options,
             fused=self._fused_warmup,
         )
 
@@ -387,7 +385,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         grads: Sequence[Tensor | None],
     ) -> Task[None]:
         """Take the compressed step of one bucket: make its message, exchange it, update the parameters."""
-        average = self.early_messages.take(state, bucket, feedback)
+        early = self.early_messages
+        average = early.take(state, bucket, feedback) if early.enabled else None
         if average is None:  # the message was not sent during backward
             message = self._prepare(plan, state, bucket, grads)
             average = yield from all_reduce(message, feedback, state.form, state.communicator)
@@ -397,10 +396,23 @@ class CompressedOptimizer(torch.optim.Optimizer):
         clipped = 1.0 if self.freed is None else self.freed.clipped
         end_first_stage(self._states, self._bias_counts, self.variance_floor, clipped)
         follow_moments(self.state.values())
-        if self.communicator.rank == 0:
-            sent, norm = self._after_the_switch
-            norm = ESTIMATE if self._consensus.clip == "sketch" else norm
-            report_switch(plan, self._states, self.communicator.world_size, sent, norm)
+        sent, norm = self._after_the_switch
+        norm = ESTIMATE if self._consensus.clip == "sketch" else norm
+        told = "with one rank nothing is sent, and so nothing is compressed"
+        if self.communicator.world_size > 1:
+            told = f"from here on gradients stay local, {sent} is sent as signs, and a reported grad_norm is {norm}"
+        self._log(logging.INFO, "step %d: %s ends, the variance is frozen; %s", plan.step, plan.stage.value, told)
+        names = [name for s in self._states for name, still in zip(s.labels, s.still, strict=True) if still]
+        if names:
+            self._log(
+                logging.WARNING,
+                "%d parameter(s) have no variance after the warmup stage and are not updated any more, since their "
+                "averaged gradients were 0 in all its steps: %s%s (for such parameters use a later freeze_step, or a "
+                "group with non_freeze=True)",
+                len(names),
+                ", ".join(names[:8]),
+                ", ..." if len(names) > 8 else "",
+            )
 
     def _end_step(self, plan: StepPlan, *, taken: bool) -> None:
         """Close a step, which was taken or skipped."""
@@ -446,15 +458,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Close a step that is not taken, because a gradient is not finite: also for a gradient scaler to call."""
         self.skipped_steps += 1
         self._end_step(self.plan, taken=False)
-        if self.communicator.rank == 0:
-            write_log(logger, logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
+        self._log(logging.WARNING, "step %d skipped: a gradient is not finite", self.plan.step)
 
     def join_hook(self, **_: Any) -> Any:
-        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse torch's Join context, in which ranks that run out of inputs leave steps to the others."""
         raise ValueError(
             f"{type(self).__name__} does not support uneven inputs (torch's Join, Accelerate's join_uneven_inputs): "
             "all ranks take every step together. Give all as many batches: drop_last=True in the DataLoader, or "
@@ -464,50 +471,31 @@ class CompressedOptimizer(torch.optim.Optimizer):
     # -- the schedule --------------------------------------------------------------------------------------------------
 
     def plan_at(self, step: int) -> StepPlan:
-        """Return the plan of step ``step``: a pure function of the step, the schedule and the options.
-
-        With ``zero_stage`` step() itself averages the gradients of the first stage.
-        """
+        """Return the plan of step ``step``. With ``zero_stage`` step() averages the gradients of the first stage."""
         plan = self.schedule.plan(step)
         shared_out = self.zero_stage > 0 and self.communicator.world_size > 1 and plan.stage.number == 0
         return replace(plan, reduce_grads=False, synchronize=True) if shared_out else plan
 
     @property
     def plan(self) -> StepPlan:
-        """Plan of the coming step."""
         return self.plan_at(self._step + 1)
 
     @property
     def last_plan(self) -> StepPlan:
-        """Plan of the last step; before the first one its own."""
         return self.plan_at(max(self._step, 1))
 
     @property
     def freeze_step(self) -> int | str:
-        """Last step of the first stage, or "auto"."""
         return self.schedule.freeze_step
 
     @freeze_step.setter
     def freeze_step(self, step: int | str) -> None:
         self.schedule = self.schedule.frozen_at(step)
 
-    @property
-    def max_freeze_step(self) -> int:
-        """Bound on the step that "auto" finds."""
-        return self.schedule.max_freeze_step
-
-    @max_freeze_step.setter
-    def max_freeze_step(self, step: int) -> None:
-        self.schedule = replace(self.schedule, max_freeze_step=step)  # type: ignore[type-var]
-
     def scale_schedule(self, max_steps: int, given: Iterable[str]) -> str:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
-        Returns:
-            A description of the choice, for the log.
-
-        Raises:
-            RuntimeError: After the first step.
+        Returns a description of the choice, for the log. Raises a RuntimeError after the first step.
         """
         given = {_OLD_NAMES.get(name, name) for name in given}
         if self._step > 0 and not self.schedule.is_given(given):
@@ -517,10 +505,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         return self.schedule.describe(max_steps, given)
 
     def defer_schedule(self, given: Iterable[str]) -> None:
-        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``.
-
-        The schedule of an optimizer whose ``freeze_step`` was not given as a number is open anyway.
-        """
+        """Leave the schedule open until :meth:`fit_schedule`, but for the options named in ``given``."""
         self._open, self._fitted_to = {_OLD_NAMES.get(name, name) for name in given}, None
 
     @property
@@ -531,11 +516,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def fit_schedule(self, max_steps: int) -> str:
         """Fit an open schedule to a run of ``max_steps`` steps; one that was given, or resumed, stays as it is.
 
-        Whoever knows the run's length calls it, before the first step. It warns, on rank 0, if a ``freeze_step`` that
-        was given is beyond the end of the run.
-
-        Until the first step a call with another length fits the schedule again: a Trainer with auto_find_batch_size
-        learns the length of the run again with every batch size.
+        Whoever knows the run's length calls it before the first step, and may call it again with another length. It
+        warns, on rank 0, if a ``freeze_step`` that was given is beyond the end of the run.
 
         Returns:
             A description of the choice, for the log; "" if nothing has changed.
@@ -546,10 +528,10 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._open is not None:
             found = self.scale_schedule(max_steps, self._open)
         freeze_step = self.schedule.freeze_step
-        if isinstance(freeze_step, int) and freeze_step > max_steps and self.communicator.rank == 0:
+        if isinstance(freeze_step, int) and freeze_step > max_steps:
             message = "freeze_step=%d is beyond the end of the run, which has %d steps: all of them belong to the "
             message += "%s stage. Give a smaller freeze_step, or 'auto'"
-            write_log(logger, logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
+            self._log(logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
         return found
 
     def _ends_first_stage(self, plan: StepPlan) -> bool:
@@ -558,48 +540,44 @@ class CompressedOptimizer(torch.optim.Optimizer):
         "auto" ends the stage where the variance is stable, at the latest at ``max_freeze_step``; but not before
         ``min_freeze_step``, and not before the learning rate's warmup is over (:class:`Warmup`).
         """
-        schedule, threshold = self.schedule, self.freeze_threshold
+        schedule, threshold, step = self.schedule, self.freeze_threshold, plan.step
         if plan.stage.number:
             return False
         group = self.param_groups[0]
-        self.lr_warmup = self.lr_warmup.after(plan.step, float(group["lr"]))
-        warmup_is_over = self.lr_warmup.is_over(plan.step, round(1 / (1 - group["betas"][1])))
+        self.lr_warmup = self.lr_warmup.after(step, float(group["lr"]))
+        warmup_is_over = self.lr_warmup.is_over(step, round(1 / (1 - group["betas"][1])))
         if schedule.freeze_step != AUTO:
-            if plan.ends_stage and self.communicator.rank == 0:
-                self._warn_of_early_freeze(plan.step, warmup_is_over)
+            early = [f"earlier than step {schedule.min_freeze_step} (min_freeze_step)"]
+            reasons = early if step < schedule.min_freeze_step else []
+            if not warmup_is_over:
+                reasons.append("within the learning rate's warmup, or too soon after it")
+            if plan.ends_stage and reasons:
+                message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; "
+                self._log(logging.WARNING, message + "'auto' waits longer", step, ", and ".join(reasons))
             return plan.ends_stage
         detector = FreezeDetector(self._tensors[HISTORY], threshold, schedule.last_warmup_step)
         norm = 0.0
-        if detector.needs_norm(plan.step):
+        if detector.needs_norm(step):
             norm = mean_variance_norm(self._states, self._bias_counts, self.communicator)
-        stability = detector.stability(plan.step, norm, float(group["lr"]))
-        if plan.step < schedule.min_freeze_step or not warmup_is_over:
+        stability = detector.stability(step, norm, float(group["lr"]))
+        if step < schedule.min_freeze_step or not warmup_is_over:
             return False
-        if stability < threshold and plan.step < schedule.max_freeze_step:
+        if stability < threshold and step < schedule.max_freeze_step:
             return False
-        self.schedule = schedule.frozen_at(plan.step)
+        self.schedule = schedule.frozen_at(step)
         if stability >= threshold:
             why = f"stability {stability:.3f}"
-        elif plan.step <= schedule.max_freeze_step:
+        elif step <= schedule.max_freeze_step:
             why = "its bound, max_freeze_step"
         else:
-            late = plan.step > schedule.min_freeze_step
-            why = "the learning rate's warmup" if late else "its bound, min_freeze_step"
-        if self.communicator.rank == 0:
-            write_log(logger, logging.INFO, "freeze_step=auto: found %d (%s)", plan.step, why)
+            why = "the learning rate's warmup" if step > schedule.min_freeze_step else "its bound, min_freeze_step"
+        self._log(logging.INFO, "freeze_step=auto: found %d (%s)", step, why)
         return True
 
-    def _warn_of_early_freeze(self, step: int, warmup_is_over: bool) -> None:
-        """Warn that a freeze step that was given is earlier than "auto" would choose it."""
-        least, reasons = self.schedule.min_freeze_step, []
-        if step < least:
-            reasons.append(f"earlier than step {least} (min_freeze_step)")
-        if not warmup_is_over:
-            reasons.append("within the learning rate's warmup, or too soon after it")
-        if reasons:
-            message = "freeze_step=%d freezes a variance that has learnt little: it is %s. The loss may suffer; 'auto' "
-            message += "waits longer"
-            write_log(logger, logging.WARNING, message, step, ", and ".join(reasons))
+    def _log(self, level: int, message: str, *args: object) -> None:
+        """Log a line on rank 0."""
+        if self.communicator.rank == 0:
+            write_log(logger, level, message, *args)
 
     def _make_room_for_history(self) -> None:
         """Allocate the norms that "auto" compares, unless the end of the first stage is known."""
@@ -630,20 +608,25 @@ class CompressedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         take_over(group["params"], type(self).__name__)
         device = group["params"][0].device if group["params"] else self.communicator.device
+        ranks = self.communicator
+        if own is not None:  # param groups with the same process group share a communicator
+            known = (s.communicator for s in self._states if s.device == device)
+            same = next((found for found in known if found.process_group is own), None)
+            ranks = same or make_communicator(process_group=own, device=device, **self._chosen)
         state = GroupState(
             group,
             len(self._states),
             bucket_numel=self.bucket_numel,
             scale_block=self.scale_block,
             compact=self.compact,
-            communicator=communicator_of(own, device, self.communicator, self._states, self._chosen),
+            communicator=ranks,
             extras=self.extra_state,
             own_rank=None if own is None else self.communicator.rank,
             shared_out=self.zero_stage > 0,
         )
         self._states.append(state)
         self.state.update(state.torch_states())
-        self._consensus.comparison.check_anew()
+        self._consensus.comparison.checked = False
 
     def _follow_parameters(self) -> None:
         """Move the buffers to where the parameters are, if a model was moved after its optimizer was made."""
@@ -652,22 +635,19 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 state.to(state.params[0].device)
                 self.communicator.device = state.communicator.device = state.device
                 self.state.update(state.torch_states())
-                self._consensus.comparison.check_anew()
+                self._consensus.comparison.checked = False
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
-        """The parameters that have state, group by group."""
         return list(chain.from_iterable(state.params for state in self._states))
 
     def own_parameters(self) -> list[Tensor]:
-        """Return the parameters of the groups with a process group of their own."""
         return list(chain.from_iterable(state.params for state in self._states if state.own_rank is not None))
 
     def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
         """Names of the trainable parameters, per group: ``names`` in the order of all of them, or torch's param_names.
 
-        Raises:
-            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
+        Raises a ValueError if their number is not that of the trainable parameters, or one occurs twice.
         """
         counts = [len(state.params) for state in self._states]
         if names is None:
@@ -737,15 +717,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a state dict into the buffers: one of this class and rank, or a plain one of torch's Adam or AdamW.
 
-        Raises:
-            ValueError: If it does not fit; nothing has changed then.
+        Raises a ValueError if it does not fit; nothing has changed then.
         """
         self._follow_parameters()
         load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)
 
     def _state_loaded(self) -> None:
         """Update everything that is derived from the state. In the first stage every parameter moves."""
-        self._consensus.comparison.check_anew()
+        self._consensus.comparison.checked = False
         follow_moments(self.state.values())
         self.early_messages.state_loaded()
         for state in self._states:
@@ -768,7 +747,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             levels both on the link of a node); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
             gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
-            :mod:`~hf_compressopt.optim.gradients`).
+            :mod:`~hf_compressopt.optim.agreement`).
         """
         counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
@@ -798,8 +777,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._bytes_compared = True
         numbers = self.metrics()
         if numbers["bytes_sent_step"] > 0 and numbers["compression_ratio"] < FOUR_BITS_RATIO:
-            write_log(
-                logger,
+            self._log(
                 logging.WARNING,
                 "a step sends %.0f bytes, full precision only %.1f times as many, and gradients in 4 bits %.1f times "
                 "fewer than full precision: the model has too few parameters (%d) for what messages carry beside "
@@ -826,30 +804,6 @@ class CompressedOptimizer(torch.optim.Optimizer):
             f"{everyone.name}{nodes}, scale_block={self.scale_block}, kernels: "
             f"{kernels.implementation(everyone.device)}"
         )
-
-
-def communicator_of(
-    own: dist.ProcessGroup | None,
-    device: torch.device,
-    everyone: Communicator,
-    states: Sequence[GroupState],
-    chosen: dict[str, Any],
-) -> Communicator:
-    """Return the communicator of a param group.
-
-    Args:
-        own: The group's own process group, or None.
-        device: Device of its parameters.
-        everyone: The optimizer's communicator.
-        states: The param groups so far: groups with the same process group share a communicator.
-        chosen: Options of :func:`make_communicator`.
-    """
-    if own is None:
-        return everyone
-    for state in states:
-        if state.communicator.process_group is own and state.device == device:
-            return state.communicator
-    return make_communicator(process_group=own, device=device, **chosen)
 
 
 def evaluate(closure: Callable[[], float] | None) -> float | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_compressopt.kernels.adam import AdamPlan, AdamStep, AdamTensors, adam_
 from hf_compressopt.optim.base import evaluate
 from hf_compressopt.optim.math import clip_factor, grad_square_sum
-from hf_compressopt.optim.options import check_at_least, check_betas, check_parameter
+from hf_compressopt.optim.options import check_at_least, check_betas, check_last_group, check_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NOT_LOADED = ("foreach", "fused", "differentiable", "decoupled_weight_decay", "capturable")
@@ -83,7 +83,6 @@ class FusedAdam(torch.optim.Optimizer):
         fp32_moments: bool = True,
         write_grads: bool = True,
     ) -> None:
-        """See the class."""
         check_at_least("max_grad_norm", max_grad_norm, 0)
         self.max_grad_norm, self.set_grad_none = max_grad_norm, set_grad_none
         self.master_weights, self.fp32_moments, self.write_grads = master_weights, fp32_moments, write_grads
@@ -104,18 +103,8 @@ class FusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group.
-
-        Raises:
-            ValueError: For an option outside its range.
-            TypeError: For a parameter that is complex or sparse.
-        """
         super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1], len(self.param_groups) - 1)
-        except (ValueError, TypeError):
-            self.param_groups.pop()
-            raise
+        check_last_group(self.param_groups, _check_group)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -123,7 +112,6 @@ class FusedAdam(torch.optim.Optimizer):
         return self._last_found_inf is not None and bool(self._last_found_inf)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Reset the gradients: drop them, or fill them with 0. None means the option ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -215,12 +203,10 @@ class FusedAdam(torch.optim.Optimizer):
     # -- copies and state dicts ---------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the contents of a copy or a pickle: torch's part, and the options that are not in param groups."""
         own = ("max_grad_norm", "set_grad_none", "master_weights", "fp32_moments", "write_grads", "copies")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, without the plans and overflows of the original."""
         super().__setstate__(state)
         self._plans, self._last_found_inf = {}, None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,13 +15,87 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.exchange import ErrorFeedback
-from hf_compressopt.flat import Bucket, FlatLayout
+from hf_compressopt.flat import Bucket, FlatLayout, Span
 from hf_compressopt.kernels import Average, LogVariance, Segment, SignFormat, Variance, on
 from hf_compressopt.kernels.memory import dense_values
 from hf_compressopt.kernels.variance import NO_TOP, ZERO_CODE, decode_variance, encode_variance_, top_of_variance
-from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of, variance_norm
-from hf_compressopt.optim.moment_shards import PIECES, MomentShards
+from hf_compressopt.optim.math import correct_bias_, floor_variance_, sum_of
 from hf_compressopt.schedules import StepPlan
+
+#: The entry of ``optimizer.state`` that holds this rank's part of a parameter's moments.
+PIECES = "pieces"
+
+
+class MomentShards:
+    """This rank's part of the two moments of a param group, bucket by bucket."""
+
+    def __init__(self, layout: FlatLayout, communicator: Communicator, device: torch.device) -> None:
+        ranges = [communicator.topology.own_range(bucket.numel) for bucket in layout.buckets]
+        rows = list(zip(layout.buckets, ranges, strict=True))
+        self.spans = [list(_spans(bucket, *own)) for bucket, own in rows]
+        self.exp_avg, self.exp_avg_sq = (
+            [torch.zeros(stop - start, dtype=torch.float32, device=device) for start, stop in ranges] for _ in range(2)
+        )
+
+    def to(self, device: torch.device) -> None:
+        self.exp_avg = [moment.to(device) for moment in self.exp_avg]
+        self.exp_avg_sq = [moment.to(device) for moment in self.exp_avg_sq]
+
+    def parts(self) -> Iterator[tuple[Span, Tensor, Tensor]]:
+        """Yield each run of a parameter with its two moments, [n] float32, which are views."""
+        for spans, exp_avg, exp_avg_sq in zip(self.spans, self.exp_avg, self.exp_avg_sq, strict=True):
+            for span in spans:
+                yield span, part_of(exp_avg, span), part_of(exp_avg_sq, span)
+
+    def pieces(self, index: int) -> list[dict[str, Any]]:
+        """Return what this rank has of a parameter's moments, as a state dict of ZeroOptimizer has it."""
+        found = []
+        for spans, *moments in zip(self.spans, self.exp_avg, self.exp_avg_sq, strict=True):
+            for span in spans:
+                if span.index == index:
+                    exp_avg, exp_avg_sq = (part_of(moment, span) for moment in moments)
+                    place = {"start": span.start, "stop": span.stop}
+                    found.append({**place, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq})
+        return found
+
+
+def check_pieces(row: Mapping[str, Any], shards: MomentShards | None, index: int) -> None:
+    """Check that the pieces of a parameter's moments in a state dict, if it has such, are those that this rank has."""
+    mine = [] if shards is None else shards.pieces(index)
+    saved, own = ([(piece["start"], piece["stop"]) for piece in pieces] for pieces in (row.get(PIECES, mine), mine))
+    if saved != own or (PIECES in row and shards is None):
+        raise ValueError(
+            "the state dict has one rank's part of moments that ranks had shared out (zero_stage): load it on that "
+            "rank with the same zero_stage, or save and load with hf_compressopt.save_state and load_state, which take "
+            "any"
+        )
+
+
+def take_pieces(mine: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> None:
+    """Copy a parameter's moments from a state dict: as many pieces, whole tensors, or zeros if it has none."""
+    for number, piece in enumerate(mine):
+        for name in ("exp_avg", "exp_avg_sq"):
+            if PIECES in row:
+                piece[name].copy_(row[PIECES][number][name])
+            elif name in row:
+                piece[name].copy_(row[name].reshape(-1)[piece["start"] : piece["stop"]])
+            else:
+                piece[name].zero_()
+
+
+def part_of(shard: Tensor, span: Span) -> Tensor:
+    """Return the elements of a run of a parameter, a view of what a rank has of a bucket."""
+    return shard[span.offset : span.offset + span.numel]
+
+
+def _spans(bucket: Bucket, first: int, last: int) -> Iterator[Span]:
+    """Yield the runs of parameters that lie in the elements [first, last) of a bucket."""
+    for piece in bucket.pieces:
+        begin = piece.offset - bucket.start
+        low, high = max(begin, first), min(begin + piece.numel, last)
+        if low < high:
+            yield Span(piece.index, piece.start + low - begin, piece.start + high - begin, low - first)
+
 
 #: Legal values of the option ``state``.
 STATES = ("compact", "float32")
@@ -47,7 +120,6 @@ class Moments:
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device, shards: MomentShards | None = None) -> None:
-        """Allocate float32 buffers of zeros, unless there are ``shards``."""
         self._layout, self.shards = layout, shards
         numel = layout.numel if shards is None else 0
         self.exp_avg = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -58,7 +130,6 @@ class Moments:
         self._recent: tuple[int, Tensor] | None = None  # the bucket that was decoded last: readers go on
 
     def to(self, device: torch.device) -> None:
-        """Move everything."""
         for name in ("exp_avg", "exp_avg_sq", "codes", "tops"):
             setattr(self, name, getattr(self, name).to(device))
         self._recent = None
@@ -189,10 +260,7 @@ class Moments:
         return self.exp_avg_sq[start:stop]
 
     def with_variance(self, *, compact: bool = True) -> list[bool]:
-        """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch.
-
-        ``compact`` says whether float32 values are to be encoded: a variance below 2^-126 has the code of 0.
-        """
+        """Return for each parameter whether an element has a variance, in the form that steps read, in one fetch."""
         values = {index: self.stored_variance(index) for index, numel in enumerate(self._layout.numels) if numel}
         found = [False] * len(self._layout.numels)
         if not values:
@@ -211,13 +279,9 @@ class Moments:
 
 
 class ParameterState(dict[str, Any]):
-    """The entry of ``optimizer.state`` of one parameter, whose moments are decoded whenever they are read.
-
-    While the moments are float32 buffers, they are views of these.
-    """
+    """The entry of ``optimizer.state`` of one parameter, whose moments are decoded whenever they are read."""
 
     def __init__(self, read: Callable[[], dict[str, Callable[[], Any]]]) -> None:
-        """Take the function that returns what reads each value."""
         super().__init__(dict.fromkeys(read()))
         self._read = read
 
@@ -229,7 +293,6 @@ class ParameterState(dict[str, Any]):
             super().update(dict.fromkeys(names))
 
     def __getitem__(self, name: str) -> Any:
-        """Return a value, now."""
         readers = self._read()
         return readers[name]() if name in readers else super().__getitem__(name)
 
@@ -238,15 +301,12 @@ class ParameterState(dict[str, Any]):
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value, or the default."""
         return self[name] if name in self else default
 
     def items(self) -> Any:
-        """Return names and values."""
         return [(name, self[name]) for name in self]
 
     def values(self) -> Any:
-        """Return the values."""
         return [self[name] for name in self]
 
     def copy(self) -> dict[str, Any]:
@@ -329,7 +389,6 @@ class GroupState:
         own_rank: int | None = None,
         shared_out: bool = False,
     ) -> None:
-        """Allocate the state. ``shared_out``: whether the ranks share out the moments of the first stage."""
         self.options, self.number = options, number
         given = options.get("param_names", [f"group{number}.{i}" for i in range(len(options["params"]))])
         named = {p: name for p, name in zip(options["params"], given, strict=True) if p.requires_grad}
@@ -362,33 +421,27 @@ class GroupState:
 
     @property
     def worker_error(self) -> Tensor:
-        """The part of this rank's values that its messages to the servers missed: see :class:`GroupErrors`."""
         return self.errors.worker
 
     @property
     def server_error(self) -> Tensor:
-        """The part of the averages that this server's messages missed: see :class:`GroupErrors`."""
         return self.errors.server
 
     @property
     def feedback(self) -> list[ErrorFeedback]:
-        """The errors of each bucket."""
         return self.errors.feedback
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
     @property
     def exp_avg(self) -> Tensor:
-        """First moment, [numel] float32, while it lies in a buffer: see :class:`Moments`."""
         return self.moments.exp_avg
 
     @property
     def exp_avg_sq(self) -> Tensor:
-        """Second moment, [numel] float32, while it lies in a buffer: see :class:`Moments`."""
         return self.moments.exp_avg_sq
 
     def variance(self, bucket: Bucket) -> Variance:
-        """Return the variances of a bucket, as kernels take them."""
         return self.moments.variance(bucket.start, bucket.stop)
 
     def keeps_messages(self, average: Average) -> bool:
@@ -405,18 +458,13 @@ class GroupState:
             self.moments.freeze()
 
     def end_compressed_step(self) -> None:
-        """Drop what a compressed step has used up.
-
-        These are the float32 moments whose place a compact form has taken, and the errors that a single rank was loaded
-        with: it makes none.
-        """
+        """Drop what a compressed step has used up."""
         self.moments.settle()
         if self.communicator.world_size == 1 and self.worker_error.numel():
             self.errors.take(self.worker_error.new_empty(0), self.server_error.new_empty(0))
 
     @property
     def device(self) -> torch.device:
-        """Device of the buffers."""
         return self.moments.exp_avg.device
 
     def to(self, device: torch.device) -> None:
@@ -431,10 +479,7 @@ class GroupState:
         return flat[start : start + self.layout.numels[index]].view(self.params[index].shape)
 
     def torch_state(self, index: int) -> dict[str, Any]:
-        """Return the entry of ``optimizer.state[p]``: torch's names, as views of the flat buffers where there are such.
-
-        Moments in a compact form are decoded whenever they are read.
-        """
+        """Return the entry of ``optimizer.state[p]``: views of the flat buffers, or what decodes compact forms."""
         readers = partial(self._readers, index)
         return ParameterState(readers) if self.compact else {name: read() for name, read in readers().items()}
 
@@ -450,7 +495,7 @@ class GroupState:
         }
         for extra in self.extras:
             if extra.per == "element":
-                readers[extra.name] = partial(self._extra_of, extra.name, index)
+                readers[extra.name] = partial(lambda name: self.view(self.extra[name], index), extra.name)
             elif extra.per == "parameter":
                 readers[extra.name] = partial(self.extra[extra.name].__getitem__, index)
         return readers
@@ -461,11 +506,7 @@ class GroupState:
         extras = {e.name: shape if e.per == "element" else () for e in self.extras if e.per != "group"}
         return {"step": (), "exp_avg": shape, "exp_avg_sq": shape, **extras}
 
-    def _extra_of(self, name: str, index: int) -> Tensor:
-        return self.view(self.extra[name], index)
-
     def torch_states(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the entries of ``optimizer.state`` of all parameters."""
         return {param: self.torch_state(index) for index, param in enumerate(self.params)}
 
     def group_tensors(self) -> dict[str, Tensor]:
@@ -553,36 +594,44 @@ class GroupState:
             segments.append(Segment(tensor, piece.start, piece.numel, piece.index, self.still[piece.index]))
         return segments
 
-    @contextmanager
-    def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> Iterator[list[Segment]]:
-        """Give the parts of parameters that lie in a bucket, to be changed in place inside.
+    def parameter_segments(self, bucket: Bucket, moving: Container[int] | None = None) -> ParameterSegments:
+        """Give the parts of parameters that lie in a bucket, to be changed in place inside a ``with``.
 
         A parameter that was frozen after it was added does not change. If ``moving`` is given, only the parameters in
         it change.
         """
-        copies: dict[int, Tensor] = {}
-        segments = []
+        found = ParameterSegments()
         for piece in bucket.pieces:
             index, values, param = piece.index, None, self.params[piece.index]
             if param.requires_grad and (moving is None or index in moving):
                 own = param.detach()
                 values = dense_values("the parameter", own)
                 if values is not own:
-                    copies[index] = values
-            segments.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
-        yield segments
-        for index, values in copies.items():
-            self.params[index].copy_(values)
+                    found.copies.append((param, values))
+            found.segments.append(Segment(values, piece.start, piece.numel, index, self.still[index]))
+        return found
+
+
+class ParameterSegments:
+    """Parts of parameters, which are written back at the end if kernels cannot change them in place."""
+
+    __slots__ = ("copies", "segments")
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __enter__(self) -> list[Segment]:
+        return self.segments
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            for param, values in self.copies:
+                param.copy_(values)
 
 
 class ParamGroups(NamedTuple):
-    """The param groups of one optimizer, as what acts on all of them takes them.
-
-    Attributes:
-        states: The param groups, a list that may grow.
-        communicator: All ranks.
-        follow: Moves the state to where the parameters are.
-    """
+    """The param groups of one optimizer, as what acts on all of them takes them."""
 
     states: Sequence[GroupState]
     communicator: Communicator
@@ -611,10 +660,13 @@ def mean_variance_norm(
     norm = torch.zeros((), dtype=torch.float64, device=everyone.device)
     for state in states:
         count = max(counts(state)[1], default=0.0) if state.compressed else 0.0
-        shards, ranks = state.moments.shards, state.communicator.world_size
-        norm += variance_norm(state.exp_avg_sq, count, state.options)
-        for part in () if shards is None else shards.exp_avg_sq:
-            norm += variance_norm(part, count, state.options) * ranks  # a part of the norm, not one rank's view of it
+        if count == 0:
+            continue
+        correction = 1 - state.options["betas"][1] ** count if state.options["bias_correction"] else 1.0
+        norm += sum_of(state.exp_avg_sq) / correction
+        for part in () if state.moments.shards is None else state.moments.shards.exp_avg_sq:
+            # a part of the norm, not one rank's view of it
+            norm += sum_of(part) / correction * state.communicator.world_size
     norm /= everyone.world_size
     everyone.all_reduce(norm).wait()
     return float(norm)

@@ -1,25 +1,41 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962), with the moments and decay of Adam and one trust ratio per tensor.
+"""LAMB (You et al. 2020, arXiv 1904.00962), and 1-bit LAMB (Li et al. 2021, arXiv 2104.06069).
 
-For every tensor:
+LAMB has the moments and decay of Adam and one trust ratio per tensor. For every tensor:
     m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
     update = m^ / (sqrt(v^) + eps) + wd p
     coeff = clamp(||p|| / ||update||, min_coeff, max_coeff), and 1 if a norm is 0
     p <- p - lr coeff update
+
+1-bit LAMB:
+
+Warmup stage, t <= freeze_step: LAMB, and for every tensor whose coefficient is not 1
+    c = coeff_beta c + (1 - coeff_beta) coeff                                               (1)
+At the end of step freeze_step, once: bias corrections and variance floor as in 1-bit Adam; v_fresh = v; per tensor
+    momentum_scale = ||m|| / sqrt(numel);  scaling_coeff = mean(momentum_scale) / momentum_scale  (2)
+Compressed stage, t > freeze_step:
+    m_r = b1 m + (1 - b1) g_r;  m' = compressed_all_reduce(m_r scaling_coeff) / scaling_coeff     (3)
+    g' = (m' - b1 m) / (1 - b1);  v_fresh = b2 v_fresh + (1 - b2) g'^2                            (4)
+    factor = max((sqrt(v) + eps) / (sqrt(v_fresh) + eps)), bounded                                (5)
+    update = m' / (sqrt(v) + eps) + wd p;  p <- p - lr c factor update                            (6)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_compressopt.kernels import sum_of_squares
-from hf_compressopt.optim.base import evaluate
+from hf_compressopt import kernels
+from hf_compressopt.flat import Bucket, Span
+from hf_compressopt.kernels import Average, Combination, LambMoments, LambOptions, sum_of_squares
+from hf_compressopt.optim.agreement import Grads
+from hf_compressopt.optim.base import CompressedOptimizer, evaluate
+from hf_compressopt.optim.group import ExtraState, GroupState, has_own_groups
 from hf_compressopt.optim.math import (
-    AdamOptions,
-    adam_options,
     advance_moments_,
     apply_update_,
     corrected_moments,
@@ -27,6 +43,7 @@ from hf_compressopt.optim.math import (
     trust_ratio,
 )
 from hf_compressopt.optim.options import check_at_least, check_last_group
+from hf_compressopt.schedules import OnebitSchedule, StepPlan
 
 
 class Lamb(torch.optim.Optimizer):
@@ -61,46 +78,46 @@ class Lamb(torch.optim.Optimizer):
         bias_correction: bool = True,
         weight_decay: float = 0.0,
     ) -> None:
-        """See the class."""
-        check_coefficients(min_coeff, max_coeff)
+        _check_coefficients(min_coeff, max_coeff)
         self.max_coeff, self.min_coeff = max_coeff, min_coeff
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "bias_correction": bias_correction, "eps_inside_sqrt": eps_inside_sqrt})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group.
-
-        Raises:
-            ValueError: For an option outside its range.
-            TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
-        """
         super().add_param_group(param_group)
         check_last_group(self.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything, so that a copy has the bounds too."""
         return dict(self.__dict__)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step. Returns the closure's return value."""
         loss = evaluate(closure)
-        for group in self.param_groups:
-            options = adam_options(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    moments, step = self._moments(param)
-                    ratio = lamb_step_(param, param.grad, *moments, step, options, self.min_coeff, self.max_coeff)
-                    self.state[param]["trust_ratio"] = ratio
+        for group, param, update in self._updates(advance=True):
+            ratio = trust_ratio(_square(param), _square(update), self.min_coeff, self.max_coeff)
+            self._apply(group, param, update, ratio)
         return loss
 
-    def _moments(self, param: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
-        return (state["exp_avg"], state["exp_avg_sq"]), state["step"]
+    def _updates(self, *, advance: bool) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
+        """Yield the group, the parameter and the update of each gradient, after it has moved the moments."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                    state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+                moments = state["exp_avg"], state["exp_avg_sq"], state["step"]
+                if advance:
+                    advance_moments_(param.grad, *moments, group)
+                yield group, param, _lamb_update(param, *moments, group)
+
+    def _apply(self, group: dict[str, Any], param: Tensor, update: Tensor, ratio: Tensor) -> None:
+        apply_update_(param, update, ratio * group["lr"])
+        self.state[param]["trust_ratio"] = ratio
 
     @torch.no_grad()
     def measure(self) -> list[tuple[Tensor, Tensor]]:
@@ -110,28 +127,14 @@ class Lamb(torch.optim.Optimizer):
             Each parameter that has a gradient, and [2] float64: the squares of the norms of it and of its update,
             to be summed over the parts of a tensor.
         """
-        measured = []
-        for group in self.param_groups:
-            options = adam_options(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    moments, step = self._moments(param)
-                    advance_moments_(param.grad, *moments, step, options)
-                    update = lamb_update(param, *moments, step, options)
-                    measured.append((param, torch.stack([_square(param), _square(update)])))
-        return measured
+        rows = self._updates(advance=True)
+        return [(param, torch.stack([_square(param), _square(update)])) for _, param, update in rows]
 
     @torch.no_grad()
     def apply(self, ratios: dict[Tensor, Tensor]) -> None:
         """Take the second half of a step: the update, with these trust ratios ([] float32 each)."""
-        for group in self.param_groups:
-            options = adam_options(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    moments, step = self._moments(param)
-                    update = lamb_update(param, *moments, step, options)
-                    apply_update_(param, update, ratios[param] * options.lr)
-                    self.state[param]["trust_ratio"] = ratios[param]
+        for group, param, update in self._updates(advance=False):
+            self._apply(group, param, update, ratios[param])
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return the last trust ratio of every tensor that has taken a step."""
@@ -141,54 +144,22 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as torch does; the moments stay float32 for parameters of any dtype."""
+        """Load a state dict, which is copied; the moments stay float32 for parameters of any dtype."""
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         for param, key in zip(params, keys, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name != "step":
-                    self.state[param][name] = value.detach().to(param.device, torch.float32, copy=True)
+                device = torch.device("cpu") if name == "step" else param.device
+                self.state[param][name] = value.detach().to(device, torch.float32, copy=True)
 
 
-def lamb_step_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    options: AdamOptions,
-    min_coeff: float,
-    max_coeff: float,
-) -> Tensor:
-    """Take one step of LAMB on one tensor, in place, without a host synchronisation.
-
-    Args:
-        param: Any shape; float32, bfloat16 or float16.
-        grad: Shaped like param.
-        exp_avg: float32, shaped like param.
-        exp_avg_sq: float32, shaped like param.
-        step: [] float32 on the CPU: steps of the parameter so far; incremented.
-        options: The group's hyperparameters.
-        min_coeff: Lower bound of the trust ratio.
-        max_coeff: Upper bound of the trust ratio.
-
-    Returns:
-        [] float32, the trust ratio.
-    """
-    advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
-    update = lamb_update(param, exp_avg, exp_avg_sq, step, options)
-    coeff = trust_ratio(_square(param), _square(update), min_coeff, max_coeff)
-    apply_update_(param, update, coeff * options.lr)
-    return coeff
-
-
-def lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> Tensor:
+def _lamb_update(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]) -> Tensor:
     """Return LAMB's update of a tensor or of a part of one, before the trust ratio: float32, shaped like param."""
-    m_hat, v_hat = corrected_moments(exp_avg, exp_avg_sq, step, options)
-    update = m_hat / denominator(v_hat, options.eps, options.eps_inside_sqrt)
-    if options.weight_decay != 0:
-        update.add_(param, alpha=options.weight_decay)
+    m_hat, v_hat = corrected_moments(exp_avg, exp_avg_sq, step, group)
+    update = m_hat / denominator(v_hat, group["eps"], group["eps_inside_sqrt"])
+    if group["weight_decay"] != 0:
+        update.add_(param, alpha=group["weight_decay"])
     return update
 
 
@@ -196,11 +167,185 @@ def _square(tensor: Tensor) -> Tensor:
     return sum_of_squares([tensor], tensor.device)
 
 
-def check_coefficients(min_coeff: float, max_coeff: float) -> None:
-    """Check the bounds of the trust ratio.
-
-    Raises:
-        ValueError: If min_coeff is negative or max_coeff less than min_coeff.
-    """
+def _check_coefficients(min_coeff: float, max_coeff: float) -> None:
     check_at_least("min_coeff", min_coeff, 0)
     check_at_least("max_coeff", max_coeff, min_coeff)
+
+
+@dataclass(frozen=True)
+class OnebitLambSchedule(OnebitSchedule):
+    """The schedule of 1-bit Adam, with a longer warmup if that sends low-bit gradients: it learns trust ratios too."""
+
+    low_bit_freeze_share: ClassVar[float] = 0.3
+
+
+class OnebitLamb(CompressedOptimizer):
+    """LAMB whose momentum crosses the network as signs, after a warmup stage of averaged gradients.
+
+    Norms, coefficients and factors stay on the device: a step synchronises with the host no more often for many
+    tensors than for one.
+
+    Args:
+        params: As for OnebitAdam.
+        lr: Learning rate.
+        max_coeff: Upper bound of the trust ratio in the warmup stage.
+        min_coeff: Lower bound of it, >= 0.
+        coeff_beta: Coefficient of its running average, in [0, 1).
+        factor_max: Upper bound of the factor on that average in the compressed stage.
+        factor_min: Lower bound of it, >= 0.
+        factor_threshold: Largest relative change of the factor in one step, >= 0.
+        **options: See :class:`~hf_compressopt.optim.base.CompressedOptimizer`.
+
+    Raises:
+        ValueError: For an option outside its range; the message names value and range.
+        TypeError: For parameters that no option can make work.
+    """
+
+    schedule_class = OnebitLambSchedule
+    extra_state = (
+        ExtraState("exp_avg_sq_fresh", "element"),
+        ExtraState("scaling_coeff", "parameter", 1.0),
+        ExtraState("lamb_coeff_freeze", "parameter"),
+        ExtraState("lamb_coeff_updates", "parameter"),
+        ExtraState("last_factor", "parameter", 1.0),
+        ExtraState("lamb_coeff", "parameter", 1.0, always=True),
+    )
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        *,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        coeff_beta: float = 0.9,
+        factor_max: float = 4.0,
+        factor_min: float = 0.5,
+        factor_threshold: float = 0.1,
+        **options: Any,
+    ) -> None:
+        _check_coefficients(min_coeff, max_coeff)
+        if options.get("max_update"):
+            raise ValueError(
+                f"max_update is not supported with OnebitLamb, got {options['max_update']}: the step of a tensor is "
+                "scaled by trust ratios that were measured on updates without such a bound. Use factor_max"
+            )
+        options.pop("max_update", None)
+        check_at_least("factor_min", factor_min, 0)
+        check_at_least("factor_max", factor_max, factor_min)
+        check_at_least("factor_threshold", factor_threshold, 0)
+        if not 0 <= coeff_beta < 1:
+            raise ValueError(f"coeff_beta must be in [0, 1), got {coeff_beta}")
+        self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
+        self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self._rows: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+        self._begun: dict[int, tuple[LambOptions, Tensor]] = {}  # of the step under way; see kernels.lamb_moments_
+        super().__init__(params, lr, **options)
+        # native kernels and the reference round LAMB's norms differently
+        self._alike = (f"kernels={kernels.implementation(self.communicator.device).split()[0]}",)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """Return a copy of the last coefficients, one per trainable tensor, group by group."""
+        return list(chain.from_iterable(state.extra["lamb_coeff"].tolist() for state in self._states))
+
+    def _uncompressed_step(self, state: GroupState, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            param = state.params[index]
+            moments = state.view(state.exp_avg, index), state.view(state.exp_avg_sq, index), state.steps[index]
+            advance_moments_(grad, *moments, state.options)
+            update = _lamb_update(param, *moments, state.options)
+            coeff = trust_ratio(_square(param), _square(update), self.min_coeff, self.max_coeff)
+            apply_update_(param, update, coeff * state.options["lr"])
+            state.extra["lamb_coeff"][index] = coeff
+            if state.compressed:
+                moved, average = coeff != 1, state.extra["lamb_coeff_freeze"][index]
+                learnt = self.coeff_beta * average + (1 - self.coeff_beta) * coeff
+                average.copy_(torch.where(moved, learnt, average))  # (1)
+                state.extra["lamb_coeff_updates"][index] += moved
+
+    def _end_warmup(self, plan: StepPlan) -> None:
+        super()._end_warmup(plan)
+        compressed = [state for state in self._states if state.compressed]
+        rows: list[tuple[GroupState, int, Tensor]] = []
+        for state in compressed:
+            state.extra["exp_avg_sq_fresh"].copy_(state.exp_avg_sq)
+            for index, numel in enumerate(state.layout.numels):
+                if numel:
+                    square = sum_of_squares([state.view(state.exp_avg, index)], state.device)
+                    rows.append((state, index, (square / numel).sqrt()))
+        united = self._united_scale(rows)
+        for state, index, scale in rows:
+            one = torch.ones_like(scale)
+            state.extra["scaling_coeff"][index] = torch.where(scale > 0, united / scale, one).float()  # (2)
+        for state in compressed:
+            state.errors.scale_(state.extra["scaling_coeff"].tolist())  # as the momentum that is sent
+
+    def _united_scale(self, rows: Sequence[tuple[GroupState, int, Tensor]]) -> Tensor:
+        """Return the mean of the tensors' momentum scales; a tensor that only some of the ranks hold counts once."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.communicator.device)
+        if not has_own_groups(self._states):
+            return torch.stack([scale for _, _, scale in rows]).mean() if rows else total[0]
+        for state, _, scale in rows:
+            once = torch.stack([scale.to(total.device), torch.ones_like(total[0])])
+            total += once * (1 / state.communicator.world_size)
+        self.communicator.all_reduce(total).wait()
+        return total[0] / total[1]
+
+    def _prepare(
+        self, plan: StepPlan, state: GroupState, bucket: Bucket, grads: Sequence[Tensor | None]
+    ) -> Combination:
+        beta1, _ = state.options["betas"]
+        gradients = state.gradient_segments(bucket, grads)
+        exp_avg, scaling = state.exp_avg[bucket.start : bucket.stop], state.extra["scaling_coeff"]
+        return Combination(bucket.numel, state.device, exp_avg, beta1, gradients, 1 - beta1, scaling)  # (3)
+
+    def _begin_buckets(self, plan: StepPlan, states: Sequence[GroupState]) -> None:
+        for state in states:
+            group, sums = state.options, torch.zeros(len(state.params), 3, dtype=torch.float64, device=state.device)
+            beta1, beta2 = group["betas"]
+            options = LambOptions(beta1, beta2, group["eps"], group["weight_decay"], group["eps_inside_sqrt"])
+            self._begun[state.number] = options, sums
+
+    def _apply(self, plan: StepPlan, state: GroupState, bucket: Bucket, average: Average) -> None:
+        flat, (options, sums) = slice(bucket.start, bucket.stop), self._begun[state.number]
+        moments = state.exp_avg[flat], state.extra["exp_avg_sq_fresh"][flat], state.variance(bucket)
+        with state.parameter_segments(bucket) as params:
+            update = LambMoments(average, *moments, params, state.extra["scaling_coeff"], sums, options)
+            kernels.on(state.device).lamb_moments_(update)  # (3), (4)
+
+    def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
+        super()._compressed_step(plan, states, gradients)
+        for state in states:
+            self._move(state)
+
+    def _move(self, state: GroupState) -> None:
+        """Move the tensors of a group, with coefficients that are computed for all of them at once."""
+        layout, (options, sums) = state.layout, self._begun.pop(state.number)
+        if not layout.numel:
+            return
+        moving = [i for i, p in enumerate(state.params) if layout.numels[i] and p.requires_grad]
+        key = tuple(moving), state.device
+        if (rows := self._rows.get(key)) is None:  # the device gets the numbers of tensors once
+            rows = self._rows[key] = torch.tensor(moving, dtype=torch.int64, device=state.device)
+        direction, update, factor = sums[rows].unbind(dim=1)  # (5)
+        if options.weight_decay > 0:
+            share = torch.where(update > 0, (direction / update).sqrt().clamp(max=1.0), 1.0)
+            factor = factor * share + 1 - share
+        extra = state.extra
+        last, average, updates = (
+            extra[name][rows] for name in ("last_factor", "lamb_coeff_freeze", "lamb_coeff_updates")
+        )
+        factor = factor.float().clamp(self.factor_min, self.factor_max)
+        factor = factor.clamp(last * (1 - self.factor_threshold), last * (1 + self.factor_threshold))
+        if state.options["bias_correction"]:
+            average = average / (1 - self.coeff_beta**updates)
+        coeff = torch.where(updates > 0, average, 1.0) * factor
+        extra["last_factor"][rows], extra["lamb_coeff"][rows] = factor, coeff
+        rates = torch.zeros_like(extra["lamb_coeff"])
+        rates[rows] = coeff * state.options["lr"]
+        spans = (Span(i, 0, numel, layout.starts[i]) for i, numel in enumerate(layout.numels) if numel)
+        whole = Bucket(0, layout.numel, tuple(spans))
+        with state.parameter_segments(whole, moving) as params:
+            kernels.on(state.device).lamb_apply_(state.exp_avg, state.variance(whole), params, rates, options)  # (6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,33 +16,6 @@ from hf_compressopt.kernels.adam import AdamStep, AdamTensors, adam_
 from hf_compressopt.kernels.memory import in_memory
 
 _CHUNK = 1 << 18  # elements of which a wider copy may be made
-
-
-@dataclass(frozen=True)
-class AdamOptions:
-    """Hyperparameters of one param group for Adam's arithmetic."""
-
-    lr: float | Tensor
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    bias_correction: bool
-    eps_inside_sqrt: bool
-
-
-def adam_options(group: dict[str, Any]) -> AdamOptions:
-    """Return the options of a param group for Adam's arithmetic."""
-    beta1, beta2 = group["betas"]
-    return AdamOptions(
-        lr=group["lr"],
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        bias_correction=group["bias_correction"],
-        eps_inside_sqrt=group["eps_inside_sqrt"],
-    )
 
 
 def descent(group: dict[str, Any], max_update: float | None = None) -> Descent:
@@ -69,70 +41,41 @@ def adam_step_(
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
-    options: AdamOptions,
+    group: dict[str, Any],
     *,
     fused: bool = False,
 ) -> None:
     """Take one step of Adam with decoupled weight decay (AdamW, arXiv 1711.05101, Algorithm 2), in place.
 
     If torch has the algorithm, this is torch's own arithmetic, bit for bit, unless ``fused``. Parameters of lower
-    precision than float32 are updated in float32 and rounded once.
+    precision than float32 are updated in float32 and rounded once. ``group`` has the options of a param group.
     """
     if not params:
         return
-    if fused and not options.eps_inside_sqrt:
+    (beta1, beta2), lr = group["betas"], group["lr"]
+    shared = {"beta1": float(beta1), "beta2": float(beta2), "eps": group["eps"], "weight_decay": group["weight_decay"]}
+    moments = list(exp_avgs), list(exp_avg_sqs)
+    if fused and not group["eps_inside_sqrt"]:
         nothing: list[Tensor | None] = [None] * len(params)
         counts = list(torch.stack(list(steps)).to(params[0].device).unbind())
-        moments = list(exp_avgs), list(exp_avg_sqs)
         tensors = AdamTensors(list(grads), list(params), *moments, counts, masters=nothing, copies=nothing)
-        return _fused_adam_step_(tensors, steps, options)
+        adam_(tensors, AdamStep(lr=lr, bias_correction=group["bias_correction"], **shared))
+        for step in steps:
+            step += 1
+        return
     wide = [p if p.dtype == torch.float32 else p.float() for p in params]
     grads = [g if g.dtype == torch.float32 else g.float() for g in grads]
-    if options.bias_correction and not options.eps_inside_sqrt:
-        adamw(
-            wide,
-            list(grads),
-            list(exp_avgs),
-            list(exp_avg_sqs),
-            [],
-            list(steps),
-            amsgrad=False,
-            beta1=options.beta1,
-            beta2=options.beta2,
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            eps=options.eps,
-            maximize=False,
-        )
+    if group["bias_correction"] and not group["eps_inside_sqrt"]:
+        adamw(wide, grads, *moments, [], list(steps), amsgrad=False, maximize=False, lr=lr, **shared)
     else:
-        for p, g, m, v, step in zip(wide, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-            _adam_variant_(p, g, m, v, step, options)
+        for p, g, m, v, step in zip(wide, grads, *moments, steps, strict=True):
+            advance_moments_(g, m, v, step, group)
+            m_hat, v_hat = corrected_moments(m, v, step, group)
+            p.mul_(1 - float(lr) * group["weight_decay"])
+            p.addcdiv_(m_hat, denominator(v_hat, group["eps"], group["eps_inside_sqrt"]), value=-float(lr))
     for p, result in zip(params, wide, strict=True):
         if p is not result:
             p.copy_(result)
-
-
-def _fused_adam_step_(tensors: AdamTensors, steps: Sequence[Tensor], options: AdamOptions) -> None:
-    adam_(
-        tensors,
-        AdamStep(
-            lr=options.lr,
-            beta1=options.beta1,
-            beta2=options.beta2,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            bias_correction=options.bias_correction,
-        ),
-    )
-    for step in steps:
-        step += 1
-
-
-def _adam_variant_(p: Tensor, g: Tensor, m: Tensor, v: Tensor, step: Tensor, options: AdamOptions) -> None:
-    m_hat, v_hat = adam_moments_(g, m, v, step, options)
-    lr = float(options.lr)
-    p.mul_(1 - lr * options.weight_decay)
-    p.addcdiv_(m_hat, denominator(v_hat, options.eps, options.eps_inside_sqrt), value=-lr)
 
 
 def correct_bias_(moment: Tensor, count: float, beta: float) -> None:
@@ -158,13 +101,6 @@ def is_zero(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or not any(map(bool, torch.aminmax(tensor)))
 
 
-def variance_norm(exp_avg_sq: Tensor, count: float, group: dict[str, Any]) -> Tensor:
-    """Return the 1-norm of second moments that were updated ``count`` times, bias-corrected if the group says so."""
-    if count == 0:
-        return torch.zeros((), dtype=torch.float64, device=exp_avg_sq.device)
-    return sum_of(exp_avg_sq) / (1 - group["betas"][1] ** count if group["bias_correction"] else 1.0)
-
-
 def bit_sum(tensor: Tensor) -> Tensor:
     """Return the sum of all elements' bits, read as integers, [] int64: exact, so that its order does not matter."""
     flat = in_memory("the tensor", tensor).view(-1)
@@ -178,28 +114,23 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
-def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> None:
-    """Update Adam's moments of one tensor in place, and count the step; arguments as of :func:`adam_moments_`."""
+def advance_moments_(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]) -> None:
+    """Update Adam's moments of one tensor in place, and count the step."""
+    beta1, beta2 = map(float, group["betas"])
     grad = grad.float()
     step += 1
-    exp_avg.lerp_(grad, 1 - options.beta1)
-    exp_avg_sq.mul_(options.beta2).addcmul_(grad, grad, value=1 - options.beta2)
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
 
 
-def adam_moments_(
-    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions
+def corrected_moments(
+    exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, group: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Update Adam's moments of one tensor in place, and count the step."""
-    advance_moments_(grad, exp_avg, exp_avg_sq, step, options)
-    return corrected_moments(exp_avg, exp_avg_sq, step, options)
-
-
-def corrected_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, options: AdamOptions) -> tuple[Tensor, Tensor]:
     """Return m^ and v^ after ``step`` steps: new tensors, or without bias correction the moments themselves."""
-    if not options.bias_correction:
+    if not group["bias_correction"]:
         return exp_avg, exp_avg_sq
-    count = float(step)
-    return exp_avg / (1 - options.beta1**count), exp_avg_sq / (1 - options.beta2**count)
+    (beta1, beta2), count = group["betas"], float(step)
+    return exp_avg / (1 - beta1**count), exp_avg_sq / (1 - beta2**count)
 
 
 def trust_ratio(weight_square: Tensor, update_square: Tensor, low: float, high: float) -> Tensor:
@@ -243,7 +174,6 @@ def grad_square_sum(params: Sequence[Tensor]) -> Tensor | None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a DTensor, without an import of torch.distributed.tensor."""
     module = sys.modules.get("torch.distributed.tensor")  # a DTensor has imported it
     return module is not None and isinstance(tensor, module.DTensor)
 

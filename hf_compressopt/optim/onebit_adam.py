@@ -25,10 +25,10 @@ from torch import Tensor
 from hf_compressopt import kernels
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination
+from hf_compressopt.optim.agreement import CLIPS
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.gradients import CLIPS
 from hf_compressopt.optim.group import GroupState, ParamGroups
-from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
+from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
 from hf_compressopt.optim.sharded import FreedGradients
 from hf_compressopt.schedules import StepPlan
 
@@ -71,10 +71,10 @@ class OnebitAdam(CompressedOptimizer):
         state: str = "compact",
         **options: Any,
     ) -> None:
-        """See the class."""
         if fused_warmup is not None and not isinstance(fused_warmup, bool):
             raise TypeError(f"fused_warmup must be True, False or None, got {fused_warmup!r}")
-        check_max_update(max_update)
+        if max_update is not None:
+            check_at_least("max_update", max_update, 0)
         self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
         if not isinstance(overlap_comm, bool):
@@ -97,7 +97,6 @@ class OnebitAdam(CompressedOptimizer):
             self._consensus.freed = self.freed
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See :meth:`~hf_compressopt.optim.base.Scheduled.add_param_group`."""
         super().add_param_group(param_group)
         if self.freed is not None:
             self.freed.attach()

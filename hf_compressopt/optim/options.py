@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -14,7 +14,6 @@ from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.flat import SIGNS_PER_BYTE
 from hf_compressopt.kernels import INTEGER_BITS
 from hf_compressopt.kernels.memory import why_not_dense
-from hf_compressopt.optim.group import STATES
 from hf_compressopt.optim.math import is_shard
 
 #: Learning rates that an element moves at most in a step of a compressed stage, unless an option says otherwise.
@@ -25,7 +24,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_at_least(name: str, value: Any, low: float) -> None:
-    """Check value >= low."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         raise TypeError(f"{name} must be a number >= {low}, got {value!r}")
     if not bool(value >= low):
@@ -34,14 +32,7 @@ def check_at_least(name: str, value: Any, low: float) -> None:
         raise ValueError(f"{name} must be finite, got {value}")
 
 
-def check_max_update(value: Any) -> None:
-    """Check a bound on the learning rates that an element moves in a step: None or 0 is off."""
-    if value is not None:
-        check_at_least("max_update", value, 0)
-
-
 def check_count(name: str, value: Any, low: int = 1) -> None:
-    """Check that value is an int >= low."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int >= {low}, got {value!r}")
     if value < low:
@@ -70,7 +61,6 @@ def resolve_communicator(
 
 
 def check_betas(betas: Any) -> None:
-    """Check the coefficients of Adam's running averages."""
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for index, beta in enumerate(betas):
@@ -79,7 +69,6 @@ def check_betas(betas: Any) -> None:
 
 
 def check_names(names: Sequence[str], count: int) -> None:
-    """Check that there is a different name for each of the trainable parameters."""
     if len(names) != count or len(set(names)) != len(names):
         raise ValueError(
             f"there must be a different name for each of the {count} trainable parameters, got {len(names)} names, "
@@ -88,7 +77,6 @@ def check_names(names: Sequence[str], count: int) -> None:
 
 
 def check_group(group: dict[str, Any], number: int) -> None:
-    """Check the options and parameters of a param group."""
     for name in ("lr", "eps", "weight_decay"):
         check_at_least(name, group[name], 0)
     check_betas(group["betas"])
@@ -118,17 +106,7 @@ def _check_params(params: list[Tensor], number: int) -> None:
             )
 
 
-def _check_one_device(groups: list[dict[str, Any]]) -> None:
-    devices = [group["params"][0].device for group in groups if group["params"]]
-    if devices and groups[-1]["params"] and devices[-1] != devices[0]:
-        raise ValueError(
-            f"all param groups must be on one device, got {devices[0]} and, in param group {len(groups) - 1}, "
-            f"{devices[-1]}: make an optimizer for each device"
-        )
-
-
 def check_parameter(param: Tensor, dtypes: tuple[torch.dtype, ...], number: int) -> None:
-    """Check that an optimizer can update a parameter in place."""
     if param.dtype not in dtypes:
         raise TypeError(f"parameters must be one of {dtypes}, got {param.dtype} in param group {number}")
     if (problem := why_not_dense(param)) is not None:
@@ -171,12 +149,21 @@ def in_lists(params: Any) -> tuple[Any, torch.device]:
     return params, next((t.device for t in tensors if isinstance(t, Tensor)), torch.device("cpu"))
 
 
-def check_last_group(groups: list[dict[str, Any]], *, one_device: bool = False) -> None:
+def check_last_group(
+    groups: list[dict[str, Any]],
+    check: Callable[[dict[str, Any], int], None] = check_group,
+    *,
+    one_device: bool = False,
+) -> None:
     """Check the param group that was added last; remove it if it is not valid."""
     try:
-        check_group(groups[-1], len(groups) - 1)
-        if one_device:
-            _check_one_device(groups)
+        check(groups[-1], len(groups) - 1)
+        devices = [group["params"][0].device for group in groups if group["params"]]
+        if one_device and groups[-1]["params"] and devices[-1] != devices[0]:
+            raise ValueError(
+                f"all param groups must be on one device, got {devices[0]} and, in param group {len(groups) - 1}, "
+                f"{devices[-1]}: make an optimizer for each device"
+            )
     except (ValueError, TypeError):
         groups.pop()
         raise
@@ -245,32 +232,6 @@ def group_from_plain(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key not in _NO_HYPERPARAMETERS
     }
-
-
-def check_family_options(
-    *,
-    max_grad_norm: float,
-    variance_floor: float,
-    freeze_threshold: float,
-    scale_block: Any,
-    state: str,
-    clip: str,
-    clips: Sequence[str],
-    amsgrad: bool,
-) -> None:
-    """Check options; ``clips`` are the values of ``clip`` that are legal for the optimizer."""
-    for name, value in (("max_grad_norm", max_grad_norm), ("variance_floor", variance_floor)):
-        check_at_least(name, value, 0)
-    check_scale_block(scale_block)
-    if state not in STATES:
-        raise ValueError(f"state must be one of {list(STATES)}, got {state!r}")
-    if amsgrad:
-        raise ValueError("amsgrad must be False, got True: its running maximum has no meaning once v is frozen")
-    if clip not in clips:
-        only = ", which only OnebitAdam has" if clip == "late" else ""
-        raise ValueError(f"clip must be one of {list(clips)}, got {clip!r}{only}")
-    if not 0 < freeze_threshold <= 1:
-        raise ValueError(f"freeze_threshold must be in (0, 1], got {freeze_threshold}")
 
 
 def check_zero_stage(

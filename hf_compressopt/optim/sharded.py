@@ -58,11 +58,10 @@ from hf_compressopt.kernels import Average, Combination, Errors, IntegerFormat, 
 from hf_compressopt.kernels.errors import like_errors, tensor_of
 from hf_compressopt.kernels.sketch import SKETCH_NUMEL, sketch_
 from hf_compressopt.kernels.variance import NO_TOP, encode_variance_, top_of_variance
-from hf_compressopt.optim.gradients import Grads, MeanNorm, StepGradients, find_fault
-from hf_compressopt.optim.group import GroupState, ParamGroups
+from hf_compressopt.optim.agreement import Grads, MeanNorm, StepGradients, find_fault
+from hf_compressopt.optim.group import GroupState, MomentShards, ParamGroups, part_of
 from hf_compressopt.optim.late import Early, EarlyMessages, Key, Prepare
-from hf_compressopt.optim.math import adam_options, adam_step_, correct_bias_, sum_of
-from hf_compressopt.optim.moment_shards import MomentShards, part_of
+from hf_compressopt.optim.math import adam_step_, correct_bias_, sum_of
 from hf_compressopt.schedules import StepPlan
 
 _Counts = tuple[Sequence[float], Sequence[float]]
@@ -141,7 +140,7 @@ def _update(state: GroupState, number: int, mean: Tensor, present: Sequence[bool
     changes, means, firsts, seconds = ([part_of(whole, span) for span in spans] for whole in wholes)
     steps = [state.steps[span.index].clone() for span in spans]
     # Adam's step of parameters that are 0 and do not decay is the change
-    options = replace(adam_options(state.options), weight_decay=0.0)
+    options = {**state.options, "weight_decay": 0.0}
     adam_step_(changes, means, firsts, seconds, steps, options, fused=fused)  # (2)
     return change
 

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from hf_compressopt.flat import BYTES_PER_MB, FLOAT_BYTES
 from hf_compressopt.format.index import NODE_SIZE
-from hf_compressopt.optim.agreement import write_log
-from hf_compressopt.optim.gradients import NOISE, check_noise
-from hf_compressopt.optim.group import GroupState
+from hf_compressopt.optim.agreement import NOISE, write_log
+from hf_compressopt.optim.group import PIECES, GroupState, check_pieces, take_pieces
 from hf_compressopt.optim.late import LATE_CLIP, check_late_clip
 from hf_compressopt.optim.math import is_zero
-from hf_compressopt.optim.moment_shards import PIECES, check_pieces, take_pieces
 from hf_compressopt.optim.options import check_at_least, check_count, check_group, loadable_group
 from hf_compressopt.schedules import AUTO, Schedule, Stage, Warmup
 
@@ -28,7 +26,6 @@ STUB_NOTE = "a stub: the state is in compressopt.index.json and the safetensors 
 
 
 def make_stub(packed: dict[str, Any], step: int) -> dict[str, Any]:
-    """Replace the state in one of torch's state dicts by a stub."""
     packed["state"] = {}
     # torch's own optimizers refuse one group too many; they would take an empty state for a fresh one
     packed["param_groups"].append({"params": [], STATE_KEY: STUB_NOTE})
@@ -117,7 +114,6 @@ def header_of(optimizer: CompressedOptimizer) -> dict[str, Any]:
 
 
 def check_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
-    """Check that a header fits this optimizer."""
     if header.get("optimizer") != type(optimizer).__name__:
         raise ValueError(f"the state is {header.get('optimizer')}'s, this optimizer is {type(optimizer).__name__}")
     for name in ("step", "skipped_steps", "rounds", "bytes_sent", "bucket_numel", "world_size"):
@@ -135,10 +131,7 @@ def check_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None
 
 
 def load_header(optimizer: CompressedOptimizer, header: dict[str, Any]) -> None:
-    """Take over a header that was checked, after the tensors.
-
-    Server errors of updates are of no use to messages of gradients, and the other way round: they become 0.
-    """
+    """Take over a header that was checked, after the tensors."""
     if bool(header.get(SHARED_OUT)) != _shares_out(optimizer):
         for state in optimizer._states:
             state.errors.server.zero_()
@@ -173,10 +166,7 @@ def _lr_warmup_of(optimizer: CompressedOptimizer, header: dict[str, Any]) -> War
 
 
 def plain_header(optimizer: CompressedOptimizer, step: int) -> dict[str, Any]:
-    """Return the header that a plain Adam state at this step stands for.
-
-    If the first stage should have ended by then, it ends with the coming step.
-    """
+    """Return the header that a plain Adam state at this step stands for."""
     ended = step >= optimizer.schedule.last_warmup_step
     schedule = (optimizer.schedule.frozen_at(step + 1) if ended else optimizer.schedule).options()
     fresh = {"skipped_steps": 0, "rounds": step, "bytes_sent": 0}
@@ -194,8 +184,9 @@ def check_tensors(tensors: dict[str, Tensor], schedule: Schedule) -> None:
         raise ValueError(f"freeze_step is 'auto', and there is no {HISTORY!r}")
     if history is not None and (history.dtype != torch.float64 or history.dim() != 1 or history.numel() < 2):
         raise ValueError(f"{HISTORY!r} must be float64 [2 or more], got {history.dtype} {list(history.shape)}")
-    if NOISE in tensors:
-        check_noise(tensors[NOISE])
+    noise = tensors.get(NOISE)
+    if noise is not None and (noise.dtype != torch.float64 or noise.shape != (2,)):
+        raise ValueError(f"{NOISE!r} must be float64 [2], got {noise.dtype} {list(noise.shape)}")
     if LATE_CLIP in tensors:
         check_late_clip(tensors[LATE_CLIP])
 
@@ -210,7 +201,6 @@ def take_tensors(optimizer: CompressedOptimizer, tensors: dict[str, Tensor]) -> 
 
 
 def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
-    """Return the part of this rank's state that torch's own state dicts have no place for."""
     states = optimizer._states
     return {
         **header_of(optimizer),
@@ -223,7 +213,6 @@ def own_state(optimizer: CompressedOptimizer) -> dict[str, Any]:
 
 
 def load_full(optimizer: CompressedOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
-    """Copy a state dict into the buffers."""
     rows = _matching_rows(optimizer, state_dict)
     if own is None:
         steps = [int(row["step"]) for _, _, row in rows if row]

@@ -31,12 +31,11 @@ from hf_compressopt import kernels
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.flat import Bucket
 from hf_compressopt.kernels import AdamUpdate, Average, Combination, Descent, LocalUpdate, ParameterSync
-from hf_compressopt.optim.agreement import digest_of, write_log
+from hf_compressopt.optim.agreement import Grads, digest_of, write_log
 from hf_compressopt.optim.base import CompressedOptimizer
-from hf_compressopt.optim.gradients import Grads
 from hf_compressopt.optim.group import ExtraState, GroupState
 from hf_compressopt.optim.math import bit_sum, descent
-from hf_compressopt.optim.options import MAX_UPDATE, check_max_update
+from hf_compressopt.optim.options import MAX_UPDATE, check_at_least
 from hf_compressopt.schedules import Stage, StepPlan, ZeroOneSchedule
 
 
@@ -52,7 +51,6 @@ class LocalInterval:
     """
 
     def __init__(self, states: Sequence[GroupState], traffic: Traffic) -> None:
-        """Watch these states, a list that may grow."""
         self.states, self._traffic = states, traffic
         self._mark: Tensor | None = None  # [parameters] int64; None: whatever the parameters are, they are expected
         self._written: Tensor | None = None  # [] bool
@@ -66,7 +64,6 @@ class LocalInterval:
     # -- values that others write -------------------------------------------------------------------------------------
 
     def expect(self) -> None:
-        """Record the present parameters as expected."""
         self._mark = self._fingerprint()
 
     def expect_anything(self) -> None:
@@ -104,7 +101,6 @@ class LocalInterval:
         return inside and not self._alike and any(state.communicator.world_size > 1 for state in self._compressed)
 
     def begin_step(self) -> None:
-        """Put this rank's own parameters in place, and look for writes."""
         self.put_back()
         self.look()
         self._alike = False
@@ -122,11 +118,7 @@ class LocalInterval:
 
     @contextmanager
     def stand_in(self, fill: Callable[[GroupState], None]) -> Iterator[bool]:
-        """Inside, other parameters, written by ``fill``, are in the place of this rank's own.
-
-        Yields:
-            Whether the ranks are apart; else the parameters stay as they are.
-        """
+        """Inside, other parameters, written by ``fill``, are in the place of this rank's own."""
         if not self.is_apart():
             yield False
             return
@@ -281,8 +273,8 @@ class ZeroOneAdam(CompressedOptimizer):
         max_update: float | None = MAX_UPDATE,
         **options: Any,
     ) -> None:
-        """See the class."""
-        check_max_update(max_update)
+        if max_update is not None:
+            check_at_least("max_update", max_update, 0)
         self.max_update = max_update
         self._alike = (f"max_update={max_update or 0}",)
         if var_freeze_step is not None:
@@ -379,11 +371,23 @@ class ZeroOneAdam(CompressedOptimizer):
             message = "step %d: a gradient of rank %d is not finite; the rank steps with its momentum"
             write_log(logger, logging.WARNING, message, plan.step, self.communicator.rank)
         for state in states:
-            bounded = descent(state.options, self.max_update)
-            _local_step(state, None if gradients is None else gradients[state.number], bounded)
+            self._local_step(state, None if gradients is None else gradients[state.number])
         if plan.synchronize:
             self._sync(plan, states, gradients)
         self._interval.expect()
+
+    def _local_step(self, state: GroupState, grads: Sequence[Tensor | None] | None) -> None:
+        """Take (4) and (5) of one group."""
+        how, (beta1, _), on = descent(state.options, self.max_update), state.options["betas"], kernels.on(state.device)
+        for bucket in state.layout.buckets:
+            flat = slice(bucket.start, bucket.stop)
+            gradients = None if grads is None else state.gradient_segments(bucket, grads)
+            moments = state.exp_avg[flat], state.variance(bucket), state.extra["local_update"][flat]
+            with state.parameter_segments(bucket) as params:
+                on.local_step_(LocalUpdate(*moments, gradients, params, beta1, how))
+        state.extra["lr_sum"] += how.lr
+        state.extra["decay"] *= how.decay
+        state.steps += 1
 
     def _sync(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
         """Take (6) and (7), or plain averages if someone else has written parameters since the last sync."""
@@ -420,11 +424,9 @@ class ZeroOneAdam(CompressedOptimizer):
 
     @property
     def ranks_are_apart(self) -> bool:
-        """True if each rank has its own parameters at this moment. No collective call; alike on all ranks."""
         return self._interval.is_apart()
 
     def own_parameters_restorer(self) -> Callable[[], None]:
-        """Return a function that puts this rank's parameters back as they are now."""
         if self.last_plan.stage is not Stage.LOCAL_STEP:
             return super().own_parameters_restorer()
         own = [(param, param.detach().clone()) for state in self._states if state.compressed for param in state.params]
@@ -451,13 +453,7 @@ class ZeroOneAdam(CompressedOptimizer):
 
     @contextmanager
     def synced_parameters(self) -> Iterator[bool]:
-        """Inside, the parameters are those of the last sync, alike on all ranks; at the end this rank's own again.
-
-        No collective call: a rank may use it alone.
-
-        Yields:
-            Whether the ranks are apart, so that the parameters inside are not those of the last step.
-        """
+        """Inside, the parameters are those of the last sync, alike on all ranks; at the end this rank's own again."""
         with self._interval.stand_in(self._interval.fill_with_anchor) as apart:
             yield apart
 
@@ -513,28 +509,3 @@ def _corrections(state: GroupState, counted: bool) -> Tensor:
         second = 1 - beta2 ** updates.clamp(min=1)
     first = torch.where(updates > 0, first, torch.inf)  # without a variance it does not move
     return torch.stack([first, second], dim=1).float()
-
-
-def _local_step(state: GroupState, grads: Sequence[Tensor | None] | None, how: Descent) -> None:
-    """Take (4) and (5) of one group."""
-    options = state.options
-    lr, decay, (beta1, _) = float(options["lr"]), options["weight_decay"], options["betas"]
-    for bucket in state.layout.buckets:
-        flat = slice(bucket.start, bucket.stop)
-        gradients = None if grads is None else state.gradient_segments(bucket, grads)
-        local_update = state.extra["local_update"][flat]
-        with state.parameter_segments(bucket) as params:
-            kernels.on(state.device).local_step_(
-                LocalUpdate(
-                    state.exp_avg[flat],
-                    state.variance(bucket),
-                    local_update,
-                    gradients,
-                    params,
-                    beta1,
-                    how,
-                )
-            )
-    state.extra["lr_sum"] += lr
-    state.extra["decay"] *= 1 - lr * decay
-    state.steps += 1

@@ -1,19 +1,24 @@
-"""Options of a ZeroOptimizer. Each error names the value, what is legal, and what to do."""
+"""What a ZeroOptimizer takes: options, optimizers and parameters. Errors name the value, what is legal, what to do."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.topology import AUTO, TopologyOptions
 from hf_compressopt.flat import bucket_numel_of
 from hf_compressopt.grad_compression import FORMATS
 from hf_compressopt.kernels import IntegerFormat
-from hf_compressopt.optim.options import check_at_least, check_count, resolve_communicator
+from hf_compressopt.optim.base import CompressedOptimizer
+from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import is_shard
+from hf_compressopt.optim.options import check_at_least, check_count, check_parameter, resolve_communicator
 
 #: dtypes of parameters, of gradients on the wire, of averages and of state.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -22,19 +27,12 @@ _SHORT_NAMES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 
 @dataclass
 class LossScale:
-    """The factor of the loss before backward, which keeps small float16 gradients from becoming zero.
-
-    Attributes:
-        value: The present factor.
-        growth_interval: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
-        good_steps: Steps without an overflow since the factor changed.
-        of_scaler: The factor of a GradScaler, which comes on top.
-    """
+    """The factor of the loss before backward, which keeps small float16 gradients from becoming zero."""
 
     value: float = 1.0
-    growth_interval: int = 0
-    good_steps: int = 0
-    of_scaler: float = 1.0
+    growth_interval: int = 0  #: Steps without an overflow after which the factor doubles; 0 keeps it fixed.
+    good_steps: int = 0  #: Steps without an overflow since the factor changed.
+    of_scaler: float = 1.0  #: The factor of a GradScaler, which comes on top.
 
     @property
     def of_gradients(self) -> float:
@@ -55,19 +53,16 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Precision:
-    """The scaling and rounding of gradients.
+    """The scaling and rounding of gradients."""
 
-    Attributes:
-        sent: dtype on the wire; None is the parameter's.
-        kept: dtype of the averages; None is the parameter's.
-        before: Factor of gradients before they are sent. None is 1 / world size if ``after`` is None, and else 1.
-        after: Factor of the sum of the gradients, beside 1 / world size; None leaves the sum as it is.
-    """
+    sent: torch.dtype | None = None  #: On the wire; None is the parameter's.
+    kept: torch.dtype | None = None  #: Of the averages; None is the parameter's.
+    before: float | None = None  #: Factor before gradients are sent; None is 1 / world size if `after` is None, else 1.
+    after: float | None = None  #: Factor of the sum, beside 1 / world size; None leaves the sum as it is.
 
-    sent: torch.dtype | None = None
-    kept: torch.dtype | None = None
-    before: float | None = None
-    after: float | None = None
+
+def _said() -> Any:
+    return field(init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +77,6 @@ class ZeroConfig:
         allgather_bucket_size: Elements of parameters that are gathered at the same time; None is as many as are
             reduced.
         overlap_comm: Send gradients while backward runs.
-        reduce_scatter: Must be True. An all-reduce would send twice as much.
         communication_data_type: dtype of gradients on the wire, such as "bf16"; None is the parameter's.
         gradient_accumulation_dtype: dtype of the averages; None is the parameter's.
         postscale_gradients: Divide the sum of the gradients by the number of ranks, instead of each gradient.
@@ -119,7 +113,6 @@ class ZeroConfig:
     reduce_bucket_size: int | None = None
     allgather_bucket_size: int | None = None
     overlap_comm: bool = True
-    reduce_scatter: bool = True
     communication_data_type: torch.dtype | str | None = None
     gradient_accumulation_dtype: torch.dtype | str | None = None
     postscale_gradients: bool = False
@@ -140,29 +133,47 @@ class ZeroConfig:
     topology: str = AUTO
     node_size: int | None = None
 
+    # what the options say
+    reduce_numel: int = _said()  #: Elements of the gradients that are sent at the same time.
+    gather_numel: int = _said()  #: Elements of the parameters that are gathered at the same time.
+    precision: Precision = _said()
+    grad_form: IntegerFormat | None = _said()  #: Of the messages of gradients; None is full precision.
+    param_form: IntegerFormat | None = _said()  #: Of the messages of parameters; None is full precision.
+    master: torch.dtype = _said()  #: Of the master copies of 16-bit parameters.
+    kept_state: torch.dtype | None = _said()  #: Of element-wise state between steps; None is the master's.
+    transport: str | Communicator | None = _said()
+    levels: TopologyOptions = _said()
+    offload: bool = _said()  #: Whether masters and states live in host memory.
+
     def __post_init__(self) -> None:
-        """Check every option."""
+        """Check every option, and read it once."""
         check_stage(self.stage)
         for option in fields(self):
-            if option.type == "bool" and not isinstance(value := getattr(self, option.name), bool):
+            if option.init and option.type == "bool" and not isinstance(value := getattr(self, option.name), bool):
                 raise TypeError(f"{option.name} must be True or False, got {value!r}")
-        if not self.reduce_scatter:
-            raise ValueError(
-                "reduce_scatter must be True, got False: an all-reduce would send twice as much and change nothing"
-            )
         check_at_least("clip_grad", self.clip_grad, 0)
-        self._check_sizes()
-        self._check_predivision()
-        self._check_compression()
-        _ = self.precision, self.master, self.kept_state, self.transport  # each checks the options that it reads
-        self.topology_options()
+        master = as_dtype("master_dtype", self.master_dtype) or torch.float32
+        self._check_gradients(master)
         self.make_loss_scale()
+        numel = self._checked_numel()
+        vars(self).update(  # once: later the options are frozen
+            reduce_numel=numel,
+            gather_numel=self.allgather_bucket_size or numel,
+            precision=self._precision(),
+            grad_form=_form(self.grad_compression),
+            param_form=_form(self.param_compression),
+            master=master,
+            kept_state=as_dtype("state_dtype", self.state_dtype),
+            transport=resolve_communicator(self.communicator, self.comm_backend_name, False),
+            levels=TopologyOptions(self.topology, self.node_size),
+            offload=self.offload_optimizer in (True, "cpu"),
+        )
         if self.offload_optimizer not in (False, None, True, "cpu", "none"):
             raise ValueError(f"offload_optimizer must be True, 'cpu' or False, got {self.offload_optimizer!r}")
         if self.offload:
             require_accelerator("offload_optimizer")
 
-    def _check_sizes(self) -> None:
+    def _checked_numel(self) -> int:
         if self.bucket_cap_mb is not None and self.reduce_bucket_size is not None:
             raise ValueError(
                 f"bucket_cap_mb={self.bucket_cap_mb} (MiB of float32 values) and reduce_bucket_size="
@@ -171,9 +182,9 @@ class ZeroConfig:
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
-        _ = self.reduce_numel  # it checks bucket_cap_mb
+        return self.reduce_bucket_size or bucket_numel_of(25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb)
 
-    def _check_predivision(self) -> None:
+    def _check_gradients(self, master: torch.dtype) -> None:
         factor = self.gradient_predivide_factor
         check_at_least("gradient_predivide_factor", factor, 0)
         if not self.postscale_gradients and factor != 1.0:
@@ -183,8 +194,6 @@ class ZeroConfig:
             )
         if factor == 0:
             raise ValueError("gradient_predivide_factor must be > 0, got 0")
-
-    def _check_compression(self) -> None:
         for name in ("grad_compression", "param_compression"):
             if getattr(self, name) not in (*FORMATS, "none"):
                 raise ValueError(f"{name} must be one of {[*FORMATS, 'none']}, got {getattr(self, name)!r}")
@@ -194,37 +203,13 @@ class ZeroConfig:
                 f"{name}={getattr(self, name)} has no effect with grad_compression={self.grad_compression}: gradients "
                 "travel as integers, with scales of their own. Leave one of the two out"
             )
-        if self.param_compression != "none" and self.master != torch.float32:
+        if self.param_compression != "none" and master != torch.float32:
             raise ValueError(
                 f"param_compression={self.param_compression} needs float32 masters, got master_dtype="
                 f"{self.master_dtype}: leave one of the two out"
             )
 
-    @cached_property
-    def grad_form(self) -> IntegerFormat | None:
-        """Form of the messages of gradients; None is full precision."""
-        return None if self.grad_compression == "none" else IntegerFormat(FORMATS[self.grad_compression])
-
-    @cached_property
-    def param_form(self) -> IntegerFormat | None:
-        """Form of the messages of parameters; None is full precision."""
-        return None if self.param_compression == "none" else IntegerFormat(FORMATS[self.param_compression])
-
-    @cached_property
-    def reduce_numel(self) -> int:
-        """Elements of the gradients that are sent at the same time."""
-        if self.reduce_bucket_size is not None:
-            return self.reduce_bucket_size
-        return bucket_numel_of(25.0 if self.bucket_cap_mb is None else self.bucket_cap_mb)
-
-    @cached_property
-    def gather_numel(self) -> int:
-        """Elements of the parameters that are gathered at the same time."""
-        return self.allgather_bucket_size or self.reduce_numel
-
-    @cached_property
-    def precision(self) -> Precision:
-        """Scaling and rounding of gradients."""
+    def _precision(self) -> Precision:
         sent = as_dtype("communication_data_type", self.communication_data_type)
         kept = as_dtype("gradient_accumulation_dtype", self.gradient_accumulation_dtype)
         if not self.postscale_gradients:
@@ -232,41 +217,8 @@ class ZeroConfig:
         factor = float(self.gradient_predivide_factor)
         return Precision(sent, kept, None if factor == 1.0 else 1.0 / factor, factor)
 
-    @cached_property
-    def master(self) -> torch.dtype:
-        """Dtype of the master copies of 16-bit parameters."""
-        return as_dtype("master_dtype", self.master_dtype) or torch.float32
-
-    @cached_property
-    def kept_state(self) -> torch.dtype | None:
-        """Dtype of element-wise state between steps; None is the master's."""
-        return as_dtype("state_dtype", self.state_dtype)
-
-    @cached_property
-    def offload(self) -> bool:
-        """True if masters and states live in host memory."""
-        return self.offload_optimizer in (True, "cpu")
-
-    @cached_property
-    def transport(self) -> str | Communicator | None:
-        """The communicator that its two spellings ask for."""
-        return resolve_communicator(self.communicator, self.comm_backend_name, False)
-
-    def topology_options(self) -> TopologyOptions:
-        """Return the options of the topology, checked."""
-        return TopologyOptions(self.topology, self.node_size)
-
-    def describe(self) -> str:
-        """Describe the compression for a log; "" without any."""
-        forms = {"gradients": self.grad_compression, "parameters": self.param_compression}
-        return "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
-
     def make_loss_scale(self) -> LossScale:
-        """Make a loss scale at its start.
-
-        Raises:
-            ValueError: For an option outside its range.
-        """
+        """Make a loss scale at its start."""
         option, initial, window = self.loss_scale, self.initial_loss_scale, self.loss_scale_window
         if option == "dynamic":
             if not initial >= 1 or window < 1:
@@ -278,20 +230,19 @@ class ZeroConfig:
 
     @classmethod
     def split(cls, config: ZeroConfig | None, options: dict[str, Any]) -> tuple[ZeroConfig, dict[str, Any]]:
-        """Separate ZeroOptimizer's options from the wrapped optimizer's, given as one object or among ``options``.
-
-        Raises:
-            TypeError: If ``config`` is no ZeroConfig.
-            ValueError: If one is given in ``config`` and by itself.
-        """
+        """Separate ZeroOptimizer's options, given as one object or among ``options``, from the wrapped optimizer's."""
         if config is not None and not isinstance(config, cls):
             raise TypeError(f"config must be a ZeroConfig or None, got {config!r}")
-        names = {field.name for field in fields(cls)}
+        names = {option.name for option in fields(cls) if option.init}
         own = {name: value for name, value in options.items() if name in names}
         if config is not None and own:
             raise ValueError(f"{sorted(own)} must be part of config=ZeroConfig(...), as the other options of ZeRO are")
         inner = {name: value for name, value in options.items() if name not in names}
         return config or cls(**own), inner
+
+
+def _form(compression: str) -> IntegerFormat | None:
+    return None if compression == "none" else IntegerFormat(FORMATS[compression])
 
 
 def check_stage(stage: Any) -> None:
@@ -315,3 +266,107 @@ def require_accelerator(what: str) -> None:
             f"{what} moves optimizer state from an accelerator's memory to the host's, and there is no accelerator "
             "here: leave it out"
         )
+
+
+# -- optimizers and parameters ----------------------------------------------------------------------------------------
+
+# The optimizers that are known to need more than elements, by class name, and by a part of the name for families.
+_NORM_OF_A_TENSOR = "its update of a tensor takes a norm of the whole tensor: use hf_compressopt.Lamb"
+_MATRICES = "it needs whole matrices: use it without ZeRO, or AdamW here"
+_ROWS_AND_COLUMNS = "it needs whole rows and columns: use it without ZeRO, or AdamW here"
+_STATISTICS = "its update takes statistics over whole tensors or over all of them: use it without ZeRO, or AdamW here"
+_IN_BLOCKS = (
+    "it keeps its state in blocks with a scale each, which cannot be cut at any element: use it without ZeRO, or "
+    "torch.optim.AdamW here (state_dtype='bf16' makes its state small)"
+)
+_ITSELF = "it partitions by itself: give the class that it wraps"
+_IN_BACKWARD = "it updates during backward: use it without ZeRO"
+_WHOLE_TENSORS = {
+    **dict.fromkeys(("Muon", "SOAP", "Kron"), _MATRICES),
+    **dict.fromkeys(("Adafactor", "CAME"), _ROWS_AND_COLUMNS),
+    **dict.fromkeys(("Lomo", "AdaLomo"), _IN_BACKWARD),
+    **dict.fromkeys(("LAMB", "Lamb", "FusedLAMB", "LARS"), _NORM_OF_A_TENSOR),
+    **dict.fromkeys(("StableAdamW", "NovoGrad", "AdamP", "SGDP"), _STATISTICS),
+    **dict.fromkeys(("ZeroOptimizer", "ZeroRedundancyOptimizer"), _ITSELF),
+    "LBFGS": "it needs the whole gradient as one vector: use it without ZeRO",
+    "SparseAdam": "it takes sparse gradients, which are not partitioned: use AdamW with sparse=False embeddings",
+}
+_FAMILIES = {
+    **dict.fromkeys(("Prodigy", "DAdapt"), _STATISTICS),
+    **dict.fromkeys(("Shampoo", "GaLore", "APOLLO"), _MATRICES),
+    **dict.fromkeys(("8bit", "4bit", "Fp8"), _IN_BLOCKS),
+    "ScheduleFree": "its train() and eval() exchange whole parameters: use it without ZeRO, or AdamW here",
+}
+_NO_FAMILY = "Optimizer8bit"  # the base of all optimizers of bitsandbytes, those of 32 bits too
+
+
+def check_optimizer_class(optimizer_class: Any, options: Mapping[str, Any] | None = None) -> None:
+    """Check that an optimizer can be partitioned, with these options."""
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, got "
+            f"{optimizer_class!r}; its options follow as keyword arguments"
+        )
+    name, options, reason = optimizer_class.__name__, options or {}, None
+    if issubclass(optimizer_class, CompressedOptimizer):
+        reason = (
+            "its error feedback needs whole buckets on every rank; use ZeroOptimizer with torch.optim.AdamW or Lamb, "
+            "or OnebitAdam, which has an option zero_stage of its own"
+        )
+    elif options.get("optim_bits", 32) != 32:
+        name, reason = f"{name} with optim_bits={options['optim_bits']}", _IN_BLOCKS
+    elif not issubclass(optimizer_class, Lamb):
+        bases = [base.__name__ for base in optimizer_class.__mro__ if base.__name__ != _NO_FAMILY]
+        families = [why for base in bases for part, why in _FAMILIES.items() if part in base]
+        reason = next((_WHOLE_TENSORS[base] for base in bases if base in _WHOLE_TENSORS), next(iter(families), None))
+    if reason:
+        raise ValueError(f"{name} cannot be partitioned: {reason}")
+    if options.get("percentile_clipping", 100) != 100:
+        raise ValueError(
+            f"percentile_clipping must be 100, got {options['percentile_clipping']}: {name} would clip by the norms of "
+            "this rank's parts of tensors; use clip_grad"
+        )
+
+
+def take_clipping(
+    optimizer_class: type[torch.optim.Optimizer], options: dict[str, Any], clip_grad: float
+) -> tuple[dict[str, Any], float]:
+    """Read ``max_grad_norm`` as ``clip_grad``; a wrapped optimizer that has it would clip by this rank's part.
+
+    Returns the wrapped optimizer's options with ``max_grad_norm`` off, and the norm to clip to; 0 is off.
+    """
+    taken = signature(optimizer_class).parameters
+    if "max_grad_norm" not in options:
+        by_default = taken.get("max_grad_norm")
+        if by_default is not None and by_default.default not in (0, None):
+            raise ValueError(
+                f"{optimizer_class.__name__} clips to max_grad_norm={by_default.default} by this rank's part of the "
+                "gradients: give max_grad_norm=..., which is then the norm over all ranks, or 0 to turn it off"
+            )
+        return options, clip_grad
+    inner, wanted = {**options, "max_grad_norm": 0.0}, options["max_grad_norm"] or 0.0
+    if "max_grad_norm" not in taken:
+        del inner["max_grad_norm"]
+    check_at_least("max_grad_norm", wanted, 0)
+    if wanted > 0 and clip_grad > 0:
+        raise ValueError(f"max_grad_norm={wanted} and clip_grad={clip_grad} are two spellings of one option: give one")
+    return inner, clip_grad or float(wanted)
+
+
+def check_parameters(params: Sequence[Tensor], number: int, config: ZeroConfig) -> None:
+    """Check the trainable parameters of param group ``number``."""
+    for param in params:
+        if not param.requires_grad:
+            continue  # frozen parameters are not partitioned
+        if is_shard(param):
+            raise TypeError(
+                f"parameters must be whole tensors, got shards of FSDP or tensor parallelism in param group {number}: "
+                "use the optimizer without ZeRO, its state is sharded as the parameters are"
+            )
+        check_parameter(param, DTYPES, number)
+        if param.dtype == torch.float64 and (config.grad_form is not None or config.param_form is not None):
+            raise TypeError(
+                f"parameters must be float32, bfloat16 or float16 with grad_compression={config.grad_compression} and "
+                f"param_compression={config.param_compression}, whose messages are less precise than float64, got "
+                f"float64 in param group {number}"
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,23 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on each rank.
+    """Bytes on each rank."""
 
-    Attributes:
-        parameters: The parameters, including frozen ones.
-        gradients: The most gradients at any time.
-        states: The optimizer's state and master copies.
-        buckets: Gradients that are being sent.
-        host: The share of these bytes in host memory: all gradients and states under offload_optimizer, else 0.
-        errors: What compressed gradients have missed, of the last step and of the coming one.
-    """
-
-    parameters: int
-    gradients: int
-    states: int
-    buckets: int
-    host: int = 0
-    errors: int = 0
+    parameters: int  #: Including frozen ones.
+    gradients: int  #: The most at any time.
+    states: int  #: The optimizer's state and master copies.
+    buckets: int  #: Gradients that are being sent.
+    host: int = 0  #: The share in host memory: all gradients and states under offload_optimizer, else 0.
+    errors: int = 0  #: What compressed gradients have missed, of the last step and of the coming one.
 
     @property
     def total(self) -> int:
@@ -109,29 +100,17 @@ def estimate_zero_memory(
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes that are allocated on one rank.
+    """Bytes that are allocated on one rank."""
 
-    Attributes:
-        parameters: The optimizer's parameters, including frozen ones.
-        whole_gradients: Gradients in p.grad.
-        buckets: Gradients that wait in slices, or are being sent.
-        gradient_shards: Averages of this rank's part.
-        states: The wrapped optimizer's state.
-        masters: Master copies.
-        errors: What compressed gradients have missed, of the last step and of the coming one.
-        resident: Resident memory of the process.
-        device_allocated: Bytes that torch has allocated on the accelerator; 0 without one.
-    """
-
-    parameters: int
-    whole_gradients: int
-    buckets: int
-    gradient_shards: int
-    states: int
-    masters: int
-    errors: int
-    resident: int
-    device_allocated: int
+    parameters: int  #: The optimizer's, including frozen ones.
+    whole_gradients: int  #: In p.grad.
+    buckets: int  #: Gradients that wait in slices, or are being sent.
+    gradient_shards: int  #: Averages of this rank's part.
+    states: int  #: The wrapped optimizer's.
+    masters: int  #: Master copies.
+    errors: int  #: What compressed gradients have missed, of the last step and of the coming one.
+    resident: int  #: Resident memory of the process.
+    device_allocated: int  #: By torch on the accelerator; 0 without one.
 
 
 def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
@@ -153,12 +132,6 @@ def memory_report(optimizer: ZeroOptimizer) -> MemoryReport:
         resident=resident_bytes(),
         device_allocated=torch.get_device_module().memory_allocated() if torch.accelerator.is_available() else 0,
     )
-
-
-def memory_reports(optimizer: ZeroOptimizer) -> list[MemoryReport]:
-    """Report the memory of all ranks. All ranks call."""
-    reports = optimizer.communicator.all_gather_object(asdict(memory_report(optimizer)))
-    return [MemoryReport(**entry) for entry in reports]
 
 
 def resident_bytes() -> int:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,24 +25,24 @@ from hf_compressopt.flat import FLOAT_BYTES
 from hf_compressopt.optim.base import evaluate
 from hf_compressopt.optim.state import load_with_hooks, switched
 from hf_compressopt.zero import state_dict as state_dicts
-from hf_compressopt.zero.config import ZeroConfig, require_accelerator
+from hf_compressopt.zero.config import (
+    ZeroConfig,
+    check_optimizer_class,
+    check_parameters,
+    require_accelerator,
+    take_clipping,
+)
 from hf_compressopt.zero.parameters import PartitionedParameters, TrainedParameter
 from hf_compressopt.zero.parts import Part, element_state, hyperparameters, in_host_memory, write_span
 from hf_compressopt.zero.reducer import GradientAverages
-from hf_compressopt.zero.supported import check_optimizer_class, check_parameters, take_clipping
-from hf_compressopt.zero.update import share_masters, update_parameters
 
 logger = logging.getLogger(__name__)
-
 
 Values = tuple[TrainedParameter, list[tuple[Part, Tensor]]]  # of a parameter, by this rank's parts in their order
 
 
 class _ParamGroups(torch.optim.Optimizer):
     """Param groups as torch makes them of parameters, named parameters or groups, before there is an optimizer."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing: there is no optimizer."""
 
 
 class ZeroOptimizer(torch.optim.Optimizer, Joinable):
@@ -97,7 +97,6 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         model_parallel_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        """See the class."""
         self.config, self._given = ZeroConfig.split(config, options)
         check_optimizer_class(optimizer_class, self._given)
         self._inner_options, self.clip_grad = take_clipping(optimizer_class, self._given, self.config.clip_grad)
@@ -132,8 +131,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         config = self.config
         if isinstance(config.communicator, Communicator) or self.communicator.levels is not None:
             config = replace(config, communicator=deepcopy(self.communicator, memo), comm_backend_name=None)
-        made_by = type(self), groups, self._first_groups, self.optimizer_class, config
-        copied = _remake(*made_by, self._process_groups, self._given, deepcopy(self.state_dict()))
+        copied = _remake(*self._made_by(groups, config), deepcopy(self.state_dict()))
         memo[id(self)] = copied
         copied.partition.reducer.copy_averages(self.partition.reducer)
         return copied
@@ -150,15 +148,21 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
                 "a ZeroOptimizer with a process_group, model_parallel_group or Communicator of its own cannot be "
                 "pickled: save its state_dict(), or call hf_compressopt.save_state(), and load into one made anew"
             )
-        made_by = type(self), self.param_groups, self._first_groups, self.optimizer_class, self.config
-        return _remake, (*made_by, self._process_groups, self._given, self.state_dict())
+        return _remake, (*self._made_by(self.param_groups, self.config), self.state_dict())
+
+    def _made_by(
+        self, groups: list[dict[str, Any]], config: ZeroConfig
+    ) -> tuple[Callable[..., ZeroOptimizer], list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return a function that makes the optimizer anew, and the param groups that it had at first, and later."""
+        first, options = self._first_groups, {**self._process_groups, **self._given, "config": config}
+        make = partial(type(self), optimizer_class=self.optimizer_class, **options)
+        return make, groups[:first], groups[first:]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group. All ranks add it at the same point of the training.
 
         Raises:
-            TypeError: For parameters of a kind that is not supported.
-            ValueError: If several elements of a parameter share memory.
+            TypeError: For parameters of a kind that is not supported; a ValueError if elements share memory.
             RuntimeError: If the optimizer was detached.
         """
         if hasattr(self, "partition") and len(self.param_groups) >= self._first_groups:
@@ -174,12 +178,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take one step, on all ranks together, and use the gradients up.
 
         If the average gradient is not finite, all ranks skip the step: nothing changes except a dynamic loss scale,
@@ -202,42 +202,33 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             self.clip_grad_norm_(self.clip_grad)
         elif not self._averages.were_clipped:
             warn_unguarded()
-        update_parameters(self.partition, self._averages, self.param_groups)
+        self.partition.update(self._averages, self.param_groups)
         self.steps += 1
-        self.step_was_skipped = False
-        self._end_step()
+        self._end_step(skipped=False)
         return loss
 
     def skip_step(self) -> None:
         """End a step without an update because a gradient is not finite. A gradient scaler may call this, too."""
-        self.step_was_skipped = True
         self.skipped_steps += 1
-        self._end_step()
+        self._end_step(skipped=True)
         if self.communicator.rank == 0:
             logger.warning("step %d skipped: a gradient is not finite", self.steps + 1)
 
-    def _end_step(self) -> None:
-        self.loss_scale.update(self.step_was_skipped)
+    def _end_step(self, *, skipped: bool) -> None:
+        self.step_was_skipped = skipped
+        self.loss_scale.update(skipped)
         self._averages.clear()
         self.traffic.end_step()
         self.partition.reducer.agree_on_order()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave gradients in p.grad inside the block. The next pass outside, or step(), sends them with its own.
-
-        Whole gradients exist until then.
-        """
-        with self.partition.reducer.no_sync():
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Leave whole gradients in p.grad inside the block; the next pass outside, or step(), sends them too."""
+        return self.partition.reducer.no_sync()
 
     def detach(self) -> None:
-        """Take no more gradients: they stay in p.grad, and :meth:`step` raises an error.
-
-        For an optimizer that is replaced by another one of the same parameters.
-        """
+        """Take no more gradients, as another optimizer does from now on: they stay in p.grad, and step() raises."""
         self.partition.reducer.detach()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
@@ -314,13 +305,10 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     # the same values. The ``local`` ones concern this rank's elements alone: a tensor [n] of them in their order, empty
     # if there are none. All of them raise a KeyError for what is no trainable parameter of this optimizer.
 
-    def parameter_names(self, names: Sequence[str] | None = None) -> list[list[str]]:
-        """List names of the trainable parameters, per group: ``names`` in their order, or torch's param_names.
-
-        Raises:
-            ValueError: If their number is not that of the trainable parameters, or one occurs twice.
-        """
-        return self.partition.names_by_group(names, len(self.param_groups))
+    def parameter_names(self) -> list[list[str]]:
+        """List the names of the trainable parameters, per group: torch's param_names, or places as "group0.3"."""
+        known = [self.partition.known[number] for number in self.partition.in_order()]
+        return [[entry.name for entry in known if entry.group == number] for number in range(len(self.param_groups))]
 
     @property
     def trainable_parameters(self) -> list[Tensor]:
@@ -337,11 +325,11 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def set_full_param(self, which: Tensor | str, value: Any) -> None:
         """Set the parameter and its master copy; a ValueError for a value of another shape. All ranks call."""
         known, mine = self._masters(which)
-        value = _checked(known, value)
-        known.tensor.copy_(value)
-        for part, master in mine:
+        pieces = _pieces(known, mine, value, whole=True)
+        known.tensor.copy_(torch.as_tensor(value))
+        for part, master, values in pieces:
             part.follow(known.tensor)
-            master.copy_(_cut(value, part))
+            master.copy_(values)
 
     def get_local_param(self, which: Tensor | str) -> Tensor:
         """Return this rank's elements [n] of the parameter in full precision, as a new tensor."""
@@ -355,7 +343,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         With ``param_compression`` the next steps bring them to all ranks alike, this one too.
         """
         known, mine = self._masters(which)
-        for (part, master), values in _split(known, mine, value):
+        for part, master, values in _pieces(known, mine, value, whole=False):
             if part.is_ahead:
                 part.follow(known.tensor)
             master.copy_(values)
@@ -389,20 +377,22 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
     @torch.no_grad()
     def set_full_state(self, which: Tensor | str, name: str, value: Any) -> None:
-        """Set a state tensor of the parameter. All ranks call.
+        """Set a state tensor, or a count. All ranks call.
 
         Raises:
             KeyError: If this rank's part has no such state, as before the first step.
             ValueError: For a value of another shape.
         """
+        known, _ = self._states(which, name)
         for bucket, part in self.partition.find(which)[1]:
-            known, [(_, own)] = self._states(which, name, part)
-            if name in element_state(bucket.state_of(part), part):
-                own.copy_(_cut(_checked(known, value), part))
-            elif isinstance(own, Tensor):
-                own.copy_(torch.as_tensor(value))
+            state = bucket.state_of(part)
+            if name in element_state(state, part):
+                ((_, own, values),) = _pieces(known, [(part, state[name])], value, whole=True)
+                own.copy_(values)
+            elif isinstance(state[name], Tensor):
+                state[name].copy_(torch.as_tensor(value))
             else:
-                bucket.state_of(part)[name] = type(own)(value)
+                state[name] = type(state[name])(value)
 
     def get_local_state(self, which: Tensor | str, name: str) -> Tensor:
         """Return this rank's elements [n] of a state tensor, as a new tensor; a KeyError if there is none."""
@@ -411,19 +401,15 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     @torch.no_grad()
     def set_local_state(self, which: Tensor | str, name: str, value: Tensor) -> None:
         """Set this rank's elements [n] of a state tensor; a KeyError if there is none."""
-        for (_, own), values in _split(*self._states(which, name), value):
+        for _, own, values in _pieces(*self._states(which, name), value, whole=False):
             own.copy_(values)
 
-    def _states(self, which: Tensor | str, name: str, only: Part | None = None) -> Values:
+    def _states(self, which: Tensor | str, name: str) -> Values:
         number, mine = self.partition.find(which)
-        known, found = self.partition.known[number], []
-        for bucket, part in mine:
-            if only is None or part is only:
-                state = bucket.state_of(part)
-                if name not in state:
-                    raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
-                found.append((part, state[name]))
-        return known, found
+        known, states = self.partition.known[number], [(part, bucket.state_of(part)) for bucket, part in mine]
+        for state in (state for _, state in states if name not in state):
+            raise KeyError(f"{known.name} has no state {name!r}; it has {sorted(state)}")
+        return known, [(part, state[name]) for part, state in states]
 
     @torch.no_grad()
     def get_full_grad(self, which: Tensor | str) -> Tensor | None:
@@ -437,23 +423,21 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             return None
         return _whole(*self._gradients(which)).mul_(self._averages.factor)
 
-    @torch.no_grad()
     def set_full_grad(self, which: Tensor | str, value: Any) -> None:
         """Replace the average gradient of the parameter; a ValueError for another shape. All ranks call."""
-        known, mine = self._gradients(which)
-        value = _checked(known, value)
-        for part, average in mine:
-            average.copy_(_cut(value, part) / self._averages.factor)
-        self._averages.was_set(self.partition.find(which)[0])
+        self._set_gradient(which, value, whole=True)
 
     def get_local_grad(self, which: Tensor | str) -> Tensor:
         """Return this rank's elements [n] of the average gradient, as a new tensor. All ranks call."""
         return _joined(*self._gradients(which)).float() * self._averages.factor
 
-    @torch.no_grad()
     def set_local_grad(self, which: Tensor | str, value: Tensor) -> None:
         """Set this rank's elements [n] of the average gradient. All ranks call, each with its own."""
-        for (_, average), values in _split(*self._gradients(which), value):
+        self._set_gradient(which, value, whole=False)
+
+    @torch.no_grad()
+    def _set_gradient(self, which: Tensor | str, value: Any, *, whole: bool) -> None:
+        for _, average, values in _pieces(*self._gradients(which), value, whole=whole):
             average.copy_(values / self._averages.factor)
         self._averages.was_set(self.partition.find(which)[0])
 
@@ -480,7 +464,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         restore = self.partition.replicas_restorer()
         self.partition.holds_masters = True
         try:
-            share_masters(self.partition)
+            self.partition.share_masters()
             yield
         finally:
             restore()
@@ -490,7 +474,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         """Make the parameters what their masters round to, for good: later code may run on one rank. All ranks call."""
         if self.partition.has_replicas:
             self.partition.follow()
-            share_masters(self.partition)
+            self.partition.share_masters()
 
     def offload_states(self) -> None:
         """Move state and master copies to page-locked host memory, until :meth:`reload_states` or the next step.
@@ -524,26 +508,21 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
             work.wait()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the steps that a rank without inputs takes."""
         return _ShadowSteps(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Device of the Join context's own small tensors."""
         return self.communicator.device
 
     @property
     def join_process_group(self) -> Any:
-        """The ranks."""
         return getattr(self.communicator, "process_group", None) or torch.distributed.group.WORLD
 
     # -- state dict ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def state_in_shards(self) -> Iterator[None]:
+    def state_in_shards(self) -> AbstractContextManager[None]:
         """Make ``state_dict()`` a small stub, which ``load_state_dict()`` ignores: the state is in shards."""
-        with switched(self, "_in_shards", True):
-            yield
+        return switched(self, "_in_shards", True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's local state, in tensors and primitives. Makes no collective call.
@@ -568,10 +547,11 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
         """Describe the optimizer in one line for the log."""
         ranks, slices = self.communicator, len(self.partition.reducer.slices)
         levels = "" if ranks.levels is None else f" in two levels, {ranks.topology.nodes} node(s)"
+        forms = {"gradients": self.config.grad_compression, "parameters": self.config.param_compression}
         return (
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {ranks.world_size} rank(s) "
-            f"over {ranks.name}{levels}, {slices} slices{self.config.describe()}"
-        )
+            f"over {ranks.name}{levels}, {slices} slices"
+        ) + "".join(f", {what} as {form}" for what, form in forms.items() if form != "none")
 
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
@@ -597,18 +577,13 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
 
 
 def _remake(
-    cls: type[ZeroOptimizer],
-    groups: list[dict[str, Any]],
-    first: int,
-    optimizer_class: type[torch.optim.Optimizer],
-    config: ZeroConfig,
-    process_groups: dict[str, dist.ProcessGroup | None],
-    options: dict[str, Any],
+    make: Callable[..., ZeroOptimizer],
+    first: list[dict[str, Any]],
+    later: list[dict[str, Any]],
     state: dict[str, Any],
 ) -> ZeroOptimizer:
-    """Make a copy: of the first param groups, then of those that were added."""
-    made = cls(groups[:first], optimizer_class, config, **process_groups, **options)
-    for group in groups[first:]:
+    made = make(first)
+    for group in later:
         made.add_param_group(group)
     made.load_state_dict(state)
     return made
@@ -627,31 +602,27 @@ def _whole(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
     return flat.view(param.shape)
 
 
-def _checked(known: TrainedParameter, value: Any) -> Tensor:
-    given: Tensor = torch.as_tensor(value)
-    if given.shape != known.tensor.shape:
-        wanted = tuple(known.tensor.shape)
-        raise ValueError(f"the value must have the parameter's shape {wanted}, got {tuple(given.shape)}")
-    return given
-
-
-def _cut(value: Tensor, part: Part) -> Tensor:
-    return value.reshape(-1)[part.span.start : part.span.stop]
-
-
 def _joined(known: TrainedParameter, mine: list[tuple[Part, Tensor]]) -> Tensor:
     device = known.tensor.device
     return torch.cat([own.detach().to(device) for _, own in mine]) if mine else torch.empty(0, device=device)
 
 
-def _split(
-    known: TrainedParameter, mine: list[tuple[Part, Tensor]], value: Tensor
-) -> Iterator[tuple[tuple[Part, Tensor], Tensor]]:
-    """Cut a tensor of this rank's elements into its parts."""
-    sizes = [part.span.numel for part, _ in mine]
-    if value.numel() != sum(sizes):
-        raise ValueError(f"this rank has {sum(sizes)} elements of {known.name}, got {value.numel()}")
-    return zip(mine, torch.split(value.reshape(-1), sizes) if mine else (), strict=True)
+def _pieces(
+    known: TrainedParameter, mine: list[tuple[Part, Any]], value: Any, *, whole: bool
+) -> list[tuple[Part, Any, Tensor]]:
+    """Cut a value for the whole parameter, or for this rank's elements, into values for this rank's parts."""
+    given, numel = torch.as_tensor(value), sum(part.span.numel for part, _ in mine)
+    if whole and given.shape != known.tensor.shape:
+        wanted = tuple(known.tensor.shape)
+        raise ValueError(f"the value must have the parameter's shape {wanted}, got {tuple(given.shape)}")
+    if not whole and given.numel() != numel:
+        raise ValueError(f"this rank has {numel} elements of {known.name}, got {given.numel()}")
+    flat, found, place = given.reshape(-1), [], 0
+    for part, own in mine:
+        begin = part.span.start if whole else place
+        found.append((part, own, flat[begin : begin + part.span.numel]))
+        place += part.span.numel
+    return found
 
 
 class _ShadowSteps(JoinHook):
@@ -664,6 +635,5 @@ class _ShadowSteps(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        """Take part in one pass and one step, without gradients of this rank."""
         self._optimizer.partition.reducer.empty_pass()
         self._optimizer.step()

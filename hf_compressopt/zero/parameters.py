@@ -1,9 +1,10 @@
-"""The trainable parameters of a ZeroOptimizer: cut into slices, with this rank's parts in buckets."""
+"""The trainable parameters of a ZeroOptimizer: cut into slices, with this rank's parts in buckets, and updated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,55 +12,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator, Traffic
+from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.flat import FLOAT_BYTES
-from hf_compressopt.optim.math import bit_sum
-from hf_compressopt.optim.options import check_names
-from hf_compressopt.zero.config import LossScale, ZeroConfig
-from hf_compressopt.zero.low_bit import SliceErrors
-from hf_compressopt.zero.parts import Part, UpdateBucket, partition, slice_numel
-from hf_compressopt.zero.reducer import GradientReducer, SliceGradients
-from hf_compressopt.zero.supported import check_parameters
+from hf_compressopt.optim.lamb import Lamb
+from hf_compressopt.optim.math import bit_sum, trust_ratio
+from hf_compressopt.zero.config import LossScale, ZeroConfig, check_parameters
+from hf_compressopt.zero.low_bit import SliceErrors, send_differences
+from hf_compressopt.zero.parts import Part, UpdateBucket, hyperparameters, partition, slice_numel
+from hf_compressopt.zero.reducer import GradientAverages, GradientReducer, SliceGradients, gather_parameters
 
 
 @dataclass(frozen=True)
 class TrainedParameter:
-    """A parameter that is partitioned.
-
-    Attributes:
-        tensor: The parameter itself.
-        name: Its name, or its place such as "group0.3".
-        group: Number of its param group.
-        place: Its place in the group, frozen parameters counted.
-        communicator: The ranks that hold copies of it.
-        owner: The first of these ranks if the param group has a process group of its own, or None.
-        model_parallel: Whether each rank of the model-parallel group has other elements of it.
-    """
+    """A parameter that is partitioned."""
 
     tensor: Tensor
-    name: str
-    group: int
-    place: int
-    communicator: Communicator
-    owner: int | None
-    model_parallel: bool
+    name: str  #: Or its place, such as "group0.3".
+    group: int  #: Number of its param group.
+    place: int  #: In the group, frozen parameters counted.
+    communicator: Communicator  #: The ranks that hold copies of it.
+    owner: int | None  #: The first of these ranks if the param group has a process group of its own.
+    model_parallel: bool  #: Whether each rank of the model-parallel group has other elements of it.
 
 
 class PartitionedParameters:
     """Parameters by their numbers, in the order in which they were added, with everything that is laid out over them.
 
     Attributes:
-        config: The options.
-        communicator: The communicator of all ranks.
-        model_parallel: The communicator of the ranks that share one copy of the model, or None.
-        optimizer_class: The wrapped optimizer's class.
-        inner_options: Its options.
+        communicator: Of all ranks.
+        model_parallel: Communicator of the ranks that share one copy of the model, or None.
         known: The parameters by number.
         tensors: Their tensors, by number.
         reducer: Sends their gradients, and keeps this rank's averages.
         buckets: This rank's parts, in the order of the slices.
         holds_masters: Whether the parameters are the masters for now, and not the replicas that the ranks train.
+        ranks_checked: Whether :meth:`check_ranks_agree` has looked; not after a load.
     """
 
     def __init__(
@@ -73,16 +62,11 @@ class PartitionedParameters:
         process_group: dist.ProcessGroup | None,
         model_parallel_group: dist.ProcessGroup | None,
     ) -> None:
-        """Make the communicators, and lay out the trainable parameters of param groups.
-
-        Raises:
-            ValueError: If the group does not have the transport, or not the topology.
-            RuntimeError: If a launcher announces several ranks but torch.distributed is not initialized.
-        """
+        """Make the communicators, and lay out the trainable parameters of param groups."""
         self.config, (self.optimizer_class, self.inner_options) = config, inner
         device = next((param.device for group in groups for param in group["params"]), torch.device("cpu"))
         flat = make_communicator(config.transport, process_group, device=device, traffic=traffic)
-        self.communicator: Communicator = with_topology(flat, config.topology_options())
+        self.communicator: Communicator = with_topology(flat, config.levels)
         self.model_parallel = None if model_parallel_group is None else self._communicator(model_parallel_group)
         self._by_group: dict[dist.ProcessGroup | None, Communicator] = {None: self.communicator}
         self.known: list[TrainedParameter] = []
@@ -97,7 +81,7 @@ class PartitionedParameters:
             contiguous=config.contiguous_gradients,
         )
         self._frozen: dict[int, tuple[int, Tensor]] = {}  # by id: number of the param group, and the parameter
-        self._ranks_checked = self.holds_masters = False
+        self.ranks_checked = self.holds_masters = False
         self.add(groups, range(len(groups)))
 
     def _communicator(self, process_group: dist.ProcessGroup) -> Communicator:
@@ -124,9 +108,8 @@ class PartitionedParameters:
         added = range(first, len(self.known))
         slices, before = self._cut(added), len(self.reducer.slices)
         self.reducer.add([(self.tensors[n], self.known[n].name) for n in added], slices)
-        for together in _in_buckets(slices, self.config.reduce_numel):
-            self.buckets.append(self._update_bucket([before + index for index in together], groups))
-        self._ranks_checked = False
+        self._add_buckets(range(before, before + len(slices)), groups)
+        self.ranks_checked = False
 
     def _in_group(self, group: dict[str, Any], number: int) -> Iterator[TrainedParameter]:
         process_group: dist.ProcessGroup | None = group.get("process_group")
@@ -167,17 +150,25 @@ class PartitionedParameters:
                 found.append(gradients)
         return sorted(found, key=lambda gradients: -min(gradients.cut.places))  # the last gradient of each in backward
 
-    def _update_bucket(self, slices: list[int], groups: Sequence[dict[str, Any]]) -> UpdateBucket:
-        parts, config = [], self.config
+    def _add_buckets(self, slices: Iterable[int], groups: Sequence[dict[str, Any]]) -> None:
+        """Make update buckets of runs of slices that are about as long as a bucket."""
+        config, room = self.config, 0
+        runs: list[list[int]] = []
         for number in slices:
-            gradients = self.reducer.slices[number]
-            for span in gradients.cut.parts[gradients.communicator.rank]:
-                known, is_ahead = self.known[span.index], gradients.param_form is not None
-                parts.append(Part.of(span, number, known.group, known.tensor, config.master, config.offload, is_ahead))
-        return UpdateBucket(slices, parts, groups, self._make_inner, config.kept_state)
-
-    def _make_inner(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return self.optimizer_class(groups, **self.inner_options)
+            room -= self.reducer.slices[number].cut.numel
+            if room < 0:
+                runs.append([])
+                room = config.reduce_numel - self.reducer.slices[number].cut.numel
+            runs[-1].append(number)
+        inner = partial(self.optimizer_class, **self.inner_options)
+        for run in runs:
+            parts = []
+            for number in run:
+                gradients = self.reducer.slices[number]
+                for span in gradients.cut.parts[gradients.communicator.rank]:
+                    known, is_ahead = self.known[span.index], gradients.param_form is not None
+                    parts.append(Part(span, number, known.group, known.tensor, config.master, config.offload, is_ahead))
+            self.buckets.append(UpdateBucket(run, parts, groups, inner, config.kept_state))
 
     # -- looking at the parameters ------------------------------------------------------------------------------------
 
@@ -188,51 +179,25 @@ class PartitionedParameters:
                 yield bucket, part
 
     def find(self, which: Tensor | str) -> tuple[int, list[tuple[UpdateBucket, Part]]]:
-        """Find the number of a parameter, and this rank's parts of it in the order of its elements.
-
-        Raises:
-            KeyError: If it is not a trainable parameter of this optimizer.
-        """
+        """Find the number of a parameter, and this rank's parts of it in the order of its elements, or a KeyError."""
         for number, known in enumerate(self.known):
             if which is known.tensor or (isinstance(which, str) and which == known.name):
                 mine = [(bucket, part) for bucket, part in self.parts() if part.param == number]
                 return number, sorted(mine, key=lambda entry: entry[1].span.start)
-        if isinstance(which, str):
-            legal = ", ".join(known.name for known in self.known[:8])
-            raise KeyError(f"{which!r} is not a trainable parameter of this optimizer: legal are {legal}, ...")
-        raise KeyError(
-            f"a tensor of shape {tuple(which.shape)} is not a trainable parameter of this optimizer, "
-            "which has no state for it"
-        )
+        legal = ", ".join(known.name for known in self.known[:8])
+        what = repr(which) if isinstance(which, str) else f"a tensor of shape {tuple(which.shape)}"
+        raise KeyError(f"{what} is not a trainable parameter of this optimizer: legal are {legal}, ...")
 
     def in_order(self) -> list[int]:
         """List the numbers of the parameters in the order of the param groups, whenever they were added."""
         return sorted(range(len(self.known)), key=lambda n: (self.known[n].group, self.known[n].place))
-
-    def names_by_group(self, names: Sequence[str] | None, groups: int) -> list[list[str]]:
-        """List the names of the parameters for each param group: others in their order, or their own if None.
-
-        Raises:
-            ValueError: If their number is not that of the parameters, or one occurs twice.
-        """
-        order = self.in_order()
-        names = [self.known[number].name for number in order] if names is None else names
-        check_names(names, len(self.known))
-        grouped: list[list[str]] = [[] for _ in range(groups)]
-        for name, number in zip(names, order, strict=True):
-            grouped[self.known[number].group].append(name)
-        return grouped
 
     def of_communicator(self, communicator: Communicator) -> list[int]:
         """List the numbers of the parameters that the ranks of a communicator hold copies of."""
         return [number for number, known in enumerate(self.known) if known.communicator is communicator]
 
     def unfrozen(self, groups: Sequence[dict[str, Any]]) -> list[int]:
-        """List the numbers of the param groups that have parameters which were frozen and no longer are.
-
-        Raises:
-            TypeError: For such a parameter of a dtype or layout that is not supported.
-        """
+        """List the numbers of the param groups that have parameters which were frozen and no longer are, checked."""
         found = sorted({number for number, tensor in self._frozen.values() if tensor.requires_grad})
         for number in found:
             check_parameters(groups[number]["params"], number, self.config)
@@ -248,22 +213,14 @@ class PartitionedParameters:
         self.reducer.follow_parameters()
 
     def check_ranks_agree(self, options: Sequence[Any]) -> None:
-        """Check once before the first step that all ranks have the same layout, options (by repr) and parameters.
-
-        Raises:
-            ValueError: If they differ, on all ranks.
-        """
+        """Check once before the first step that all ranks have the same layout, options (by repr) and parameters."""
         self.reducer.check_layout()
-        if self._ranks_checked:
+        if self.ranks_checked:
             return
         self.communicator.require_equal("optimizer, step or options", repr(options))
         digest = sum(int(bit_sum(self.tensors[number])) for number in self.of_communicator(self.communicator))
         self.communicator.require_equal("the bits of their parameters (are they alike at the start?)", digest)
-        self._ranks_checked = True
-
-    def check_ranks_again(self) -> None:
-        """Let the next :meth:`check_ranks_agree` look anew, as after a load."""
-        self._ranks_checked = False
+        self.ranks_checked = True
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
@@ -288,24 +245,79 @@ class PartitionedParameters:
         return restore
 
     def require_replicas(self, doing: str) -> None:
-        """Check that the parameters are not lent masters.
-
-        Raises:
-            RuntimeError: If they are.
-        """
+        """Raise a RuntimeError if the parameters are lent masters."""
         if self.holds_masters:
             raise RuntimeError(f"{doing} inside masters_in_parameters(): leave the block first, it only lends masters")
 
+    # -- the update: the parameters of one bucket are sent while the next is updated ----------------------------------
 
-def _in_buckets(slices: Sequence[SliceGradients], bucket_numel: int) -> Iterator[list[int]]:
-    """Group consecutive slices into runs that are about as long as a bucket."""
-    together: list[int] = []
-    numel = 0
-    for index, gradients in enumerate(slices):
-        if together and numel + gradients.cut.numel > bucket_numel:
-            yield together
-            together, numel = [], 0
-        together.append(index)
-        numel += gradients.cut.numel
-    if together:
-        yield together
+    def update(self, averages: GradientAverages, groups: Sequence[dict[str, Any]]) -> None:
+        """Update this rank's parts with the averages, which are used up, and give all ranks the parameters.
+
+        ``groups`` are the users' param groups, with the hyperparameters.
+        """
+        self.require_replicas("step()")
+        values = [hyperparameters(group) for group in groups]
+        is_lamb = issubclass(self.optimizer_class, Lamb)
+        ratios = self._trust_ratios(averages, values) if is_lamb else {}
+        pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
+        for bucket in self.buckets:
+            if is_lamb:
+                bucket.apply(ratios)
+            else:
+                bucket.take_hyperparameters(values)
+                averages.give_to(bucket)
+                bucket.step()
+            bucket.give_hyperparameters(groups, values)
+            self._send(bucket, pipeline)
+        pipeline.drain()
+
+    def _send(self, bucket: UpdateBucket, pipeline: Pipeline) -> None:
+        """Write a bucket's parts back, drop their gradients, keep the errors, and start sending the parameters."""
+        for part in bucket.parts:
+            part.tensor.grad = None
+            if not part.is_ahead:
+                part.write_back(self.tensors[part.param])
+        for number, mine in bucket.slices.items():
+            gradients = self.reducer.slices[number]
+            gradients.average = None
+            if gradients.errors is not None:
+                gradients.errors.keep()
+            if gradients.param_form is not None:
+                to = gradients.cut, gradients.communicator, gradients.param_form
+                send_differences(self.tensors, mine, *to, pipeline)
+            elif gradients.communicator.world_size > 1:
+                gather_parameters(self.tensors, gradients.cut, gradients.communicator, pipeline)
+
+    def _trust_ratios(self, averages: GradientAverages, values: Sequence[Mapping[str, Any]]) -> dict[int, Tensor]:
+        """Run the first half of Lamb's step; one small all-reduce sums the norms of all tensors over the ranks."""
+        squares = torch.zeros(len(self.known), 2, dtype=torch.float64, device=self.communicator.device)
+        for bucket in self.buckets:
+            bucket.take_hyperparameters(values)
+            averages.give_to(bucket)
+            for part, square in bucket.measure():
+                squares[part.param] += square.to(squares.device)
+        for communicator in self.communicators():
+            rows = self.of_communicator(communicator)
+            mine = squares[rows]
+            communicator.all_reduce(mine).wait()
+            squares[rows] = mine
+        low, high = self.inner_options.get("min_coeff", 0.01), self.inner_options.get("max_coeff", 10.0)
+        return {number: trust_ratio(row[0], row[1], low, high) for number, row in enumerate(squares)}
+
+    @torch.no_grad()
+    def share_masters(self) -> None:
+        """Make the parameters of all ranks what the masters round to. All ranks call."""
+        for _, part in self.parts():
+            part.write_back(self.tensors[part.param])
+        self.share_parts()
+
+    @torch.no_grad()
+    def share_parts(self) -> None:
+        """Give all ranks this rank's elements of the parameters, at full precision. All ranks call."""
+        pipeline = Pipeline(FLOAT_BYTES * self.config.gather_numel)
+        with self.communicator.traffic.paused():
+            for gradients in self.reducer.slices:
+                if gradients.communicator.world_size > 1:
+                    gather_parameters(self.tensors, gradients.cut, gradients.communicator, pipeline)
+            pipeline.drain()

@@ -9,11 +9,10 @@ bits on the parts.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -83,37 +82,25 @@ def slice_numel(bucket_numel: int, world_size: int) -> int:
 
 
 def partition(numels: Sequence[tuple[int, int]], length: int, world_size: int, *, rotate: bool = False) -> list[Slice]:
-    """Cut parameters into slices, and each slice into parts for the ranks.
+    """Cut parameters into slices of ``length`` elements, and each slice into parts for the ranks.
 
-    Args:
-        numels: Number and elements of each parameter, in the order in which they are sent; 0 elements are legal.
-        length: Elements of every slice but the last, a multiple of ``ALIGN * world_size``.
-        world_size: Ranks that share a slice.
-        rotate: Give the first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
+    ``numels`` has number and elements of each parameter, in the order in which they are sent. ``rotate`` gives the
+    first part of slice i to rank i, modulo the number of ranks, instead of rank 0.
     """
-    begins, position = [], 0
-    for _, numel in numels:
-        begins.append(position)
+    total = sum(_round_up(numel, ALIGN) for _, numel in numels)
+    sizes = [min(length, _round_up(total - low, ALIGN * world_size)) // world_size for low in range(0, total, length)]
+    spans: list[list[list[Span]]] = [[[] for _ in range(world_size)] for _ in sizes]
+    position = 0  # of the parameter
+    for param, numel in numels:
+        start = 0
+        while start < numel:
+            number, inside = divmod(position + start, length)
+            turn, offset = divmod(inside, sizes[number])
+            stop = min(numel, start + sizes[number] - offset)
+            spans[number][(turn + number if rotate else turn) % world_size].append(Span(param, start, stop, offset))
+            start = stop
         position += _round_up(numel, ALIGN)
-    slices = []
-    for number, low in enumerate(range(0, position, length)):
-        part = min(length, _round_up(position - low, ALIGN * world_size)) // world_size
-        parts = [
-            tuple(_spans(numels, begins, low + turn * part, low + (turn + 1) * part)) for turn in range(world_size)
-        ]
-        first = number % world_size if rotate else 0
-        slices.append(Slice(part, tuple(parts[(rank - first) % world_size] for rank in range(world_size))))
-    return slices
-
-
-def _spans(numels: Sequence[tuple[int, int]], begins: Sequence[int], low: int, high: int) -> Iterator[Span]:
-    index = max(bisect_right(begins, low) - 1, 0)
-    while index < len(begins) and begins[index] < high:
-        (param, numel), begin = numels[index], begins[index]
-        first, last = max(begin, low), min(begin + numel, high)
-        if first < last:
-            yield Span(param, first - begin, last - begin, first - low)
-        index += 1
+    return [Slice(size, tuple(map(tuple, parts))) for size, parts in zip(sizes, spans, strict=True)]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -139,11 +126,11 @@ def in_host_memory(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
-@dataclass
 class Part:
     """A part of a parameter that this rank updates.
 
     Attributes:
+        param: Number of the parameter.
         span: The elements of the parameter.
         slice: Number of its slice.
         group: Number of the param group.
@@ -151,35 +138,22 @@ class Part:
             copy of another dtype or in another place.
         direct: Whether it is the memory of the real parameter.
         is_ahead: Whether it is a master of which all ranks have replicas, which may lag behind: the real parameters.
-        param: Number of the parameter.
     """
 
-    span: Span
-    slice: int
-    group: int
-    tensor: Tensor
-    direct: bool
-    is_ahead: bool = False
-    #: After a master copy was written to the parameter: the version of the copy, and the parameter's bits.
-    _written: tuple[int, list[Tensor]] | None = field(default=None, repr=False, compare=False)
-    #: The bits of the replica as it was written last; None if it was not.
-    _replica_bits: list[Tensor] | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Look up the number of the parameter once."""
-        self.param = self.span.index
-
-    @classmethod
-    def of(
-        cls, span: Span, number: int, group: int, param: Tensor, master: torch.dtype, offload: bool, is_ahead: bool
-    ) -> Part:
-        """Make a part of a parameter, with a master copy if the parameter's own memory is not suitable, or is ahead."""
+    def __init__(
+        self, span: Span, number: int, group: int, param: Tensor, master: torch.dtype, offload: bool, is_ahead: bool
+    ) -> None:
+        """Make a master copy if the parameter's own memory is not suitable, or the master is to be ahead."""
+        self.param, self.span, self.slice, self.group, self.is_ahead = span.index, span, number, group, is_ahead
         wide = master if param.dtype in (torch.bfloat16, torch.float16) else param.dtype
-        values = param.detach().reshape(-1)[span.start : span.stop]
-        if param.is_contiguous() and param.dtype == wide and not offload and not is_ahead:
-            return cls(span, number, group, values, True)
-        copy = values.to(wide, copy=True)
-        return cls(span, number, group, in_host_memory(copy) if offload else copy, False, is_ahead)
+        self.direct = param.is_contiguous() and param.dtype == wide and not offload and not is_ahead
+        self.tensor = self.replica_in(param)
+        if not self.direct:
+            self.tensor = self.tensor.to(wide, copy=True)
+            self.tensor = in_host_memory(self.tensor) if offload else self.tensor
+        # the parameter's bits as a master copy was written to it last, and the copy's version if it is not ahead
+        self._bits: list[Tensor] | None = None
+        self._version = 0
 
     def replica_in(self, param: Tensor) -> Tensor:
         """Return this part's elements of the real parameter, in its memory if it is contiguous."""
@@ -192,7 +166,7 @@ class Part:
             if self.is_ahead:
                 self.note_replica(param)
             else:
-                self._written = self._bits_of(param)
+                self._version, self._bits = self.tensor._version, self._bits_of(param)
 
     def read_from(self, param: Tensor) -> None:
         """Give a master copy the parameter's values."""
@@ -207,7 +181,7 @@ class Part:
 
     def expect_replica(self, values: Tensor) -> None:
         """Note that this part's elements of the parameter should be these values, [n]."""
-        self._replica_bits = _fingerprint(values.reshape(-1))
+        self._bits = _fingerprint(values.reshape(-1))
 
     def follow(self, param: Tensor) -> bool:
         """Follow the parameter: to other memory if it was moved, and to values that other code has written.
@@ -215,24 +189,15 @@ class Part:
         A master copy keeps its digits for elements that still are what it rounds to, and takes the parameter's value
         for all others; a master that is ahead takes all values if one was written. Values are compared, by sums of
         their bits if they were written here last, because torch counts no version for writes through ``.data``.
-
-        Returns:
-            Whether the part is on another device now.
+        Returns whether the part is on another device now.
         """
         if self.direct and param.is_contiguous() and param.dtype == self.tensor.dtype:
             here = self.tensor.data_ptr() - self.span.start * self.tensor.element_size()
             if param.data_ptr() == here and param.device == self.tensor.device:
                 return False  # the memory is still held: no other tensor has this address
         values = self.replica_in(param)
-        if self.is_ahead:
-            self._follow_replica(values)
-            return False
         if not self.direct:
-            before = self._written
-            now = None if before is None else self._bits_of(param)
-            if before is None or now is None or before[0] != now[0] or _differ(before[1], now[1]):
-                _take_over(self.tensor, values)
-            self._written = None  # a step that fails may leave the copy changed, and the parameter not
+            (self._follow_replica if self.is_ahead else self._follow_copy)(param, values)
             return False
         moved = values.device != self.tensor.device
         if not param.is_contiguous() or values.dtype != self.tensor.dtype:  # model.to(channels_last) or .to(dtype)
@@ -241,30 +206,30 @@ class Part:
             self.tensor.data = values
         return moved
 
-    def _follow_replica(self, values: Tensor) -> None:
-        """Give a master that is ahead the parameter's values if other code has written any of them.
+    def _follow_copy(self, param: Tensor, values: Tensor) -> None:
+        before, self._bits = self._bits, None  # a step that fails may leave the copy changed, and the parameter not
+        now = None if before is None or self._version != self.tensor._version else self._bits_of(param)
+        if before is None or now is None or _differ(before, now):
+            _take_over(self.tensor, values)
 
-        A replica differs from what its master rounds to, so that single elements cannot tell: the whole part follows.
-        """
-        before, self._replica_bits = self._replica_bits, _fingerprint(values)
-        if before is None or [b.shape for b in before] != [b.shape for b in self._replica_bits]:
-            self.tensor.copy_(values)
-            return
-        before = [old.to(values.device) for old in before]
-        if values.device.type != "cpu" and values.device == self.tensor.device:  # the host does not wait for it
-            written = torch.where(_changed(before, self._replica_bits), values.to(self.tensor.dtype), self.tensor)
-            self.tensor.copy_(written)
-        elif _differ(before, self._replica_bits):
-            self.tensor.copy_(values)
+    def _follow_replica(self, param: Tensor, values: Tensor) -> None:
+        """Take all values if any of them was written: single elements differ from what the master rounds to anyway."""
+        before, self._bits = self._bits, _fingerprint(values)
+        if before is not None:
+            before = [old.to(values.device) for old in before]
+            alike = [old.shape for old in before] == [new.shape for new in self._bits]
+            if alike and not values.is_cpu and values.device == self.tensor.device:  # the host does not wait for it
+                values = torch.where(_changed(before, self._bits), values.to(self.tensor.dtype), self.tensor)
+            elif not _differ(before, self._bits):
+                return
+        self.tensor.copy_(values)
 
-    def _bits_of(self, param: Tensor) -> tuple[int, list[Tensor]] | None:
-        """Return the version of a master copy, and what tells whether its part of the parameter is written.
+    def _bits_of(self, param: Tensor) -> list[Tensor] | None:
+        """Return what tells whether other code writes this part of the parameter; None if values are compared instead.
 
         Masters beside a parameter on a device are compared there: the host would wait for sums, but need not copy.
         """
-        if self.tensor.device.type != "cpu" or not is_direct(param):
-            return None
-        return self.tensor._version, _sums_of_bits(self.replica_in(param))
+        return _sums_of_bits(self.replica_in(param)) if self.tensor.is_cpu and is_direct(param) else None
 
 
 def _fingerprint(values: Tensor) -> list[Tensor]:
@@ -274,11 +239,7 @@ def _fingerprint(values: Tensor) -> list[Tensor]:
 
 
 def _sums_of_bits(values: Tensor) -> list[Tensor]:
-    """Return sums of words of 8 bytes, each over every 4093rd word, and copies of the elements that fill no such row.
-
-    Args:
-        values: [n], contiguous.
-    """
+    """Return sums of words of 8 bytes, each over every 4093rd, and copies of the values, [n], that fill no such row."""
     per_word = 8 // values.element_size()
     first = min(-values.storage_offset() % per_word, values.numel())
     rows = (values.numel() - first) // (per_word * _COLUMNS)
@@ -321,14 +282,10 @@ def _keep_digits(master: Tensor, values: Tensor) -> None:
 
 
 class UpdateBucket:
-    """Some consecutive slices, and the wrapped optimizer of this rank's parts of them.
+    """Some consecutive slices, by number the parts in each, and the wrapped optimizer of this rank's parts of them.
 
-    Each bucket has an optimizer of its own, so that its parameters can be sent while the next bucket is updated.
-
-    Attributes:
-        slices: Numbers of the slices, and the parts in each.
-        parts: This rank's parts.
-        inner: The wrapped optimizer; None if this rank has no part.
+    Each bucket has an optimizer of its own, so that its parameters can be sent while the next bucket is updated; None
+    if this rank has no part. Element-wise state has ``state_dtype`` between steps; None leaves it as it is.
     """
 
     def __init__(
@@ -339,10 +296,7 @@ class UpdateBucket:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
         state_dtype: torch.dtype | None,
     ) -> None:
-        """Make the wrapped optimizer of parts of the slices of these numbers, with the options of ``groups``.
-
-        ``state_dtype`` is the dtype of element-wise state between steps; None leaves it as it is.
-        """
+        """Make the wrapped optimizer of parts of the slices of these numbers, with the options of ``groups``."""
         self.slices = {number: [part for part in parts if part.slice == number] for number in slices}
         self.parts, self._state_dtype = list(parts), state_dtype
         self.inner: torch.optim.Optimizer | None = None
@@ -406,18 +360,14 @@ class UpdateBucket:
     @contextmanager
     def _wide_state(self) -> Iterator[None]:
         """Inside, element-wise state has its part's dtype; outside, the dtype in which it is kept."""
-        if self._state_dtype is None:
-            yield
-            return
-        self._convert(None)
+        parts, kept = ([], None) if self._state_dtype is None else (self.parts, self._state_dtype)
+        for part in parts:
+            self.move_state(part, partial(Tensor.to, dtype=part.tensor.dtype))
         try:
             yield
         finally:
-            self._convert(self._state_dtype)
-
-    def _convert(self, dtype: torch.dtype | None) -> None:
-        for part in self.parts:
-            self.move_state(part, lambda state, part=part: state.to(dtype or part.tensor.dtype))  # type: ignore[misc]
+            for part in parts:
+                self.move_state(part, partial(Tensor.to, dtype=kept))
 
 
 def element_state(state: dict[str, Any], part: Part) -> list[str]:

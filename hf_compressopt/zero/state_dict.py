@@ -59,36 +59,28 @@ def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
     scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
     scale.of_scaler = float(header.get("grad_scale", 1.0))
     optimizer.traffic.restore(int(header["bytes_sent"]))
-    optimizer.partition.check_ranks_again()
+    optimizer.partition.ranks_checked = False
 
 
 def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
     """Set the hyperparameters of param groups in place, since schedulers hold the groups."""
     for group, values in zip(groups, saved, strict=True):
         for key, value in values.items():
-            if key in OWN_KEYS or key in FUNCTIONAL:
-                continue
-            if isinstance(group.get(key), Tensor) and key == "lr":
+            if key == "lr" and isinstance(group.get(key), Tensor):
                 group[key].fill_(float(value))
-            else:
+            elif key not in OWN_KEYS and key not in FUNCTIONAL:
                 group[key] = value
 
 
 def set_state(optimizer: ZeroOptimizer, bucket: UpdateBucket, part: Part, state: dict[str, Any]) -> None:
-    """Replace a part's state, with element-wise state in the dtype in which the optimizer keeps it."""
+    """Replace a part's state; element-wise state gets the option's dtype, or the weight's as torch's optimizers do."""
+    of_torch = optimizer.optimizer_class.__module__.startswith("torch.optim.")
     for name in element_state(state, part):
-        state[name] = state[name].to(part.tensor.device, _dtype_of_state(optimizer, state[name], part))
+        value, dtype = state[name], optimizer.config.kept_state
+        if dtype is None and value.is_floating_point():
+            dtype = part.tensor.dtype if of_torch else torch.promote_types(value.dtype, part.tensor.dtype)
+        state[name] = value.to(part.tensor.device, dtype or value.dtype)
     bucket.replace_state(part, state)
-
-
-def _dtype_of_state(optimizer: ZeroOptimizer, value: Tensor, part: Part) -> torch.dtype:
-    """Choose the dtype of loaded state: the option's, or else the weight's for torch's optimizers, as torch does."""
-    kept = optimizer.config.kept_state
-    if kept is not None or not value.is_floating_point():
-        return kept or value.dtype
-    if optimizer.optimizer_class.__module__.startswith("torch.optim."):
-        return part.tensor.dtype
-    return torch.promote_types(value.dtype, part.tensor.dtype)
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------
@@ -105,10 +97,8 @@ def pack(optimizer: ZeroOptimizer, packed: dict[str, Any], *, in_shards: bool) -
     for bucket, part in optimizer.partition.parts():
         tensor = optimizer.partition.tensors[part.param]
         row: dict[str, Any] = {"start": part.span.start, "stop": part.span.stop, "state": bucket.state_of(part)}
-        if not part.direct:
-            row["master"] = part.tensor
-        if part.is_ahead:
-            row["replica"] = part.replica_in(tensor).clone()
+        row |= {} if part.direct else {"master": part.tensor}
+        row |= {"replica": part.replica_in(tensor).clone()} if part.is_ahead else {}
         packed["state"].setdefault(numbers[id(tensor)], {"pieces": []})["pieces"].append(row)
     packed[STATE_KEY] = {**header_of(optimizer), "rank": optimizer.communicator.rank}
     if errors := _errors(optimizer):
@@ -130,8 +120,7 @@ def _all_parameters(optimizer: ZeroOptimizer) -> list[Tensor]:
 def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, Any] | None) -> None:
     """Load a state dict of this rank and layout, or without a header ``own`` a whole one of the wrapped optimizer.
 
-    Raises:
-        ValueError: If it does not fit; nothing is changed then.
+    Nothing is changed if it does not fit.
     """
     partition = optimizer.partition
     partition.require_replicas("load_state_dict()")
@@ -171,15 +160,11 @@ def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
     """Check that a state dict of a ZeroOptimizer is of these ranks and slices, and of this rank."""
     check_header(optimizer, own)
     rank, world_size = optimizer.communicator.rank, optimizer.communicator.world_size
-    if own["world_size"] != world_size:
+    if (own["rank"], own["world_size"]) != (rank, world_size):
         raise ValueError(
-            f"the state is of world_size {own['world_size']}, this optimizer of {world_size}: save and load with "
-            "hf_compressopt.save_state and load_state, which take any number of ranks"
-        )
-    if own["rank"] != rank:
-        raise ValueError(
-            f"the state dict is rank {own['rank']}'s, this is rank {rank}: each rank has state of its own; save and "
-            "load with hf_compressopt.save_state and load_state"
+            f"the state dict is of rank {own['rank']} and world_size {own['world_size']}, this is rank {rank} of "
+            f"{world_size}, and each rank has state of its own: save and load with hf_compressopt.save_state and "
+            "load_state, which take any number of ranks"
         )
     mine, saved = _errors(optimizer), own.get("worker_errors")
     if saved is not None and mine:
@@ -197,15 +182,14 @@ def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
             "the state dict is of param_compression, with masters that are ahead of the parameters: make the optimizer "
             "with it, or load with hf_compressopt.load_state"
         )
-    for entry in saved:
-        if (entry["start"], entry["stop"]) == (part.span.start, part.span.stop):
-            return entry
-    raise ValueError(
-        f"the state dict has pieces {[(entry['start'], entry['stop']) for entry in saved]} of a parameter of which "
-        f"this rank has elements {part.span.start} to {part.span.stop}: make the "
-        "optimizer with the bucket size that the saved one had, and its compression, or load with "
-        "hf_compressopt.load_state"
-    )
+    rows = {(entry["start"], entry["stop"]): entry for entry in saved}
+    if (part.span.start, part.span.stop) not in rows:
+        raise ValueError(
+            f"the state dict has pieces {[*rows]} of a parameter of which this rank has elements {part.span.start} to "
+            f"{part.span.stop}: make the optimizer with the bucket size and compression of the saved one, or load with "
+            "hf_compressopt.load_state"
+        )
+    return rows[part.span.start, part.span.stop]
 
 
 def _whole_state(row: dict[str, Any], part: Part, param: Tensor) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_a_schedule_is_fitted_anew_until_the_first_step(name: str) -> None:
             assert optimizer.fit_schedule(steps) and not optimizer.fit_schedule(steps)
         assert not optimizer.schedule_is_open
     assert FlatState(twice).header()["schedule"] == FlatState(once).header()["schedule"]
-    assert twice.max_freeze_step == (16 if name == "ZeroOneAdam" else 32)
+    assert twice.schedule.max_freeze_step == (16 if name == "ZeroOneAdam" else 32)
     param.grad = torch.ones(5)
     twice.step()
     assert not twice.fit_schedule(1000)

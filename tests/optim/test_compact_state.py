@@ -1,11 +1,9 @@
-"""state="compact": its arithmetic against float64 simulations, its bytes, and what users see of it."""
+"""state="compact": its bytes, and what users see of it."""
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,57 +11,11 @@ from torch import nn
 import hf_compressopt
 from hf_compressopt import average_gradients
 from hf_compressopt.kernels.errors import tensor_of
-from tests.optim.test_warmup_gradients import CASES as LOW_BIT_CASES
-from tests.optim.test_warmup_gradients import options_of, simulate
 from tests.oracles.cases import (
-    Case,
-    Problem,
     bucket_cap,
-    first_safe,
-    make_params,
 )
-from tests.oracles.simulation_compact import CompactOnebitAdam, CompactOnebitLamb, CompactZeroOneAdam
-from tests.oracles.steps import take_steps_of_own_gradients
+from tests.oracles.steps import same
 from tests.support.harness import run_ranks
-from tests.support.spreading import Share, spread
-
-SIMULATIONS = {"OnebitAdam": CompactOnebitAdam, "OnebitLamb": CompactOnebitLamb, "ZeroOneAdam": CompactZeroOneAdam}
-CASES = [*LOW_BIT_CASES, Case("blocks", [{"shapes": [(11, 13), (150,)]}], {"scale_block": 64, "lr": 0.01, "eps": 1e-3})]
-
-
-def solve(rank: int, problem: Problem, name: str) -> dict[str, Any]:
-    params, groups = make_params(problem)
-    options = {**problem.case.kwargs, **options_of(problem, name), "state": "compact", "max_update": 0}
-    optimizer = getattr(hf_compressopt, name)(groups, **options)
-    history = take_steps_of_own_gradients(problem, optimizer, params, rank)
-    errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]
-    return {"history": history, "errors": errors}
-
-
-def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str]]) -> list[dict[str, Any]]:
-    return [solve(rank, *row) for row in rows]
-
-
-@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3, 4, 1)))
-def test_equals_the_simulation_in_both_stages(world_size: int, share: Share) -> None:
-    rows, expected = [], []
-    for case, name in share.of((case, name) for name in SIMULATIONS for case in CASES):
-        problem, *solution = first_safe(
-            case, world_size, Problem, partial(simulate, name=name, bits=4, simulations=SIMULATIONS)
-        )
-        rows.append((problem, name))
-        expected.append(solution)
-    ranks = run_ranks(world_size, solve_all, rows, timeout=240)
-    for (problem, name), (simulation, history), results in zip(rows, expected, zip(*ranks, strict=True), strict=True):
-        for rank, got in enumerate(results):
-            context = f"{name}, case {problem.case.name}, rank {rank}"
-            mine = np.stack([row[rank] for row in history])
-            np.testing.assert_allclose(got["history"], mine, rtol=0, atol=4e-6, err_msg=context)
-            for g, group in enumerate(simulation.groups if world_size > 1 else ()):
-                for number, key in enumerate(("worker_errors", "server_errors")):
-                    errors = np.concatenate([np.zeros(0), *(bucket[rank] for bucket in getattr(group, key))])
-                    np.testing.assert_allclose(got["errors"][g][number], errors, rtol=1e-5, atol=5e-6, err_msg=context)
-
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
@@ -72,10 +24,10 @@ def bytes_per_parameter(optimizer: Any) -> float:
     """Bytes of all storages that the state of a run lies in, each counted once."""
     tensors = [*optimizer._tensors.values()]
     for state in optimizer._states:
-        moments, errors = state.moments, state.errors
+        moments, errors, shards = state.moments, state.errors, state.moments.shards
         messages = [average.messages for average in moments.last.values()]
         tensors += [moments.exp_avg, moments.exp_avg_sq, moments.codes, moments.tops, errors.worker, errors.server]
-        tensors += [*messages, *state.extra.values()]
+        tensors += [*messages, *state.extra.values(), *(() if shards is None else shards.exp_avg + shards.exp_avg_sq)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values()) / sum(p.numel() for p in optimizer.trainable_parameters)
 
@@ -142,10 +94,6 @@ def values_of(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
     entries = [dict(optimizer.state[p]) for p in params]
     errors = [error for state in optimizer._states for error in state.errors.values()]
     return [*(p.detach().clone() for p in params), *(t.clone() for e in entries for t in e.values()), *errors]
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def look_at_the_state(rank: int, world_size: int) -> None:
@@ -218,25 +166,6 @@ def crossing(rank: int, world_size: int, folder: str, stop: int) -> list[bool]:
 def test_checkpoints_cross_to_the_other_form_and_to_adamw(stop: int, tmp_path: Path) -> None:
     for found in run_ranks(2, crossing, str(tmp_path), stop):
         assert all(found)
-
-
-def with_a_bad_gradient(rank: int, world_size: int, stop: int) -> list[str]:
-    params, optimizer = make(rank, stop)
-    before = [t.clone() for t in values_of(params, optimizer)]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    if rank == world_size - 1:
-        params[0].grad.view(-1)[7] = torch.nan  # type: ignore[union-attr]
-    average_gradients(optimizer)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    return [] if same(before, values_of(params, optimizer)) else ["changed"]
-
-
-@pytest.mark.invariant(13)
-@pytest.mark.parametrize("stop", [2, 3, 5])
-def test_a_gradient_that_is_not_finite_changes_nothing(stop: int) -> None:
-    assert run_ranks(2, with_a_bad_gradient, stop) == [[], []]
 
 
 def refused(rank: int, world_size: int) -> None:

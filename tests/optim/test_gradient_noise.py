@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
-from hf_compressopt.optim.gradients import NOISE, GradientNoise
+from hf_compressopt.optim.agreement import NOISE, GradientNoise
 from tests.support.harness import run_ranks
 
 NUMEL, DEVIATION = 65_536, 0.0135  # enough for a sketch of 4096 numbers

@@ -22,6 +22,7 @@ from hf_compressopt.optim.state import check_tensors
 from hf_compressopt.schedules import OnebitSchedule
 from tests.optim.test_warmup_hook import Net, data
 from tests.oracles.cases import bucket_cap
+from tests.oracles.steps import same
 from tests.support.harness import run_ranks
 from tests.support.recording import CAP, Recording, check_overlap, events_of_backward
 from tests.support.spreading import Share, spread
@@ -53,10 +54,6 @@ def tensors_of(net: nn.Module, optimizer: OnebitAdam) -> list[torch.Tensor]:
         for index in range(len(state.params)):
             found += [state.torch_state(index)[name] for name in ("exp_avg", "exp_avg_sq")]
     return [t.clone() for t in found]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # -- the bits of the path without overlap -----------------------------------------------------------------------------
@@ -456,13 +453,9 @@ def record(rank: int, world_size: int) -> list[str]:
     return events_of_backward(attach, steps=3)
 
 
-def test_the_first_message_leaves_before_the_last_gradient_is_there() -> None:
+def test_messages_leave_before_the_last_gradient_is_there_and_are_awaited_in_the_step() -> None:
     for events in run_ranks(2, record):
         check_overlap(events)
-
-
-def test_the_last_messages_are_awaited_in_the_step() -> None:
-    for events in run_ranks(2, record):
         over = events.index("backward is over")
         assert events.count("message") == events.count("answer") == events[:over].count("message")
         assert events[:over].count("answer") == events.count("message") - 1

@@ -1,4 +1,4 @@
-"""The contract of torch optimizers, held by OnebitAdam in each of its stages."""
+"""The contract of torch optimizers, held by OnebitAdam in each of its stages, and by FusedAdam and Lamb."""
 
 import copy
 import io
@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
+from hf_compressopt import FusedAdam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
 from tests.oracles.cases import Case, Problem, flat_params, make_optimizer, set_gradients
+from tests.oracles.steps import tensors_in
 from tests.support.harness import run_ranks
 
 FREEZE_STEP = 3
@@ -24,11 +25,18 @@ GROUPS = [
 CASE = Case("contract", GROUPS, {"lr": 0.01, "weight_decay": 0.05, "scale_block": 8}, FREEZE_STEP, STEPS)
 
 
+KINDS = pytest.mark.parametrize("kind", [OnebitAdam, FusedAdam, Lamb])
+
+
+def options_of(kind):
+    return {} if kind in (FusedAdam, Lamb) else {"freeze_step": FREEZE_STEP}
+
+
 def make_one(shapes=((6,), (3, 4)), kind=OnebitAdam, **kwargs):
     """One rank alone: its parameters and the optimizer."""
     generator = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    return params, kind(params, **{"lr": 0.01, "freeze_step": FREEZE_STEP, **kwargs})
+    return params, kind(params, **{"lr": 0.01, **options_of(kind), **kwargs})
 
 
 def draw(params, t):
@@ -49,15 +57,6 @@ def assert_same(ours, theirs):
         assert torch.equal(one, other)
 
 
-def tensors_in(value):
-    """Every tensor of a nested state dict, copied, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value.clone()]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for entry in value for t in tensors_in(entry)] if isinstance(value, (list, tuple)) else []
-
-
 def through_a_file(state_dict):
     file = io.BytesIO()
     torch.save(state_dict, file)
@@ -68,10 +67,11 @@ def through_a_file(state_dict):
 # -- step -------------------------------------------------------------------------------------------------------------
 
 
+@KINDS
 @pytest.mark.invariant(10)
-def test_closure():
-    params, optimizer = make_one()
-    others, reference = make_one()
+def test_closure(kind):
+    params, optimizer = make_one(kind=kind)
+    others, reference = make_one(kind=kind)
     calls = []
 
     def closure():
@@ -153,20 +153,17 @@ def test_wrong_number_of_grads_is_named():
     assert optimizer.plan.step == 1
 
 
+@KINDS
 @pytest.mark.invariant(19)
-def test_step_hooks_fire_in_order():
-    params, optimizer = make_one()
+def test_hooks_fire_in_order(kind):
+    params, optimizer = make_one(kind=kind)
     seen = []
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("pre", opt.plan.step)))
-    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(("post", opt.plan.step)))
+    start = params[0].detach().clone()
+    optimizer.register_step_pre_hook(lambda *_: seen.append(("before", torch.equal(params[0], start))))
+    optimizer.register_step_post_hook(lambda *_: seen.append(("after", torch.equal(params[0], start))))
     train(params, optimizer, 1, 2)
-    assert seen == [("pre", 1), ("post", 2), ("pre", 2), ("post", 3)]
-
-
-@pytest.mark.invariant(19)
-def test_state_dict_hooks_fire_in_order():
-    params, optimizer = make_one()
-    seen = []
+    assert seen == [("before", True), ("after", False), ("before", False), ("after", False)]
+    seen.clear()
     optimizer.register_state_dict_pre_hook(lambda opt: seen.append("before saving"))
     optimizer.register_state_dict_post_hook(lambda opt, saved: seen.append("saved") or {**saved, "note": 7})
     optimizer.register_load_state_dict_pre_hook(lambda opt, loaded: seen.append(("before loading", loaded["note"])))
@@ -177,17 +174,26 @@ def test_state_dict_hooks_fire_in_order():
     assert seen == ["before saving", "saved", ("before loading", 7), "loaded"]
 
 
-@pytest.mark.invariant(20)
+@KINDS
+@pytest.mark.invariant(20, 25)
 @pytest.mark.parametrize("at", [0, 2, FREEZE_STEP, 6])
-def test_deepcopy_is_independent_and_goes_on_alike(at):
-    params, optimizer = make_one()
+def test_copies_are_independent_and_go_on_alike(at, kind):
+    """Deep copies, and optimizers that have loaded the state dict, which stays as it was."""
+    params, optimizer = make_one(kind=kind)
     train(params, optimizer, 1, at)
     copied_params, copied = copy.deepcopy((params, optimizer))
-    before = tensors_in(optimizer.state_dict())
+    loaded_params = copy.deepcopy(params)
+    state = copy.deepcopy(optimizer.state_dict())
+    keys, before = repr(sorted(state)), tensors_in(state)
+    loaded = kind(loaded_params, **options_of(kind))
+    loaded.load_state_dict(state)
     expected = train(copied_params, copied, at + 1)
+    assert_same(train(loaded_params, loaded, at + 1), expected)
+    assert repr(sorted(state)) == keys
+    assert_same(tensors_in(state), before)
     assert_same(tensors_in(optimizer.state_dict()), before)
     assert_same(train(params, optimizer, at + 1), expected)
-    assert copied.plan == optimizer.plan
+    assert not hasattr(kind, "plan") or copied.plan == optimizer.plan
 
 
 @pytest.mark.invariant(20)
@@ -195,20 +201,21 @@ def test_deepcopy_on_two_ranks():
     assert run_ranks(2, deepcopy_on_a_rank) == [True, True]
 
 
+def steps_of(problem, run, rank, first=1, last=STEPS):
+    """Take steps of an optimizer and its parameters."""
+    for t in range(first, last + 1):
+        set_gradients(problem, *run, rank, t)
+        run[0].step()
+
+
 def deepcopy_on_a_rank(rank, world_size):
     problem = Problem(CASE, world_size, 0)
-    optimizer, params = make_optimizer(problem)
-    results = []
-    for t in range(1, STEPS + 1):
-        if t == 6:
-            copied_params, copied = copy.deepcopy((params, optimizer))
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
-    for t in range(6, STEPS + 1):
-        set_gradients(problem, copied, copied_params, rank, t)
-        copied.step()
-    results = [torch.from_numpy(flat_params(p)) for p in (params, copied_params)]
-    return torch.equal(*results)
+    run = make_optimizer(problem)
+    steps_of(problem, run, rank, 1, 5)
+    copied = tuple(copy.deepcopy(run))
+    for each in (run, copied):
+        steps_of(problem, each, rank, 6)
+    return flat_params(run[1]).tobytes() == flat_params(copied[1]).tobytes()
 
 
 @pytest.mark.invariant(20)
@@ -237,8 +244,9 @@ def test_state_holds_torchs_names_as_views():
 # -- parameters of every kind -----------------------------------------------------------------------------------------
 
 
+@KINDS
 @pytest.mark.invariant(7)
-def test_input_forms_agree():
+def test_input_forms_agree(kind):
     def start():
         generator = torch.Generator().manual_seed(0)
         return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((6,), (3, 4))]
@@ -253,7 +261,7 @@ def test_input_forms_agree():
     results = []
     for form in forms:
         params = start()
-        results.append(train(params, OnebitAdam(form(params), lr=0.01, freeze_step=FREEZE_STEP)))
+        results.append(train(params, kind(form(params), lr=0.01, **options_of(kind))))
     for result in results[1:]:
         assert_same(result, results[0])
 
@@ -274,14 +282,10 @@ def test_frozen_parameters_are_left_alone():
     frozen = torch.nn.Parameter(torch.ones(5), requires_grad=False)
     optimizer = OnebitAdam([params[0], frozen, params[1]], lr=0.01, freeze_step=FREEZE_STEP, weight_decay=0.1)
     others, reference = make_one(weight_decay=0.1)
-    assert_same(train_some(params, optimizer), train(others, reference))
+    assert_same(train(params, optimizer), train(others, reference))
     assert torch.equal(frozen, torch.ones(5))
     loaded = through_a_file(optimizer.state_dict())
     OnebitAdam([params[0], frozen, params[1]], freeze_step=FREEZE_STEP).load_state_dict(loaded)
-
-
-def train_some(params, optimizer):
-    return train(params, optimizer)
 
 
 @pytest.mark.invariant(4)
@@ -344,9 +348,7 @@ def train_in_subgroup(rank, world_size):
 def train_everywhere(rank, world_size, group=None):
     problem = Problem(CASE, world_size, 0)
     optimizer, params = make_optimizer(problem, process_group=group)
-    for t in range(1, STEPS + 1):
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
+    steps_of(problem, (optimizer, params), rank)
     return torch.from_numpy(flat_params(params))
 
 
@@ -363,9 +365,7 @@ def test_group_added_before_the_first_step_equals_group_given_up_front():
         optimizer = OnebitAdam(groups[:1] if late else groups, freeze_step=FREEZE_STEP, **CASE.kwargs)
         for group in groups[1:] if late else ():
             optimizer.add_param_group(group)
-        for t in range(1, STEPS + 1):
-            set_gradients(problem, optimizer, params, 0, t)
-            optimizer.step()
+        steps_of(problem, (optimizer, params), 0)
         results.append(torch.from_numpy(flat_params(params)))
     assert torch.equal(*results)
 
@@ -440,9 +440,7 @@ def resume_on_a_rank(rank, world_size):
             not torch.equal(a, b) for a, b in zip(tensors_in(optimizer.state_dict()), tensors_in(state), strict=True)
         ):
             mismatches.append(f"saved right after loading at {at}")
-        for t in range(at + 1, STEPS + 1):
-            set_gradients(problem, optimizer, params, rank, t)
-            optimizer.step()
+        steps_of(problem, (optimizer, params), rank, at + 1)
         if flat_params(params).tobytes() != flat_params(whole_params).tobytes():
             mismatches.append(f"parameters, resumed after step {at}")
         if any(not torch.equal(a, b) for a, b in zip(tensors_in(optimizer.state_dict()), expected, strict=True)):
@@ -454,21 +452,6 @@ def resume_on_a_rank(rank, world_size):
 
 def copies(params):
     return [p.detach().clone() for group in params for p in group]
-
-
-@pytest.mark.invariant(25)
-@pytest.mark.parametrize("at", [0, 2, FREEZE_STEP, 6])
-def test_load_does_not_touch_its_input(at):
-    """Neither while loading nor by the steps that follow."""
-    params, optimizer = make_one()
-    train(params, optimizer, 1, at)
-    state = copy.deepcopy(optimizer.state_dict())
-    keys, tensors = repr(sorted(state)), tensors_in(state)
-    fresh_params, fresh = make_one()
-    fresh.load_state_dict(state)
-    train(fresh_params, fresh, at + 1)
-    assert repr(sorted(state)) == keys
-    assert_same(tensors_in(state), tensors)
 
 
 @pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam, OnebitLamb])
@@ -499,9 +482,7 @@ def test_mask_survives_save_and_load():
     """Loaded into an optimizer that was made without one, as a resumed script may."""
     problem = Problem(CASE, 1, 0)
     optimizer, params = make_optimizer(problem)
-    for t in range(1, 6):
-        set_gradients(problem, optimizer, params, 0, t)
-        optimizer.step()
+    steps_of(problem, (optimizer, params), 0, 1, 5)
     state = through_a_file(optimizer.state_dict())
     fresh, fresh_params = make_optimizer(problem)
     for group in fresh.param_groups:
@@ -510,10 +491,8 @@ def test_mask_survives_save_and_load():
         p.data.copy_(value)
     fresh.load_state_dict(state)
     assert torch.equal(fresh.param_groups[1]["exp_avg_mask"], torch.tensor(MASK))
-    for t in range(6, STEPS + 1):
-        for opt, tensors in ((optimizer, params), (fresh, fresh_params)):
-            set_gradients(problem, opt, tensors, 0, t)
-            opt.step()
+    for run in ((optimizer, params), (fresh, fresh_params)):
+        steps_of(problem, run, 0, 6)
     assert flat_params(params).tobytes() == flat_params(fresh_params).tobytes()
     masked = fresh.state[fresh_params[1][0]]["exp_avg"]
     assert not masked[:, 1].any() and not masked[:, 4].any() and bool(masked[:, 0].all())
@@ -530,8 +509,7 @@ def save_on_rank_zero(rank, world_size):
     optimizer, params = make_optimizer(problem)
     saved = 0
     for t in range(1, STEPS + 1):
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
+        steps_of(problem, (optimizer, params), rank, t, t)
         if rank == 0:
             assert optimizer.state_dict()["state"]
             saved += 1
@@ -549,18 +527,14 @@ def test_state_of_another_rank():
 def load_rank_zeros_state(rank, world_size):
     problem = Problem(CASE, world_size, 0)
     optimizer, params = make_optimizer(problem)
-    for t in range(1, 3):
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
+    steps_of(problem, (optimizer, params), rank, 1, 2)
     fresh, _ = make_optimizer(problem)
     fresh.load_state_dict(from_rank_zero(optimizer.state_dict()))
     own, loaded = optimizer.state_dict(), fresh.state_dict()
     matches = fresh.plan == optimizer.plan and all(
         torch.equal(a, b) for key in own for a, b in zip(tensors_in(own[key]), tensors_in(loaded[key]), strict=True)
     )
-    for t in range(3, 7):
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
+    steps_of(problem, (optimizer, params), rank, 3, 6)
     before, message = tensors_in(fresh.state_dict()), ""
     try:
         fresh.load_state_dict(from_rank_zero(optimizer.state_dict()))
@@ -586,9 +560,7 @@ def test_state_of_another_world_size_is_refused():
 def compressed_state(rank, world_size):
     problem = Problem(CASE, world_size, 0)
     optimizer, params = make_optimizer(problem)
-    for t in range(1, STEPS + 1):
-        set_gradients(problem, optimizer, params, rank, t)
-        optimizer.step()
+    steps_of(problem, (optimizer, params), rank)
     return copy.deepcopy(optimizer.state_dict())
 
 
@@ -637,15 +609,3 @@ def test_state_crosses_over_from_and_to_adamw():
     new_adamw.load_state_dict(through_a_file(optimizer.state_dict()))
     assert new_optimizer.plan.step == 5
     assert_same(train(params, new_optimizer, 5, 8), train(others, new_adamw, 5, 8))
-
-
-def test_zero_grad_and_scheduler():
-    params, optimizer = make_one()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (t + 1))
-    for t in range(1, STEPS + 1):
-        optimizer.zero_grad()
-        assert all(p.grad is None for p in params)
-        train(params, optimizer, t, t)
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 / (STEPS + 1))
-    assert optimizer.step_was_skipped is False

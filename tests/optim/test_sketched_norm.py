@@ -1,6 +1,5 @@
 """clip="sketch": local gradients are clipped by the norm of their mean, which every rank finds from a small message."""
 
-import logging
 import math
 from typing import Any
 
@@ -8,8 +7,9 @@ import pytest
 import torch
 
 from hf_compressopt import OnebitAdam, OnebitLamb, ZeroOneAdam
-from hf_compressopt.optim.gradients import sketch_size
+from hf_compressopt.optim.agreement import sketch_size
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.logs import log_lines
 
 SHAPES = [(300, 41), (77,), (0,), (5, 6, 7), (900,)]
 MOST = 4 / math.sqrt(2 * sketch_size(sum(math.prod(shape) for shape in SHAPES)))  # four standard deviations
@@ -171,17 +171,13 @@ def test_ranks_must_clip_alike() -> None:
 
 
 def few_parameters(rank: int, world_size: int, numel: int, scale_block: int) -> tuple[float, list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_compressopt").addHandler(handler)
     p = torch.nn.Parameter(torch.zeros(numel))
     optimizer = OnebitAdam([p], freeze_step=1, scale_block=scale_block)
-    for step in range(4):
-        p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + (rank if step else 0)))
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-    logging.getLogger("hf_compressopt").removeHandler(handler)
+    with log_lines() as lines:
+        for step in range(4):
+            p.grad = torch.randn(numel, generator=torch.Generator().manual_seed(10 * step + (rank if step else 0)))
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
     return optimizer.metrics()["compression_ratio"], [line for line in lines if "gradients in 4 bits" in line]
 
 

@@ -1,6 +1,5 @@
 """Parameters at the ends of the range: variances that their 8 bits hold as 0, and gradients that 4 bits round to 0."""
 
-import logging
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 import hf_compressopt
 from tests.support.harness import run_ranks
+from tests.support.logs import log_lines
 
 NAMES = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 MAGNITUDES = (0.0, 1e-45, 1e-38, 1e-30, 1e-23, 1e-20, 1e-19, 1e-12, 1e-3, 1.0, 1e6, 1e15, 1e18)
@@ -132,11 +132,6 @@ def test_a_variance_that_8_bits_hold_as_0_is_none(name: str) -> None:
 def train_beside_larger(rank: int, world_size: int, name: str, options: dict[str, Any], ratio: float) -> dict[str, Any]:
     """A norm's 32 values share a block of 128 elements with a matrix whose gradients are far larger."""
     torch.manual_seed(0)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("hf_compressopt")
-    logger.addHandler(handler)
     model = nn.ParameterDict(
         {"first": nn.Parameter(torch.randn(40, 8)), "norm": nn.Parameter(torch.ones(32)), "unused": torch.ones(9)}
     )
@@ -145,18 +140,18 @@ def train_beside_larger(rank: int, world_size: int, name: str, options: dict[str
     optimizer = getattr(hf_compressopt, name)(params, lr=1e-3, freeze_step=6, **options)
     optimizer.label_parameters(model.named_parameters())
     norms, at_switch = [], None
-    for step in range(30):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        common = torch.Generator().manual_seed(step)
-        for key, param in model.items():
-            noise = torch.randn(param.shape, generator=generator) + torch.randn(param.shape, generator=common)
-            size = {"norm": ratio, "unused": 0.0}.get(key, 1.0)
-            param.grad = size * (noise + 1.0)
-        step_of(optimizer)
-        if step == 5:
-            at_switch = model["norm"].detach().clone()
-        norms.append(float((model["norm"].detach() - 1.0).abs().max()))
-    logger.removeHandler(handler)
+    with log_lines() as lines:
+        for step in range(30):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            common = torch.Generator().manual_seed(step)
+            for key, param in model.items():
+                noise = torch.randn(param.shape, generator=generator) + torch.randn(param.shape, generator=common)
+                size = {"norm": ratio, "unused": 0.0}.get(key, 1.0)
+                param.grad = size * (noise + 1.0)
+            step_of(optimizer)
+            if step == 5:
+                at_switch = model["norm"].detach().clone()
+            norms.append(float((model["norm"].detach() - 1.0).abs().max()))
     assert at_switch is not None
     moved = (model["norm"].detach() - at_switch).abs()
     unused = float((model["unused"].detach() - 1.0).abs().max()) if "unused" in model else 0.0

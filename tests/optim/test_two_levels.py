@@ -4,7 +4,6 @@ The oracle is the float64 simulation of M nodes, and the flat topology where bot
 """
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,77 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hf_compressopt
 from hf_compressopt import attach_ddp, average_gradients
-from tests.optim.test_compact_state import CASES as COMPACT_CASES
-from tests.optim.test_compact_state import SIMULATIONS as COMPACT
 from tests.optim.test_late_clip import FIRST as LATE_FIRST
 from tests.optim.test_late_clip import STEPS as LATE_STEPS
 from tests.optim.test_late_clip import data as late_data
 from tests.optim.test_late_clip import make as late_clip
 from tests.optim.test_late_clip import tensors_of
-from tests.optim.test_warmup_gradients import CASES, SIMULATIONS, options_of, simulate
-from tests.oracles.cases import Problem, bucket_cap, first_safe, make_params
-from tests.oracles.simulation_two_levels import exchange_in_two_levels, own_errors
-from tests.oracles.steps import take_steps_of_own_gradients
+from tests.oracles.cases import bucket_cap
+from tests.oracles.steps import same
 from tests.support.harness import run_ranks
-from tests.support.spreading import Share
 
 Form = tuple[str, str]  # the optimizer, form of the state
-Row = tuple[Problem, str, int, str]  # the optimizer, bits of the first stage, form of the state
-# half of the cases, and in the long tests all with every size of the nodes
-WORLDS = [pytest.param(4, 2, Share(0, 2), id="4-2-share")]
-WORLDS += [
-    pytest.param(ranks, size, share, marks=pytest.mark.full, id=f"{ranks}-{size}")
-    for ranks, size, share in (
-        (4, 2, Share(0, 2, rest=True)),
-        (4, 4, Share(0, 1)),
-        (6, 2, Share(0, 1)),
-        (6, 3, Share(0, 1)),
-    )
-]
-
-
-def solve(rank: int, problem: Problem, name: str, bits: int, state: str, node_size: int) -> dict[str, Any]:
-    params, groups = make_params(problem)
-    options = {**problem.case.kwargs, **options_of(problem, name), "warmup_bits": bits, "state": state}
-    optimizer = getattr(hf_compressopt, name)(groups, topology="two-level", node_size=node_size, **options)
-    history = take_steps_of_own_gradients(problem, optimizer, params, rank)
-    errors = [[error.numpy() for error in state.errors.values()] for state in optimizer._states]
-    return {"history": history, "errors": errors}
-
-
-def solve_all(rank: int, world_size: int, rows: list[Row], node_size: int) -> list[dict[str, Any]]:
-    return [solve(rank, *row, node_size) for row in rows]
-
-
-@pytest.mark.invariant(29)
-@pytest.mark.parametrize(("world_size", "node_size", "share"), WORLDS)
-def test_equals_the_simulation_in_both_stages(
-    world_size: int, node_size: int, share: Share, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Signs and integers, each optimizer through its switch, errors in float32 and in 8 bits; odd sizes and masks."""
-    exchange_in_two_levels(monkeypatch, node_size)
-    rows: list[Row] = []
-    solutions = []
-    chosen = [(case, name, "float32", SIMULATIONS) for case in CASES for name in SIMULATIONS]
-    chosen += [(COMPACT_CASES[-1], name, "compact", COMPACT) for name in COMPACT]
-    for number, (case, name, state, simulations) in share.of(enumerate(chosen)):
-        bits = (4, 8)[number // 2 % 2]
-        solution = partial(simulate, name=name, bits=bits, simulations=simulations)
-        problem, simulation, history = first_safe(case, world_size, Problem, solution)
-        rows.append((problem, name, bits, state))
-        solutions.append((simulation, history))
-    ranks = run_ranks(world_size, solve_all, rows, node_size, timeout=240)
-    for row, (simulation, history), results in zip(rows, solutions, zip(*ranks, strict=True), strict=True):
-        problem, name, bits, state = row
-        for rank, got in enumerate(results):
-            context = f"{name}, {bits} bits, {state}, case {problem.case.name}, rank {rank}"
-            mine = np.stack([step[rank] for step in history])
-            np.testing.assert_allclose(got["history"], mine, rtol=0, atol=4e-6, err_msg=context)
-            if name != "ZeroOneAdam":  # whose ranks differ inside an interval
-                assert got["history"].tobytes() == results[0]["history"].tobytes(), context
-            for g, group in enumerate(simulation.groups):
-                for found, errors in zip(got["errors"][g], own_errors(group, world_size, node_size, rank), strict=True):
-                    np.testing.assert_allclose(found, errors, rtol=1e-5, atol=5e-6, err_msg=context)
 
 
 # -- one run of two nodes of two ranks --------------------------------------------------------------------------------
@@ -123,10 +61,6 @@ def bits(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
     moments = [torch.as_tensor(value) for row in state["state"].values() for value in row.values()]
     own = state["compressopt"]
     return [*(p.detach().clone() for p in params), *moments, *own["worker_error"], *own["server_error"]]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def everywhere(optimizer: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,6 @@
 """The first stage with gradients of 4, 8 and 16 bits, on real ranks without DDP, against simulations and AdamW."""
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,86 +14,11 @@ from hf_compressopt import average_gradients
 from hf_compressopt.flat import chunk_range
 from hf_compressopt.kernels.errors import values_of_errors
 from tests.oracles.cases import (
-    MASK,
-    ODD,
-    Case,
-    Problem,
     bucket_cap,
-    first_safe,
-    make_params,
-    missing_gradients,
-    mixed_groups,
-    run_simulation,
-    simulated_params,
 )
-from tests.oracles.comparing import final_state
 from tests.oracles.simulation_integers import Simulation
-from tests.oracles.simulation_low_bits import LowBitOnebitAdam, LowBitOnebitLamb, LowBitZeroOneAdam
-from tests.oracles.steps import take_steps_of_own_gradients
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.logs import log_lines
-from tests.support.spreading import Share, spread
-
-SIMULATIONS = {"OnebitAdam": LowBitOnebitAdam, "OnebitLamb": LowBitOnebitLamb, "ZeroOneAdam": LowBitZeroOneAdam}
-ZERO_ONE = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 3, "local_step_clipper": 2}
-CASES = [
-    Case("groups", mixed_groups(0.02), {"bucket_cap_mb": bucket_cap(37), "weight_decay": 0.1}),
-    Case("mask", [{"shapes": [(3, 5), (5,)], "mask": MASK}, {"shapes": ODD}], {"max_grad_norm": 0.5, "lr": 0.01}),
-    missing_gradients({"lr": 0.01, "scale_block": 8}),
-]
-
-
-def options_of(problem: Problem, name: str) -> dict[str, Any]:
-    return ZERO_ONE if name == "ZeroOneAdam" else {"freeze_step": problem.case.freeze_step}
-
-
-def solve(rank: int, problem: Problem, name: str, bits: int) -> dict[str, Any]:
-    params, groups = make_params(problem)
-    options = {**problem.case.kwargs, **options_of(problem, name), "warmup_bits": bits, "state": "float32"}
-    optimizer = getattr(hf_compressopt, name)(groups, **options)
-    history = take_steps_of_own_gradients(problem, optimizer, params, rank)
-    return {"history": history, **final_state(optimizer, params)}
-
-
-def solve_all(rank: int, world_size: int, rows: list[tuple[Problem, str, int]]) -> list[dict[str, Any]]:
-    return [solve(rank, *row) for row in rows]
-
-
-def simulate(
-    problem: Problem, name: str, bits: int, simulations: dict[str, Any] = SIMULATIONS
-) -> tuple[Any, list[Any]]:
-    """The finished simulation, and every rank's parameters after every step."""
-
-    def observe(simulation: Any) -> Any:
-        if name == "ZeroOneAdam":
-            return [simulation.params_of(rank) for rank in range(problem.world_size)]
-        return [simulated_params(simulation)] * problem.world_size
-
-    return run_simulation(problem, simulations[name], observe, bits=bits, **options_of(problem, name))
-
-
-@pytest.mark.invariant(29)
-@pytest.mark.parametrize(("world_size", "share"), spread(shared=(2, 3, 4, 1)))
-def test_equals_the_simulation_in_both_stages(world_size: int, share: Share) -> None:
-    rows, expected = [], []
-    for number, (case, name) in share.of(enumerate((case, name) for case in CASES for name in SIMULATIONS)):
-        bits = (4, 8)[number // 2 % 2]
-        problem, simulation, history = first_safe(case, world_size, Problem, partial(simulate, name=name, bits=bits))
-        rows.append((problem, name, bits))
-        expected.append((simulation, history))
-    ranks = run_ranks(world_size, solve_all, rows, timeout=240)
-    for (problem, name, bits), (simulation, history), results in zip(
-        rows, expected, zip(*ranks, strict=True), strict=True
-    ):
-        for rank, got in enumerate(results):
-            context = f"{name}, {bits} bits, case {problem.case.name}, rank {rank}"
-            mine = np.stack([row[rank] for row in history])
-            np.testing.assert_allclose(got["history"], mine, rtol=0, atol=3e-6, err_msg=context)
-            for g, group in enumerate(simulation.groups if world_size > 1 else ()):
-                for key in ("worker_error", "server_error"):
-                    errors = np.concatenate([np.zeros(0), *(bucket[rank] for bucket in getattr(group, f"{key}s"))])
-                    np.testing.assert_allclose(got[key][g], errors, rtol=1e-5, atol=5e-6, err_msg=f"{context}: {key}")
-
 
 # -- bits -------------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """ZeroOneAdam on real gloo ranks, against the float64 simulation and the recorded trajectories."""
 
-import copy
 import dataclasses
 import json
 import math
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_compressopt import OnebitAdam, ZeroOneAdam, load_state, save_state
-from tests.optim.test_oracle_simulation_family import TENSORS, ZERO_ONE_RECORDED, load_recorded
+from tests.optim.test_oracle_simulation import TENSORS, ZERO_ONE_RECORDED, load_recorded
 from tests.oracles.cases import (
     MASK,
     MIXED,
@@ -32,11 +31,11 @@ from tests.oracles.cases import (
     run_simulation,
     set_gradients,
 )
-from tests.oracles.comparing import assert_errors_close, assert_follows, final_state
+from tests.oracles.comparing import assert_errors_close, assert_follows, final_state, follow_recording
 from tests.oracles.simulation_zero_one import ZeroOneAdamSimulation, variance_steps
 from tests.oracles.steps import (
     bytes_of_a_compressed_step,
-    check_low_precision,
+    differences_of_resumes,
     different,
     everything,
     problems_of_a_skip,
@@ -201,7 +200,7 @@ def test_nothing_is_sent_where_nothing_has_moved(name):
 @pytest.mark.parametrize("name", ZERO_ONE_RECORDED)
 def test_equals_recorded_trajectory(name):
     recorded, _ = load_recorded(name)
-    for rank, (history, states) in enumerate(run_ranks(2, follow_recording, name)):
+    for rank, (history, states, _) in enumerate(run_ranks(2, follow, name)):
         assert_follows(recorded, rank, history, states)
 
 
@@ -217,43 +216,13 @@ class CountedFromTwo(ZeroOneAdam):
         return dataclasses.replace(plan, reduce_grads=learns, update_variance=learns, synchronize=not learns)
 
 
-def follow_recording(rank, world_size, name):
+def follow(rank, world_size, name):
     recorded, kwargs = load_recorded(name)
-    history, states = [], []
-    for i in TENSORS:
-        p = torch.nn.Parameter(torch.from_numpy(recorded[f"init_param{i}"].copy()))
-        optimizer = CountedFromTwo([p], **kwargs)
-        history.append([])
-        for t in range(1, recorded["lr"].size):
-            assert optimizer.plan.reduce_grads == recorded["reduce_grads"][t]
-            grads = recorded[f"grads{i}"][:, t]
-            p.grad = torch.from_numpy(grads.mean(axis=0) if optimizer.plan.reduce_grads else grads[rank].copy())
-            optimizer.param_groups[0]["lr"] = float(recorded["lr"][t])
-            optimizer.step()
-            history[-1].append(p.detach().numpy().copy())
-        states.append((optimizer.state[p]["exp_avg"].numpy(), optimizer.state[p]["exp_avg_sq"].numpy()))
-    return [np.stack(rows) for rows in history], states
+    params = [torch.nn.Parameter(torch.from_numpy(recorded[f"init_param{i}"].copy())) for i in TENSORS]
+    return follow_recording(recorded, [CountedFromTwo([p], **kwargs) for p in params], params, rank)
 
 
 # -- schedule and bytes -----------------------------------------------------------------------------------------------
-
-
-def test_plan_follows_the_schedule():
-    p = torch.nn.Parameter(torch.ones(3))
-    optimizer = ZeroOneAdam([p], **SCHEDULE)
-    learning, syncing = [], []
-    for t in range(1, STEPS + 1):
-        plan = optimizer.plan
-        assert plan.step == t
-        assert plan.stage.value == ("variance" if t <= FREEZE else "local-step")
-        assert plan.reduce_grads == plan.update_variance
-        assert plan.ends_stage == (t == FREEZE)
-        learning += [t] if plan.update_variance else []
-        syncing += [t] if plan.synchronize else []
-        p.grad = torch.ones(3)
-        optimizer.step()
-    assert learning == list(VARIANCE_STEPS)
-    assert syncing == [3, 5, 7, *SYNCS]
 
 
 @pytest.mark.parametrize("scaler", [1, 2, 3, 16])
@@ -338,33 +307,6 @@ def skip_on_a_rank(rank, world_size, groups):
     return [text for step in steps for text in problems_of_a_skip(problem, make_optimizer, rank, step, math.nan)]
 
 
-@pytest.mark.invariant(36)
-@pytest.mark.parametrize("eps", [1e-8, 0.0])
-@pytest.mark.parametrize("first_seen", [3, 5, FREEZE + 1, FREEZE + 5])
-def test_parameter_without_variance_keeps_still(eps, first_seen):
-    """One-bit gradients carry a scale to it that it has no variance for."""
-    for farthest, still, finite in run_ranks(2, train_beside_unused_parameter, eps, first_seen):
-        assert finite
-        assert still <= 1e-6, "it moved without a variance"
-        assert farthest <= 1.0
-
-
-def train_beside_unused_parameter(rank, world_size, eps, first_seen):
-    used, unused = torch.nn.Parameter(torch.ones(20)), torch.nn.Parameter(torch.ones(20))
-    optimizer = ZeroOneAdam([used, unused], lr=0.01, eps=eps, **SCHEDULE)
-    generator = torch.Generator().manual_seed(0)
-    still, learnt = 0.0, False
-    for t in range(1, STEPS + 1):
-        used.grad = torch.randn(20, generator=generator)
-        unused.grad = torch.randn(20, generator=generator) if t >= first_seen else None
-        learnt |= optimizer.plan.update_variance and t >= first_seen
-        optimizer.step()
-        if not learnt:
-            still = max(still, float((unused.detach() - 1).abs().max()))
-    finite = bool(used.isfinite().all() and unused.isfinite().all())
-    return float((unused.detach() - 1).abs().max()), still, finite
-
-
 # -- one set of parameters --------------------------------------------------------------------------------------------
 
 MIXED_CASE = case("mixed", MIXED_GROUPS, MIXED, lrs=COSINE)
@@ -424,6 +366,7 @@ def settle_on_a_rank(rank, world_size):
         if t == 18:
             runs[0][0].settle_parameters()
             settled = flat_params(runs[0][1])
+            assert all(state.own_params is None for state in runs[0][0]._states)
     return settled, different(everything(*runs[0]), everything(*runs[1]))
 
 
@@ -440,64 +383,11 @@ def test_resume_is_the_uninterrupted_run(world_size, tmp_path):
 
 def resume_on_a_rank(rank, world_size, directory):
     problem = ZeroOneProblem(MIXED_CASE, world_size, 0)
-    whole, params = make_optimizer(problem)
-    saved = {}
-    for t in range(1, STEPS + 1):
-        set_gradients(problem, whole, params, rank, t)
-        whole.step()
-        if t in (2, 3, FREEZE, 15, 18, 20):
-            save_state(whole, f"{directory}/{t}")
-            with whole.averaged_parameters():
-                torch.save([[p.detach() for p in group] for group in params], f"{directory}/{t}-{rank}.pt")
-            saved[t] = copy.deepcopy((whole.state_dict(), params))
-    expected, differences = everything(whole, params), []
-    for at, (state_dict, own) in saved.items():
-        for way in ("files", "state dict") if at in (3, 18) else ("files",):
-            optimizer, params = make_optimizer(problem, lr=0.5, var_freeze_step=9, local_step_clipper=2)
-            copy_parameters(params, torch.load(f"{directory}/{at}-{rank}.pt") if way == "files" else own)
-            if way == "files":
-                load_state(optimizer, f"{directory}/{at}")
-            else:
-                optimizer.load_state_dict(state_dict)
-            differences += (
-                [(at, way, "parameters")] if flat_params(own).tobytes() != flat_params(params).tobytes() else []
-            )
-            for t in range(at + 1, STEPS + 1):
-                set_gradients(problem, optimizer, params, rank, t)
-                optimizer.step()
-            differences += [(at, way, key) for key in different(expected, everything(optimizer, params))]
-    return differences
-
-
-@torch.no_grad()
-def copy_parameters(params, values):
-    for group, row in zip(params, values, strict=True):
-        for p, value in zip(group, row, strict=True):
-            p.copy_(value)
+    stops, others = (2, 3, FREEZE, 15, 18, 20), {"lr": 0.5, "var_freeze_step": 9, "local_step_clipper": 2}
+    return differences_of_resumes(problem, make_optimizer, rank, directory, stops, (3, 18), others)
 
 
 # -- lower precision, and what the constructor refuses ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_parameters_follow_float32_moments(dtype):
-    run_ranks(2, low_precision_on_a_rank, dtype)
-
-
-def low_precision_on_a_rank(rank, world_size, dtype):
-    problem = ZeroOneProblem(case("low", ONE, {"lr": 0.01, "weight_decay": 0.1}), world_size, 0)
-    check_low_precision(
-        problem, make_optimizer(problem), lambda params: ZeroOneAdam(params, **problem.case.kwargs), rank, dtype
-    )
-
-
-@pytest.mark.invariant(7)
-@pytest.mark.parametrize("name", ["freeze_step", *(name for name in SCHEDULE if name != "var_freeze_step")])
-@pytest.mark.parametrize("value", [0, -3])
-def test_bad_option_is_named(name, value):
-    with pytest.raises(ValueError) as caught:
-        ZeroOneAdam([torch.nn.Parameter(torch.zeros(3))], **{name: value})
-    assert all(word in str(caught.value) for word in (name, ">= 1", str(value))), str(caught.value)
 
 
 @pytest.mark.parametrize("steps", [1000, 3000, 20_000])

@@ -1,5 +1,6 @@
 """Param groups of 0/1 Adam that are added late, or that only some of the ranks fill."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,14 +39,14 @@ def test_groups_are_taken_in_every_step_of_the_variance_stage_and_refused_after_
     assert run_ranks(2, add_groups) == [[9, 10]] * 2
 
 
-def one_empty_group(rank: int, world_size: int, bad: bool) -> tuple[float, bool]:
-    """A non_freeze group with a process group of its own that has parameters on rank 1 only."""
-    own = [dist.new_group([r]) for r in range(world_size)][rank]
+def one_empty_group(rank: int, world_size: int, own: bool, bad: bool) -> tuple[float, bool]:
+    """A non_freeze group that is empty on rank 0: of a process group of its own, or without parameters anywhere."""
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
     dense = nn.Parameter(torch.ones(11))
-    extra = [nn.Parameter(torch.ones(4))] if rank == 1 else []
-    groups = [{"params": [dense]}, {"params": extra, "non_freeze": True, "process_group": own}]
-    options = {**SCHEDULE, "var_freeze_step": 2}
-    optimizer = ZeroOneAdam(groups, lr=0.01, scale_block=8, **options)
+    extra = [nn.Parameter(torch.ones(4))] if rank == 1 and own else []
+    more = {"process_group": alone} if own else {}
+    groups = [{"params": [dense]}, {"params": extra, "non_freeze": True, **more}]
+    optimizer = ZeroOneAdam(groups, lr=0.01, scale_block=8, **{**SCHEDULE, "var_freeze_step": 2})
     for step in range(1, 9):
         seed = step if optimizer.plan.reduce_grads else 100 * step + rank
         for param in (dense, *extra):
@@ -56,25 +57,6 @@ def one_empty_group(rank: int, world_size: int, bad: bool) -> tuple[float, bool]
     return optimizer.metrics()["skipped_steps"], bool(dense.isfinite().all())
 
 
-def test_a_group_that_is_empty_on_one_rank_keeps_the_ranks_together() -> None:
-    assert run_ranks(2, one_empty_group, False, timeout=30) == [(0.0, True)] * 2
-    assert run_ranks(2, one_empty_group, True, timeout=30) == [(1.0, True)] * 2
-
-
-def empty_group_of_all_ranks(rank: int, world_size: int) -> tuple[float, bool]:
-    """An empty non_freeze group that all ranks share connects nobody, and has no state of its own."""
-    dense = nn.Parameter(torch.ones(11))
-    groups = [{"params": [dense]}, {"params": [], "non_freeze": True}]
-    options = {**SCHEDULE, "var_freeze_step": 2}
-    optimizer = ZeroOneAdam(groups, lr=0.01, scale_block=8, **options)
-    for step in range(1, 9):
-        seed = step if optimizer.plan.reduce_grads else 100 * step + rank
-        dense.grad = torch.randn(11, generator=torch.Generator().manual_seed(seed))
-        if step == 6 and rank == 0:
-            dense.grad[0] = torch.nan
-        optimizer.step()
-    return optimizer.metrics()["skipped_steps"], bool(dense.isfinite().all())
-
-
-def test_a_rank_with_a_bad_gradient_goes_on_beside_an_empty_group() -> None:
-    assert run_ranks(2, empty_group_of_all_ranks) == [(0.0, True)] * 2
+@pytest.mark.parametrize(("own", "bad", "skipped"), [(True, False, 0.0), (True, True, 1.0), (False, True, 0.0)])
+def test_an_empty_group_keeps_ranks_together_only_if_others_may_have_parameters(own, bad, skipped) -> None:
+    assert run_ranks(2, one_empty_group, own, bad, timeout=30) == [(skipped, True)] * 2

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -237,15 +236,3 @@ def load_while_others_stand_in(rank: int, world_size: int, directory: str, way: 
 @pytest.mark.parametrize("way", ["files", "state dict"])
 def test_a_load_drops_the_parameters_that_were_put_aside(way: str, tmp_path: Path) -> None:
     assert run_ranks(2, load_while_others_stand_in, str(tmp_path), way) == [True] * 2
-
-
-def copies_after_training(rank: int, world_size: int) -> tuple[bool, int]:
-    model, optimizer = make()
-    train(model, optimizer, rank, range(INSIDE))
-    optimizer.settle_parameters()
-    states: list[Any] = optimizer._states
-    return are_alike(model, world_size), sum(state.own_params is not None for state in states)
-
-
-def test_settled_parameters_are_alike_and_nothing_is_put_aside() -> None:
-    assert run_ranks(2, copies_after_training) == [(True, 0)] * 2

@@ -211,6 +211,10 @@ def set_gradients(problem: Problem, optimizer, params, rank: int, t: int) -> Non
     for group, group_grads in zip(params, grads, strict=True):
         for p, grad in zip(group, group_grads, strict=True):
             p.grad = None if grad is None else torch.from_numpy(grad.copy())
+    set_rates(problem, optimizer, t)
+
+
+def set_rates(problem: Problem, optimizer, t: int) -> None:
     for group, spec in zip(optimizer.param_groups, problem.case.groups, strict=True):
         if problem.case.lrs and "lr" not in spec:
             group["lr"] = problem.case.lrs[t - 1]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 
 from tests.oracles.cases import Problem, flat_params, flat_state, make_optimizer, set_gradients
 
@@ -56,3 +57,24 @@ def assert_follows(recorded: Any, rank: int, history: Any, states: Any) -> None:
         np.testing.assert_allclose(history[i], recorded[f"param{i}"][rank, 1:], rtol=0, atol=2e-6)
         np.testing.assert_allclose(states[i][0], recorded[f"exp_avg{i}"][rank], rtol=0, atol=2e-6)
         np.testing.assert_allclose(states[i][1], recorded[f"exp_avg_sq{i}"][rank], rtol=0, atol=2e-6)
+
+
+def follow_recording(recorded: Any, optimizers: Any, params: list[torch.nn.Parameter], rank: int) -> tuple[Any, ...]:
+    """Take the recorded steps; return each tensor's parameters after them and its moments, and LAMB's coefficients."""
+    history: list[list[np.ndarray]] = [[] for _ in params]
+    coeffs = []
+    for t in range(1, recorded["lr"].size):
+        averaged = bool(recorded["reduce_grads"][t])
+        for i, p in enumerate(params):
+            grads = recorded[f"grads{i}"][:, t]
+            p.grad = torch.from_numpy(grads.mean(axis=0) if averaged else grads[rank].copy())
+        for optimizer in optimizers:
+            assert optimizer.plan.reduce_grads == averaged
+            optimizer.param_groups[0]["lr"] = float(recorded["lr"][t])
+            optimizer.step()
+            coeffs += [optimizer.get_lamb_coeffs()] if hasattr(optimizer, "get_lamb_coeffs") else []
+        for row, p in zip(history, params, strict=True):
+            row.append(p.detach().numpy().copy())
+    rows = {p: optimizer.state[p] for optimizer in optimizers for p in optimizer.state}
+    states = [(rows[p]["exp_avg"].numpy(), rows[p]["exp_avg_sq"].numpy()) for p in params]
+    return [np.stack(row) for row in history], states, coeffs

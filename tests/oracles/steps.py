@@ -1,15 +1,15 @@
 """Steps of any compressed optimizer on a rank: a skip, low precision, and the comparison of all bits."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_compressopt import average_gradients
-from tests.oracles.cases import Problem, flat_params, set_gradients
+from hf_compressopt import average_gradients, load_state, save_state
+from tests.oracles.cases import Problem, flat_params, set_gradients, set_rates
 from tests.oracles.simulation import chunk_bounds
 
 #: An optimizer and its parameters, [group][parameter].
@@ -17,16 +17,13 @@ Run = tuple[Any, list[list[torch.nn.Parameter]]]
 
 
 def take_steps_of_own_gradients(problem: Problem, optimizer: Any, params: Any, rank: int) -> np.ndarray:
-    """Take a problem's steps with this rank's gradients, which average_gradients averages. Returns the parameters then.
-
-    Returns:
-        [steps, elements] float32.
-    """
+    """Take a problem's steps with this rank's gradients, and return the parameters after each, [steps, elements]."""
     history = []
     for t in range(1, problem.case.steps + 1):
         for group, grads in zip(params, problem.grads[t - 1][rank], strict=True):
             for p, grad in zip(group, grads, strict=True):
                 p.grad = None if grad is None else torch.from_numpy(grad.copy())
+        set_rates(problem, optimizer, t)
         average_gradients(optimizer)
         optimizer.step()
         history.append(flat_params(params))
@@ -45,6 +42,18 @@ def everything(optimizer: Any, params: Any) -> dict[str, torch.Tensor]:
     if hasattr(optimizer, "get_lamb_coeffs"):
         values["coeffs"] = torch.tensor(optimizer.get_lamb_coeffs())
     return values | {"step": torch.tensor(optimizer.plan.step)}
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors of nested dicts and lists, copied, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().clone()]
+    rows = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for row in rows for tensor in tensors_in(row)]
+
+
+def same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def different(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
@@ -85,6 +94,47 @@ def problems_of_a_skip(
         problems += [f"step {t} was skipped"] if disturbed.step_was_skipped is not False else []
     problems += [f"{key} differs" for key in different(everything(disturbed, params), everything(undisturbed, others))]
     return [f"{bad} in step {bad_step}: {text}" for text in problems]
+
+
+def differences_of_resumes(
+    problem: Problem,
+    make: Callable[..., Run],
+    rank: int,
+    directory: str,
+    stops: tuple[int, ...],
+    by_dict: tuple[int, ...],
+    others: dict[str, Any],
+) -> list[Any]:
+    """Resume from files, at the stops ``by_dict`` from state dicts too; list what differs from the run nobody stopped.
+
+    The model's file holds the mean of the ranks' parameters. ``others``: options that the state has to replace.
+    """
+    whole, params = make(problem)
+    saved = {}
+    for t in range(1, problem.case.steps + 1):
+        set_gradients(problem, whole, params, rank, t)
+        whole.step()
+        if t in stops:
+            save_state(whole, f"{directory}/{t}")
+            with whole.averaged_parameters():
+                mean = copy.deepcopy(params)
+            saved[t] = copy.deepcopy((whole.state_dict(), params)), mean
+    expected, differences = everything(whole, params), []
+    for at, ((state_dict, own), mean) in saved.items():
+        for way in ("files", "state dict") if at in by_dict else ("files",):
+            optimizer, params = make(problem, **others)
+            with torch.no_grad():
+                for group, row in zip(params, mean if way == "files" else own, strict=True):
+                    for p, value in zip(group, row, strict=True):
+                        p.copy_(value)
+            load_state(optimizer, f"{directory}/{at}") if way == "files" else optimizer.load_state_dict(state_dict)
+            if flat_params(own).tobytes() != flat_params(params).tobytes():
+                differences.append((at, way, "parameters"))
+            for t in range(at + 1, problem.case.steps + 1):
+                set_gradients(problem, optimizer, params, rank, t)
+                optimizer.step()
+            differences += [(at, way, key) for key in different(expected, everything(optimizer, params))]
+    return differences
 
 
 def check_low_precision(

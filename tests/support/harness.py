@@ -2,6 +2,9 @@
 
     results = run_ranks(2, work, argument)     # work(rank, world_size, argument), a module-level function
 
+    @on_ranks(2)
+    def test_something(rank, world_size, tmp_path): ...
+
 The workers are forked once per test session, from a process that has imported torch, and reused: importing torch costs
 more than most tests. Every call makes a process group of its own and destroys it afterwards. Arguments and results
 travel through pickle.
@@ -9,6 +12,8 @@ travel through pickle.
 
 import atexit
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -48,6 +53,26 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     if errors:
         raise RankError(errors)
     return outcomes
+
+
+def on_ranks(*world_sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of `fn(rank, world_size, ...)`, which the ranks run; its further arguments are pytest's."""
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            for world_size in world_sizes:
+                run_ranks(world_size, _run_test, fn.__module__, fn.__name__, given)
+
+        test.__name__, test.__qualname__, test.__module__ = fn.__name__, fn.__qualname__, fn.__module__
+        test.__doc__, test.on_each_rank = fn.__doc__, fn
+        test.__signature__ = inspect.Signature([*inspect.signature(fn).parameters.values()][2:])
+        return test
+
+    return decorate
+
+
+def _run_test(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).on_each_rank(rank, world_size, **given)
 
 
 def run_ranks_of_which_one_dies(world_size: int, fn: Callable[..., Any], *args: Any) -> None:

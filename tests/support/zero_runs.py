@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from hf_compressopt import Lamb, ZeroOptimizer
 
+INT4 = {"grad_compression": "int4", "param_compression": "int4"}
+
 
 class Lion(torch.optim.Optimizer):
     """A user's own element-wise optimizer, with a counter in its group and a number in its state."""

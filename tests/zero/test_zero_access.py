@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt import Lamb, ZeroConfig, ZeroOptimizer, estimate_zero_memory
-from hf_compressopt.zero.memory import memory_report, memory_reports, release_memory
-from tests.support.harness import run_ranks
+from hf_compressopt.zero.memory import memory_report, release_memory
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.zero_runs import (
     Case,
     Net,
@@ -18,13 +18,14 @@ from tests.support.zero_runs import (
     different,
     gradients,
     loss_of,
-    run_steps,
     train_plain,
     train_zero,
 )
 
 
-def read_and_write(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(3)
+def test_values_states_and_gradients_are_read_and_written(rank: int, world_size: int, dtype: torch.dtype) -> None:
     case = Case(options={"reduce_bucket_size": 300}, dtype=dtype)
     plain_model, plain = train_plain(rank, case)
     model, optimizer = train_zero(rank, case)
@@ -76,12 +77,8 @@ def read_and_write(rank: int, world_size: int, dtype: torch.dtype) -> None:
         optimizer.offload_states()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_states_and_gradients_are_read_and_written(dtype: torch.dtype) -> None:
-    run_ranks(3, read_and_write, dtype)
-
-
-def by_name(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_by_name(rank: int, world_size: int) -> None:
     model = Net()
     optimizer = ZeroOptimizer(model.named_parameters(), Lamb, lr=1e-2)
     loss_of(model, rank, 0).backward()
@@ -93,32 +90,9 @@ def by_name(rank: int, world_size: int) -> None:
         optimizer.get_full_grad("norm.wait")
 
 
-def test_by_name() -> None:
-    run_ranks(2, by_name)
-
-
-def weights_loaded_later(rank: int, world_size: int) -> None:
-    """A model that is loaded after its optimizer was made takes the loaded weights, and keeps master digits else."""
-    case = Case(dtype=torch.bfloat16)
-    model, optimizer = train_zero(rank, case)
-    masters = [optimizer.get_full_param(p) for p in model.parameters() if p.requires_grad]
-    model.load_state_dict(model.state_dict())
-    for p, master in zip([p for p in model.parameters() if p.requires_grad], masters, strict=True):
-        assert torch.equal(optimizer.get_full_param(p), master)
-    torch.nn.init.constant_(model.first.weight, 0.5)
-    run_steps(rank, case, model, optimizer, range(3, 4))
-    assert float((model.first.weight - 0.5).abs().max()) < 0.05
-
-
-def test_weights_loaded_later() -> None:
-    run_ranks(2, weights_loaded_later)
-
-
-def reports(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> list[dict[str, Any]]:
+def report(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Any]:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(dtype)
-    optimizer = ZeroOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=1e-3, stage=stage, reduce_bucket_size=4096, clip_grad=1.0
-    )
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, reduce_bucket_size=4096, clip_grad=1.0)
     for _ in range(2):
         with optimizer.no_sync():
             model(torch.ones(1, 64, dtype=dtype)).sum().backward()
@@ -130,17 +104,14 @@ def reports(rank: int, world_size: int, dtype: torch.dtype, stage: int) -> list[
     optimizer.step()
     assert memory_report(optimizer).gradient_shards == 0
     release_memory()
-    everyone = memory_reports(optimizer)
-    assert everyone[rank].states == memory_report(optimizer).states
-    return [{**asdict(entry), "gradient_shards": sent.gradient_shards} for entry in everyone]
+    return {**asdict(memory_report(optimizer)), "gradient_shards": sent.gradient_shards}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reports_are_what_was_estimated(dtype: torch.dtype) -> None:
     numel = 8 * 65 * 64
     estimate = estimate_zero_memory(numel, 2, 2, dtype=dtype)
-    for report in run_ranks(2, reports, dtype, 2):
-        mine = report[0]
+    for mine in run_ranks(2, report, dtype):
         assert mine["parameters"] == estimate.parameters
         assert mine["gradient_shards"] == pytest.approx(estimate.gradients, rel=0.05)
         assert mine["states"] + mine["masters"] == pytest.approx(estimate.states, rel=0.05)
@@ -178,7 +149,8 @@ def test_options_as_one_object() -> None:
         ZeroOptimizer(params, torch.optim.AdamW, 2)  # type: ignore[arg-type]
 
 
-def low_precision(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_low_precision_on_the_wire_and_in_memory(rank: int, world_size: int) -> None:
     reference, _ = train_zero(rank, Case())
     found: dict[str, tuple[list[Tensor], Any]] = {}
     for name, dtype, options in (
@@ -202,7 +174,3 @@ def low_precision(rank: int, world_size: int) -> None:
         _, optimizer = train_zero(rank, Case(options={"communication_data_type": dtype}))
         sent[dtype] = optimizer.traffic.bytes["all_to_all"]
     assert sent["bf16"] * 2 == sent[None]
-
-
-def test_low_precision_on_the_wire_and_in_memory() -> None:
-    run_ranks(2, low_precision)

@@ -5,19 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.zero.memory import estimate_zero_memory, memory_report
 from tests.oracles.simulation_zero import ZeroSimulation
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
 from tests.support.spreading import Share, spread
 from tests.support.trainer_runs import same_on_all_ranks
-from tests.support.zero_runs import Case, Net, bits, different, gradients, loss_of, train_zero
+from tests.support.zero_runs import INT4, Case, Net, bits, different, gradients, loss_of, train_zero
 
 BITS = {"int4": 4, "int8": 8, "none": 0}
-INT4 = {"grad_compression": "int4", "param_compression": "int4"}
 
 
 def fresh(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Net, ZeroOptimizer]:
@@ -109,7 +107,9 @@ def steps_with(model: Net, optimizer: ZeroOptimizer, rank: int, steps: Any, scal
             scaler.update()
 
 
-def what_is_dropped(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(13)
+@on_ranks(2)
+def test_a_step_that_is_not_taken_leaves_no_trace(rank: int, world_size: int) -> None:
     """A step that is skipped, and a pass that is thrown away, leave parameters, state and errors as they were."""
     options = {**INT4, "reduce_bucket_size": 600}
     (plain, undisturbed), (model, optimizer) = fresh(options), fresh(options)
@@ -145,16 +145,12 @@ def what_is_dropped(rank: int, world_size: int) -> None:
     assert list(different(bits(plain), bits(second))) == []
 
 
-@pytest.mark.invariant(13)
-def test_a_step_that_is_not_taken_leaves_no_trace() -> None:
-    run_ranks(2, what_is_dropped)
-
-
 def masters_of(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
     return [optimizer.get_full_param(p).to(p.dtype) if p.requires_grad else p.detach() for p in model.parameters()]
 
 
-def looks_at_masters(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_masters_are_read_written_and_lent(rank: int, world_size: int) -> None:
     """Masters are what is read, written and lent; values that other code writes into parameters reach them."""
     for dtype in (torch.float32, torch.bfloat16):
         model, optimizer = fresh({**INT4, "reduce_bucket_size": 600}, dtype)
@@ -191,11 +187,9 @@ def looks_at_masters(rank: int, world_size: int) -> None:
         assert same_on_all_ranks(p.float() for p in model.parameters())
 
 
-def test_masters_are_read_written_and_lent() -> None:
-    run_ranks(3, looks_at_masters)
-
-
-def bytes_and_memory(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(33)
+@on_ranks(2, 3)
+def test_bytes_and_memory_are_those_of_the_formulas(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(640, 700), nn.Tanh(), nn.Linear(700, 300, bias=False))
     numel = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     for size, grads, params in ((4, "int4", "int4"), (8, "int8", "int8"), (0, "int4", "none")):
@@ -218,13 +212,8 @@ def bytes_and_memory(rank: int, world_size: int) -> None:
         assert optimizer.describe().endswith(words)
 
 
-@pytest.mark.invariant(33)
-def test_bytes_and_memory_are_those_of_the_formulas() -> None:
-    run_ranks(2, bytes_and_memory)
-    run_ranks(3, bytes_and_memory)
-
-
-def everything_else(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_zero_can_it_can_with_small_messages(rank: int, world_size: int) -> None:
     """Lamb, and parameters that thaw."""
     _, lamb = (pair := train_zero(rank, Case("lamb", {**INT4, "reduce_bucket_size": 700}, groups=True)))
     assert same_on_all_ranks(pair[0].parameters()) and lamb.steps == 3
@@ -237,21 +226,6 @@ def everything_else(rank: int, world_size: int) -> None:
     assert not torch.equal(model.frozen.weight, twin.frozen.weight)
 
 
-def experts(rank: int, world_size: int) -> None:
-    """Ranks 0 and 2 share one expert, 1 and 3 another; all share the rest."""
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    torch.manual_seed(0)
-    dense, expert = nn.Parameter(torch.randn(40, 9)), nn.Parameter(torch.randn(30, 9) + rank % 2)
-    groups = [{"params": [dense]}, {"params": [expert], "process_group": pairs[rank % 2]}]
-    optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.01, **INT4)
-    start = expert.detach().clone()
-    for _ in range(3):
-        ((rank + 1) * dense.square().sum() + expert.sum() * (rank + 1)).backward()
-        optimizer.step()
-    torch.testing.assert_close(optimizer.get_full_param(expert), start - 0.03 * (2.0 + rank % 2), rtol=0, atol=1e-3)
-    assert same_on_all_ranks([dense]) and not same_on_all_ranks([expert])
-
-
 def different_options(rank: int, world_size: int) -> None:
     option = {"grad_compression": "int4"} if rank else {"param_compression": "int4"}
     optimizer = ZeroOptimizer([dense := nn.Parameter(torch.ones(8, 8))], torch.optim.SGD, lr=0.1, **option)
@@ -259,11 +233,6 @@ def different_options(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def test_groups_of_some_ranks_and_ranks_that_differ() -> None:
-    run_ranks(4, experts)
+def test_ranks_that_differ() -> None:
     errors = run_ranks_expecting_error(2, different_options)
     assert all("bucket size or compression" in error for error in errors.values()), errors
-
-
-def test_what_zero_can_it_can_with_small_messages() -> None:
-    run_ranks(3, everything_else)

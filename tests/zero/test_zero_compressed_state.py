@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.checkpoint.partitioned import error_tensors
 from hf_compressopt.format.index import CheckpointError
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.trainer_runs import same_on_all_ranks
-from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, run_steps
-from tests.zero.test_zero_state import INT4, fresh
+from tests.support.zero_runs import INT4, Case, Net, averaged, bits, different, gradients, loss_of, run_steps
+from tests.zero.test_zero_state import fresh
 
 
 def masters_of(model: Net, optimizer: ZeroOptimizer) -> list[Tensor]:
@@ -71,19 +71,21 @@ def test_another_number_of_ranks_goes_on_from_the_same_masters_and_parameters(tm
     assert all(math.isfinite(float(master.sum())) for master in saved[0][1])
 
 
-def cross_over(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.invariant(2)
+@on_ranks(2)
+def test_masters_cross_over_to_adamw_and_back(rank: int, world_size: int, tmp_path: Path) -> None:
     """From small messages to AdamW, and to ZeRO without them, and back."""
     case = Case("adamw", {**INT4, "reduce_bucket_size": 600})
     model, optimizer = fresh(case)
     run_steps(rank, case, model, optimizer, range(3))
     masters, replicas = masters_of(model, optimizer), trained(model)
-    save_state(optimizer, folder)
+    save_state(optimizer, tmp_path)
     with optimizer.masters_in_parameters(), pytest.raises(RuntimeError, match="save_state.. inside masters_in"):
-        save_state(optimizer, folder)
+        save_state(optimizer, tmp_path)
     state = optimizer.state_dict()
     with optimizer.masters_in_parameters():
         with pytest.raises(CheckpointError, match="load_state.. inside masters_in"):
-            load_state(optimizer, folder)
+            load_state(optimizer, tmp_path)
         with pytest.raises(RuntimeError, match="load_state_dict.. inside masters_in"):
             optimizer.load_state_dict(state)
 
@@ -92,7 +94,7 @@ def cross_over(rank: int, world_size: int, folder: str) -> None:
     zero = ZeroOptimizer(zero_model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     for other_model, other in ((plain_model, plain), (zero_model, zero)):
         other_model.load_state_dict(model.state_dict())  # the replicas, which the masters of the checkpoint replace
-        load_state(other, folder)
+        load_state(other, tmp_path)
         assert list(different(masters, trained(other_model))) == [] != list(different(replicas, trained(other_model)))
     with pytest.raises(ValueError, match="with masters that are ahead of the parameters: make the optimizer with it"):
         zero.load_state_dict(optimizer.state_dict())
@@ -107,11 +109,11 @@ def cross_over(rank: int, world_size: int, folder: str) -> None:
     assert list(different(bits(plain_model), bits(zero_model))) == []
 
     for saved in (plain, zero):
-        save_state(saved, f"{folder}/back")
+        save_state(saved, f"{tmp_path}/back")
         again, small = fresh(case)
         run_steps(rank, case, again, small, range(2))  # errors and masters that have to go
         again.load_state_dict(plain_model.state_dict())
-        load_state(small, f"{folder}/back")
+        load_state(small, f"{tmp_path}/back")
         assert list(different(masters_of(again, small), [p.detach() for p in params])) == [] and small.steps == 5
         assert all(float(error.abs().sum()) == 0 for error in errors_of(small))
         run_steps(rank, case, again, small, range(5, 7))
@@ -120,15 +122,10 @@ def cross_over(rank: int, world_size: int, folder: str) -> None:
     half = Case("adamw", {**INT4, "reduce_bucket_size": 600}, dtype=torch.bfloat16)
     model, optimizer = fresh(half)
     run_steps(rank, half, model, optimizer, range(3))
-    save_state(optimizer, f"{folder}/half")
+    save_state(optimizer, f"{tmp_path}/half")
     other_model, other = fresh(Case("adamw", dtype=torch.bfloat16))
     other_model.load_state_dict(model.state_dict())
-    load_state(other, f"{folder}/half")
+    load_state(other, f"{tmp_path}/half")
     masters = masters_of(model, optimizer)
     assert list(different(masters, masters_of(other_model, other))) == []
     assert list(different([m.bfloat16() for m in masters], trained(other_model))) == []
-
-
-@pytest.mark.invariant(2)
-def test_masters_cross_over_to_adamw_and_back(tmp_path: Path) -> None:
-    run_ranks(2, cross_over, str(tmp_path))

@@ -17,8 +17,20 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_compressopt import GradScaler, ZeroOptimizer
 from hf_compressopt.flat import FLOAT_BYTES
-from tests.support.harness import _pool, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
-from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps, train_plain, train_zero
+from tests.support.harness import _pool, on_ranks, run_ranks, run_ranks_expecting_error, run_ranks_of_which_one_dies
+from tests.support.trainer_runs import same_on_all_ranks
+from tests.support.zero_runs import (
+    INT4,
+    Case,
+    Net,
+    averaged,
+    bits,
+    different,
+    loss_of,
+    run_steps,
+    train_plain,
+    train_zero,
+)
 
 
 class Stack(nn.Module):
@@ -77,44 +89,35 @@ def test_both_kinds_of_checkpointing(world_size: int) -> None:
     run_ranks(world_size, checkpointed)
 
 
-def watched(rank: int, world_size: int, stage: int) -> dict[str, Any]:
-    """For each gradient that arrives: the messages that have left, and the elements of gradients that are alive."""
-    model = Stack(layers=16, width=32)
-    bucket = 2 * 32 * 33
-    optimizer = ZeroOptimizer(
-        model.parameters(), torch.optim.AdamW, lr=1e-2, stage=stage, reduce_bucket_size=bucket, overlap_comm=True
-    )
+@on_ranks(2, 4)
+def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(rank: int, world_size: int) -> None:
+    """At each gradient that arrives: the messages that have left, and the elements of gradients that are alive."""
+    model, bucket = Stack(layers=16), 2 * 32 * 33
+    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=bucket)
     reducer = optimizer.partition.reducer
-    sent_before_gradient: list[int] = []
+    sent: list[int] = []
     alive: list[int] = []
 
     def look(_: Tensor) -> None:
-        sent_before_gradient.append(sum(g.sent for g in reducer.slices))
-        whole = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
-        waiting = sum(g.buffer.numel() for g in reducer.slices if g.buffer is not None)
-        shards = sum(g.average.numel() for g in reducer.slices if g.average is not None)
-        alive.append(whole + waiting + shards + reducer.bytes_under_way // 2 // FLOAT_BYTES)
+        sent.append(sum(g.sent for g in reducer.slices))
+        held = [p.grad for p in model.parameters()] + [t for g in reducer.slices for t in (g.buffer, g.average)]
+        alive.append(sum(t.numel() for t in held if t is not None) + reducer.bytes_under_way // 2 // FLOAT_BYTES)
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(look)  # after the optimizer's own
     for step in range(2):
+        sent.clear()
         stack_loss(model, rank, step).backward()
         assert all(p.grad is None for p in model.parameters())
+        assert sent[0] == 0 and sent[len(sent) // 2] > 0 and sent == sorted(sent)
         optimizer.step()
     total = sum(p.numel() for p in model.parameters())
-    return {"sent": sent_before_gradient, "alive": max(alive), "bound": total / world_size + 2 * bucket, "all": total}
+    assert max(alive) <= total / world_size + 2 * bucket < total
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_messages_leave_while_backward_runs_and_whole_gradients_never_exist(world_size: int) -> None:
-    for found in run_ranks(world_size, watched, 2):
-        gradients = len(found["sent"]) // 2
-        for sent in (found["sent"][:gradients], found["sent"][gradients:]):
-            assert sent[0] == 0 and sent[gradients // 2] > 0 and sent == sorted(sent)
-        assert found["alive"] <= found["bound"] < found["all"]
-
-
-def overflow(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(13)
+@on_ranks(2, 3)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int, world_size: int) -> None:
     case = Case(options={"reduce_bucket_size": 300, "loss_scale": "dynamic", "initial_loss_scale": 16.0})
     model, optimizer = train_zero(rank, case)
     before, state = bits(model), optimizer.get_full_state(model.first.weight, "exp_avg")
@@ -130,13 +133,8 @@ def overflow(rank: int, world_size: int) -> None:
     torch.testing.assert_close(bits(whole), bits(model), rtol=0, atol=0)
 
 
-@pytest.mark.invariant(13)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(world_size: int) -> None:
-    run_ranks(world_size, overflow)
-
-
-def scaled_by_torch(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_gradient_scaler(rank: int, world_size: int) -> None:
     model = Net()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=100)
@@ -154,62 +152,40 @@ def scaled_by_torch(rank: int, world_size: int) -> None:
     assert not list(different(bits(plain), bits(model)))
 
 
-def test_torchs_gradient_scaler() -> None:
-    run_ranks(2, scaled_by_torch)
+def stop(grad: Tensor) -> Tensor:
+    raise ArithmeticError("this rank stops")
 
 
-def sparse_gradient(rank: int, world_size: int) -> None:
-    embedding = nn.Embedding(10, 4, sparse=rank == 1)
-    optimizer = ZeroOptimizer(embedding.parameters(), torch.optim.AdamW)
-    embedding(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
-
-
-def unused(rank: int, world_size: int) -> None:
-    train_zero(rank, Case(options={"ignore_unused_parameters": False}))
-
-
-def different_sizes(rank: int, world_size: int) -> None:
-    model = nn.Linear(3 + rank, 5)
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW)
-    model(torch.ones(1, 3 + rank)).sum().backward()
-    optimizer.step()
-
-
-def different_values(rank: int, world_size: int) -> None:
-    torch.manual_seed(rank)
-    model = nn.Linear(3, 5)
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-
-
-def raises_in_backward(rank: int, world_size: int) -> None:
-    model = Stack()
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, reduce_bucket_size=64)
-
-    def stop(grad: Tensor) -> Tensor:
-        raise ArithmeticError("this rank stops")
-
-    if rank == 1:
-        model.layers[2].weight.register_hook(stop)
-    stack_loss(model, rank, 0).backward()
+def faulty(rank: int, world_size: int, kind: str) -> None:
+    torch.manual_seed(rank if kind == "values" else 0)
+    model: nn.Module = nn.Linear(32 + rank * (kind == "sizes"), 5)
+    x = torch.ones(1, 32 + rank * (kind == "sizes"))
+    if kind == "sparse":
+        model, x = nn.Embedding(10, 4, sparse=rank == 1), torch.tensor([1, 2])
+    elif kind == "raises":
+        model = Stack()
+        if rank == 1:
+            model.layers[2].weight.register_hook(stop)
+    params = [*model.parameters(), nn.Parameter(torch.ones(3))]
+    options = {"reduce_bucket_size": 64, "ignore_unused_parameters": kind != "unused"}
+    optimizer = ZeroOptimizer(params, torch.optim.AdamW, **options)
+    model(x).sum().backward()
     optimizer.step()
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"),
+    ("kind", "message"),
     [
-        (sparse_gradient, "sparse"),
-        (unused, "ignore_unused_parameters=True"),
-        (different_sizes, "differ"),
-        (different_values, "alike at the start"),
-        (raises_in_backward, ""),
+        ("sparse", "sparse"),
+        ("unused", "ignore_unused_parameters=True"),
+        ("sizes", "differ"),
+        ("values", "alike at the start"),
+        ("raises", ""),
     ],
 )
-def test_a_fault_on_one_rank_is_an_error_on_all(fn: Any, message: str) -> None:
+def test_a_fault_on_one_rank_is_an_error_on_all(kind: str, message: str) -> None:
     start = time.monotonic()
-    errors = run_ranks_expecting_error(2, fn, timeout=15.0)
+    errors = run_ranks_expecting_error(2, faulty, kind, timeout=15.0)
     assert time.monotonic() - start < 14
     assert any(message in error for error in errors.values()), errors
 
@@ -238,14 +214,11 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Any) -> None:
     _pool.kill()
 
 
-def broken_pass_then_good_ones(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_pass_that_raised_on_all_ranks_leaves_no_trace(rank: int, world_size: int) -> None:
     model = Stack()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, reduce_bucket_size=64)
     for stop_at, drop in ((0, True), (5, True), (3, False)):
-
-        def stop(grad: Tensor) -> Tensor:
-            raise ArithmeticError
-
         handle = model.layers[stop_at].weight.register_hook(stop)
         with pytest.raises(ArithmeticError):
             stack_loss(model, rank, 0).backward()
@@ -257,10 +230,6 @@ def broken_pass_then_good_ones(rank: int, world_size: int) -> None:
         stack_loss(model, rank, 10 * step).backward()
         optimizer.step()
     assert not list(different(bits(model), train_stack(rank, {})))
-
-
-def test_a_pass_that_raised_on_all_ranks_leaves_no_trace() -> None:
-    run_ranks(2, broken_pass_then_good_ones)
 
 
 def _note(calls: list[str], what: str, *_: Any) -> None:
@@ -279,7 +248,12 @@ def _closure(model: nn.Module, optimizer: Any, rank: int, calls: list[str], part
     return loss
 
 
-def groups_and_more(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(3)
+@pytest.mark.invariant(10)
+@pytest.mark.invariant(11)
+@pytest.mark.invariant(19)
+@on_ranks(2)
+def test_groups_added_later_closures_schedulers_and_hooks(rank: int, world_size: int) -> None:
     """add_param_group, a tensor lr, a scheduler, a closure and hooks, beside the plain optimizer."""
     results = []
     for partitioned in (False, True):
@@ -307,14 +281,6 @@ def groups_and_more(rank: int, world_size: int) -> None:
     assert not list(different(*results))
 
 
-@pytest.mark.invariant(3)
-@pytest.mark.invariant(10)
-@pytest.mark.invariant(11)
-@pytest.mark.invariant(19)
-def test_groups_added_later_closures_schedulers_and_hooks() -> None:
-    run_ranks(2, groups_and_more)
-
-
 def saved(pair: Any) -> Any:
     torch.save(pair, file := io.BytesIO())
     file.seek(0)
@@ -324,9 +290,12 @@ def saved(pair: Any) -> Any:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "torch.save": saved}
 
 
-def copied(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.invariant(20)
+@pytest.mark.parametrize("how", COPIES)
+@on_ranks(2)
+def test_copies(rank: int, world_size: int, how: str) -> None:
     """A copy trains its own parameters, from where the original was, gradients included if it is a deep one."""
-    for options in ({"reduce_bucket_size": 300}, {"grad_compression": "int4", "param_compression": "int4"}):
+    for options in ({"reduce_bucket_size": 300}, INT4):
         case = Case(options=options, groups=True)
         model, optimizer = train_zero(rank, case)
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
@@ -347,16 +316,11 @@ def copied(rank: int, world_size: int, how: str) -> None:
         pickle.dumps(own)
 
 
-@pytest.mark.invariant(20)
-@pytest.mark.parametrize("how", COPIES)
-def test_copies(how: str) -> None:
-    run_ranks(2, copied, how)
-
-
-def uneven(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(6)
+@on_ranks(3)
+def test_ranks_that_run_out_of_inputs(rank: int, world_size: int) -> None:
     """Rank r has 2 + r batches; who has no more contributes zeros."""
-    small = {"grad_compression": "int4", "param_compression": "int4"}
-    for options, same in (({"reduce_bucket_size": 64}, {}), (small, small)):
+    for options, same in (({"reduce_bucket_size": 64}, {}), (INT4, INT4)):
         stacks = [Stack(), Stack()]
         optimizer, other = (
             ZeroOptimizer(stack.parameters(), torch.optim.AdamW, lr=1e-2, clip_grad=0.5, **chosen)
@@ -373,12 +337,9 @@ def uneven(rank: int, world_size: int) -> None:
         assert not list(different(*map(bits, stacks)))
 
 
-@pytest.mark.invariant(6)
-def test_ranks_that_run_out_of_inputs() -> None:
-    run_ranks(3, uneven)
-
-
-def mixed_dtypes(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(17)
+@on_ranks(2)
+def test_parameters_of_several_dtypes(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(32, 40), nn.Linear(40, 32).bfloat16(), nn.Linear(32, 7).double())
     for p in model.parameters():
         torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(p.numel()))
@@ -401,35 +362,31 @@ def mixed_dtypes(rank: int, world_size: int) -> None:
     assert not list(different([m.detach().to(p.dtype) for m, p in zip(masters, twin, strict=True)], [*twin]))
 
 
-@pytest.mark.invariant(17)
-def test_parameters_of_several_dtypes() -> None:
-    run_ranks(2, mixed_dtypes)
-
-
-def experts(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("options", [{"reduce_bucket_size": 100}, INT4], ids=str)
+@on_ranks(4)
+def test_groups_with_process_groups_of_their_own(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Four ranks: the dense part is averaged over all, expert e over the two ranks that hold it."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = pairs[rank % 2]
     torch.manual_seed(0)
-    dense, expert = nn.Parameter(torch.randn(300)), nn.Parameter(torch.randn(200) + rank % 2)
-    groups = [{"params": [dense]}, {"params": [expert], "process_group": mine, "lr": 0.1}]
-    optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.01, reduce_bucket_size=100)
-    start = [dense.detach().clone(), expert.detach().clone()]
-    ((rank + 1) * dense.sum() + (rank + 1) * expert.sum()).backward()
-    norm = optimizer.clip_grad_norm_(1e9)
-    dense_mean, expert_mean = 2.5, (2.0, 3.0)[rank % 2]
-    assert float(norm) == pytest.approx((300 * 2.5**2 + 200 * (2.0**2 + 3.0**2)) ** 0.5)
-    optimizer.step()
-    torch.testing.assert_close(dense.detach(), start[0] - 0.01 * dense_mean)
-    torch.testing.assert_close(expert.detach(), start[1] - 0.1 * expert_mean)
+    dense, expert = nn.Parameter(torch.randn(30, 10)), nn.Parameter(torch.randn(20, 10) + rank % 2)
+    groups = [{"params": [dense]}, {"params": [expert], "process_group": pairs[rank % 2], "lr": 0.1}]
+    optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.01, **options)
+    exact = 0.02 if options.get("grad_compression") else 1e-5
+    start, means = [dense.detach().clone(), expert.detach().clone()], (2.5, 2.0 + rank % 2)
+    for _ in range(2):
+        ((rank + 1) * (dense.sum() + expert.sum())).backward()
+        norm = optimizer.clip_grad_norm_(1e9)
+        assert float(norm) == pytest.approx((300 * 2.5**2 + 200 * (2.0**2 + 3.0**2)) ** 0.5, rel=exact)
+        optimizer.step()
+    for p, before, mean, lr in zip((dense, expert), start, means, (0.01, 0.1), strict=True):
+        moved = before - optimizer.get_full_param(p)
+        torch.testing.assert_close(moved, torch.full_like(moved, 2 * lr * mean), rtol=exact, atol=1e-6)
+    assert same_on_all_ranks([dense]) and not same_on_all_ranks([expert])
     assert "process_group" not in optimizer.state_dict()["param_groups"][1]
 
 
-def test_groups_with_process_groups_of_their_own() -> None:
-    run_ranks(4, experts)
-
-
-def model_parallel(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_parallel_group_agrees_on_norm_and_overflow(rank: int, world_size: int) -> None:
     """Two ranks hold halves of one weight and copies of another; each is alone in its data-parallel group."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     split, copied = nn.Parameter(torch.ones(100)), nn.Parameter(torch.ones(50))
@@ -446,11 +403,10 @@ def model_parallel(rank: int, world_size: int) -> None:
     assert optimizer.step_was_skipped
 
 
-def test_a_model_parallel_group_agrees_on_norm_and_overflow() -> None:
-    run_ranks(2, model_parallel)
-
-
-def more_ranks_than_elements(rank: int, world_size: int) -> None:
+@pytest.mark.invariant(4)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@on_ranks(4)
+def test_more_ranks_than_elements(rank: int, world_size: int) -> None:
     p, empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(0))
     optimizer = ZeroOptimizer([p, p, empty], torch.optim.AdamW, lr=0.1)
     (p.sum() * (rank + 1) + empty.sum()).backward()
@@ -461,9 +417,3 @@ def more_ranks_than_elements(rank: int, world_size: int) -> None:
     other.step()
     assert torch.equal(plain, p)
     ZeroOptimizer([{"params": []}], torch.optim.AdamW).step()
-
-
-@pytest.mark.invariant(4)
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_more_ranks_than_elements() -> None:
-    run_ranks(4, more_ranks_than_elements)

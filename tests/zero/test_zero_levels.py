@@ -15,7 +15,8 @@ from torch import nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.kernels.errors import values_of_errors
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
+from tests.support.zero_runs import INT4
 
 SHAPES = [(20, 17), (64,), (0, 3), (130,), (1,), (31, 9)]
 STEPS = 3
@@ -69,16 +70,13 @@ def simulated(nodes: int, size: int) -> np.ndarray:
 
 
 def solve(rank: int, world_size: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"forms": [], "bfloat16": []}
-    for form in FORMS:
-        params = make()
-        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
-        go_on(params, optimizer, rank, range(STEPS))
-        found["forms"].append(flat(params))
-        params = make(torch.bfloat16)
-        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
-        go_on(params, optimizer, rank, range(STEPS))
-        found["bfloat16"].append(flat(params))
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for form in FORMS:
+            params = make(dtype)
+            optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
+            go_on(params, optimizer, rank, range(STEPS))
+            found.setdefault(str(dtype.itemsize), []).append(flat(params))
     assert f"in two levels, {world_size // size} node(s)" in optimizer.describe()
     return found
 
@@ -89,26 +87,15 @@ def test_equals_the_simulation_in_bits_in_any_form(nodes: int, size: int) -> Non
     expected = simulated(nodes, size)
     ranks = run_ranks(nodes * size, solve, size)
     for found in ranks:
-        assert all(params.tobytes() == expected.tobytes() for params in found["forms"])
-        assert all(params.tobytes() == ranks[0]["bfloat16"][0].tobytes() for params in found["bfloat16"])
+        assert all(params.tobytes() == expected.tobytes() for params in found["4"])
+        assert all(params.tobytes() == ranks[0]["2"][0].tobytes() for params in found["2"])
 
 
-# -- one run of two nodes of two ranks --------------------------------------------------------------------------------
+# -- two nodes of two ranks -------------------------------------------------------------------------------------------
 
 
-def small_messages(rank: int) -> bool:
-    """Messages of parameters have the bits of the flat exchange."""
-    found = []
-    for topology in ({"node_size": 2}, {"topology": "flat"}):
-        params = make()
-        optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, param_compression="int8", **topology)
-        go_on(params, optimizer, rank, range(STEPS), whole=True)
-        found.append(flat(params))
-    return found[0].tobytes() == found[1].tobytes()
-
-
-def accumulated(rank: int) -> bool:
-    """Several passes, clipping, a step that is skipped, and a copy of the optimizer: the bits of the flat exchange."""
+@on_ranks(4)
+def test_accumulation_clipping_skips_and_copies_have_the_bits_of_the_flat_exchange(rank: int, world_size: int) -> None:
     found = []
     for topology in ({"node_size": 2}, {"topology": "flat"}):
         params = make()
@@ -120,20 +107,22 @@ def accumulated(rank: int) -> bool:
         (params[0] * (float("inf") if rank == 3 else 1.0)).sum().backward()
         optimizer.step()
         assert optimizer.step_was_skipped
-        both = copy.deepcopy({"params": params, "optimizer": optimizer})
-        go_on(both["params"], both["optimizer"], rank, range(2, 4), whole=True)
-        assert both["optimizer"].communicator.topology.node_size == topology.get("node_size", 1)
-        found.append(flat(both["params"]))
-    return found[0].tobytes() == found[1].tobytes()
+        params, other = copy.deepcopy([params, optimizer])
+        go_on(params, other, rank, range(2, 4), whole=True)
+        assert other.communicator.topology.node_size == topology.get("node_size", 1)
+        found.append(flat(params))
+    assert found[0].tobytes() == found[1].tobytes()
 
 
-def bytes_of(rank: int, options: dict[str, Any], nbytes: float) -> tuple[float, float, float]:
-    """Bytes on the link of a node in a step, over those of a ring of ``nbytes`` an element each way.
+@pytest.mark.parametrize(("options", "nbytes", "of_errors"), [({}, 4, 0.0), (INT4, 33 / 64, (1 + 2 / 128) / 2)])
+@on_ranks(4)
+def test_bytes_are_those_of_the_formulas(
+    rank: int, world_size: int, options: dict[str, Any], nbytes: float, of_errors: float
+) -> None:
+    """On the link of a node those of a ring of ``nbytes`` an element each way.
 
-    And the bytes for other ranks of the node, over theirs: float32 gradients, and parameters of ``nbytes``. And the
-    bytes of errors for each element.
+    In the node float32 gradients, and parameters of ``nbytes``; and the bytes of errors for each element.
     """
-    numel = 400 * 500
     p = nn.Parameter(torch.zeros(400, 500))
     optimizer = ZeroOptimizer([p], torch.optim.AdamW, lr=1e-2, node_size=2, **options)
     for _ in range(2):
@@ -141,15 +130,10 @@ def bytes_of(rank: int, options: dict[str, Any], nbytes: float) -> tuple[float, 
         (p * rank).sum().backward()
         optimizer.step()
     metrics, errors = optimizer.metrics(), [g.errors for g in optimizer.partition.reducer.slices if g.errors]
-    ring, within = (
-        2 * (2 - 1) / 2 * nbytes * numel,
-        (2 - 1) / 2 * (4 + nbytes) * numel,
-    )  # of M = 2 nodes, of g = 2 ranks
-    return (
-        2 * metrics["bytes_sent_step"] / ring,
-        (metrics["bytes_sent_in_node"] - inside) / within,
-        sum(error.nbytes for error in errors) / numel,
-    )
+    ring, within = 2 / 2 * nbytes * p.numel(), (4 + nbytes) / 2 * p.numel()  # of M = 2 nodes, of g = 2 ranks
+    assert 1 <= 2 * metrics["bytes_sent_step"] / ring < 1.05
+    assert 1 <= (metrics["bytes_sent_in_node"] - inside) / within < 1.05
+    assert sum(error.nbytes for error in errors) / p.numel() == pytest.approx(of_errors, rel=0.02)
 
 
 def low_bits(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
@@ -169,7 +153,7 @@ def errors_by_parameter(optimizer: ZeroOptimizer) -> list[np.ndarray]:
     return found
 
 
-def resumed(rank: int, folder: str) -> list[np.ndarray]:
+def resumed(rank: int, world_size: int, folder: str) -> list[np.ndarray]:
     """Two levels of compressed gradients go on bit for bit, from a checkpoint and from a state dict.
 
     Returns:
@@ -179,91 +163,65 @@ def resumed(rank: int, folder: str) -> list[np.ndarray]:
     params = make()
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=600, **options)
     go_on(params, optimizer, rank, range(STEPS))
-    save_state(optimizer, f"{folder}/low_bits")
+    save_state(optimizer, folder)
     decoded = errors_by_parameter(optimizer)
     state, errors = copy.deepcopy(optimizer.state_dict()), [messages.clone() for messages in low_bits(optimizer)]
     values = [p.detach().clone() for p in params]
     go_on(params, optimizer, rank, range(STEPS, STEPS + 3))
     for source in ("files", "state dict", "other buckets"):
-        again = make(), {"reduce_bucket_size": 600 if source != "other buckets" else 10_000, **options}
-        other = ZeroOptimizer(again[0], torch.optim.AdamW, lr=1e-2, **again[1])
-        with torch.no_grad():
-            for p, value in zip(again[0], values, strict=True):
-                p.copy_(value)
+        again, size = [nn.Parameter(value.clone()) for value in values], 10_000 if source == "other buckets" else 600
+        other = ZeroOptimizer(again, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=size, **options)
         if source == "state dict":
             other.load_state_dict(state)
         else:
-            load_state(other, f"{folder}/low_bits")
+            load_state(other, folder)
         if source != "other buckets":  # whose blocks are others, so that errors are rounded once more
             assert all(torch.equal(a, b) for a, b in zip(errors, low_bits(other), strict=True)), source
-            go_on(again[0], other, rank, range(STEPS, STEPS + 3))
-            assert flat(again[0]).tobytes() == flat(params).tobytes(), source
+            go_on(again, other, rank, range(STEPS, STEPS + 3))
+            assert flat(again).tobytes() == flat(params).tobytes(), source
     return decoded
 
 
-def loaded_errors(rank: int, world_size: int, folder: str, topology: dict[str, Any]) -> list[np.ndarray]:
-    optimizer = ZeroOptimizer(make(), torch.optim.AdamW, lr=1e-2, grad_compression="int4", **topology)
-    load_state(optimizer, f"{folder}/low_bits")
+def loaded_errors(rank: int, world_size: int, folder: str) -> list[np.ndarray]:
+    optimizer = ZeroOptimizer(make(), torch.optim.AdamW, lr=1e-2, grad_compression="int4")
+    load_state(optimizer, folder)
     return errors_by_parameter(optimizer)
 
 
-def saved(rank: int, folder: str) -> np.ndarray:
+def test_errors_of_nodes_go_on_in_any_topology(tmp_path: Path) -> None:
+    saved = run_ranks(4, resumed, str(tmp_path))
+    loaded = [errors for ranks in (4, 2) for errors in run_ranks(ranks, loaded_errors, str(tmp_path))]
+    for number in (number for number, shape in enumerate(SHAPES) if len(shape) == 2 and np.prod(shape)):
+        rows = np.stack([errors[number] for errors in saved])
+        nodes = [np.where(np.isnan(rows[2 * node]), rows[2 * node + 1], rows[2 * node]) for node in range(2)]
+        assert np.isfinite(nodes).all() and np.isnan(rows).sum() == rows.size / 2  # the ranks of a node share them
+        mean = np.mean(nodes, axis=0)
+        for errors in loaded:
+            assert errors[number] == pytest.approx(mean, abs=float(np.abs(mean).max()) / 127)
+
+
+def trained(rank: int, world_size: int, folder: str, topology: dict[str, Any], load: bool) -> np.ndarray:
+    """Save after some steps, or load what was saved; then train with gradients that are alike on all ranks."""
     params = make()
-    optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=2)
-    go_on(params, optimizer, rank, range(STEPS))
-    save_state(optimizer, folder)
-    if rank == 0:
-        torch.save([p.detach() for p in params], f"{folder}/params.pt")
-    torch.distributed.barrier()
-    go_on(params, optimizer, 0, range(STEPS, STEPS + 2), whole=True)  # alike on all ranks
-    return flat(params)
-
-
-def all_checks(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    return {
-        "small": small_messages(rank),
-        "accumulated": accumulated(rank),
-        "bytes": [
-            bytes_of(rank, {}, 4),
-            bytes_of(rank, {"grad_compression": "int4", "param_compression": "int4"}, 33 / 64),
-        ],
-        "resumed": resumed(rank, folder),
-        "saved": saved(rank, folder),
-    }
-
-
-def loaded(rank: int, world_size: int, folder: str, topology: dict[str, Any]) -> np.ndarray:
-    params = make()
+    if load:
+        params = [nn.Parameter(value) for value in torch.load(f"{folder}/params.pt")]
     optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, **topology)
-    load_state(optimizer, folder)
-    with torch.no_grad():
-        for p, value in zip(params, torch.load(f"{folder}/params.pt"), strict=True):
-            p.copy_(value)
+    if load:
+        load_state(optimizer, folder)
+    else:
+        go_on(params, optimizer, rank, range(STEPS))
+        save_state(optimizer, folder)
+        torch.save([p.detach() for p in params], f"{folder}/params.pt") if rank == 0 else None
+        torch.distributed.barrier()
     go_on(params, optimizer, 0, range(STEPS, STEPS + 2), whole=True)
     return flat(params)
 
 
-def test_two_nodes_of_two_ranks(tmp_path: Path) -> None:
-    ranks = run_ranks(4, all_checks, str(tmp_path))
-    assert all(found["small"] and found["accumulated"] for found in ranks)
-    for found in ranks:
-        for on_link, inside, _ in found["bytes"]:
-            assert 1 <= on_link < 1.05 and 1 <= inside < 1.05
-        assert found["bytes"][0][2] == 0 and found["bytes"][1][2] == pytest.approx((1 + 2 / 128) / 2, rel=0.02)
-    for world_size, topology in ((4, {"node_size": 2}), (4, {}), (2, {})):  # a checkpoint knows of no nodes
-        for params in run_ranks(world_size, loaded, str(tmp_path), topology):
-            assert params.tobytes() == ranks[0]["saved"].tobytes()
-    saved_errors = [found["resumed"] for found in ranks]
-    for number, shape in enumerate(SHAPES):
-        if len(shape) < 2 or not np.prod(shape):
-            continue
-        rows = np.stack([errors[number] for errors in saved_errors])
-        nodes = [np.where(np.isnan(rows[2 * node]), rows[2 * node + 1], rows[2 * node]) for node in range(2)]
-        assert np.isfinite(nodes).all() and np.isnan(rows).sum() == rows.size / 2  # the ranks of a node share them
-        mean = np.mean(nodes, axis=0)
-        for world_size, topology in ((4, {}), (2, {})):
-            for errors in run_ranks(world_size, loaded_errors, str(tmp_path), topology):
-                assert errors[number] == pytest.approx(mean, abs=float(np.abs(mean).max()) / 127)
+def test_a_checkpoint_knows_of_no_nodes(tmp_path: Path) -> None:
+    expected = run_ranks(4, trained, str(tmp_path), {"node_size": 2}, False)[0]
+    for world_size, topology in ((4, {"node_size": 2}), (4, {}), (2, {})):
+        for params in run_ranks(world_size, trained, str(tmp_path), topology, True):
+            assert params.tobytes() == expected.tobytes()
 
 
 def refused(rank: int, world_size: int, options: dict[str, Any]) -> None:

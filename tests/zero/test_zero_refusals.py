@@ -1,6 +1,5 @@
 """Set-ups that ZeroOptimizer refuses before anything trains wrongly, and torch's own clipping beside it."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,11 +8,10 @@ from torch import Tensor, nn
 
 from hf_compressopt import CompressOptPlugin, FusedAdam, OnebitAdam, ZeroOptimizer, guard_torch_clipping
 from hf_compressopt.collectives import torch_clipping
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.logs import log_lines
-from tests.support.zero_runs import bits, different
-
-INT4 = {"grad_compression": "int4", "param_compression": "int4"}
+from tests.support.zero_runs import INT4, bits, different
+from tests.zero.test_zero_several import loss_of, net
 
 
 def named(name: str, base: type = torch.optim.SGD) -> Any:
@@ -74,7 +72,6 @@ class Clipping(torch.optim.SGD):
                 ({"bucket_cap_mb": 1.0, "reduce_bucket_size": 5}, "two spellings"),
                 ({"reduce_bucket_size": 0}, "reduce_bucket_size must be >= 1"),
                 ({"allgather_bucket_size": 1.5}, "allgather_bucket_size must be an int"),
-                ({"reduce_scatter": False}, "reduce_scatter must be True"),
                 ({"overlap_comm": 1}, "overlap_comm must be True or False"),
                 ({"communication_data_type": "int8"}, "communication_data_type must be one of"),
                 ({"gradient_predivide_factor": 2.0}, "needs postscale_gradients=True"),
@@ -93,12 +90,8 @@ class Clipping(torch.optim.SGD):
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(cls: Any, options: dict[str, Any], message: str) -> None:
-    kind = (
-        TypeError
-        if cls == "adamw" or {"allgather_bucket_size", "overlap_comm", "nonsense"} & {*options}
-        else ValueError
-    )
-    with pytest.raises(kind, match=message):
+    of_another_type = cls == "adamw" or {"allgather_bucket_size", "overlap_comm", "nonsense"} & {*options}
+    with pytest.raises(TypeError if of_another_type else ValueError, match=message):
         ZeroOptimizer([nn.Parameter(torch.ones(3))], cls, **options)
 
 
@@ -140,48 +133,28 @@ def test_frozen_parameters_may_be_of_any_dtype() -> None:
     assert not weight.any() and torch.equal(whole, torch.arange(3))
 
 
-def test_a_parameter_without_dimension_in_float64() -> None:
-    weight = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
-    plain = copy.deepcopy(weight)
-    for optimizer, p in (
-        (ZeroOptimizer([weight], torch.optim.AdamW, lr=0.1), weight),
-        (torch.optim.AdamW([plain], lr=0.1), plain),
-    ):
-        (p * 2).backward()
-        optimizer.step()
-    assert torch.equal(weight, plain)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(20, 31), nn.Tanh(), nn.Linear(31, 7))
-
-
-def train(rank: int, *args: Any, **options: Any) -> list[Tensor]:
-    model = net()
-    optimizer = ZeroOptimizer(model.parameters(), *args, lr=1e-2, reduce_bucket_size=200, **options)
+def train(rank: int, **options: Any) -> list[Tensor]:
+    model = net(3)
+    optimizer = ZeroOptimizer(model.parameters(), FusedAdam, lr=1e-2, reduce_bucket_size=200, **options)
     for step in range(3):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        model(torch.randn(4, 20, generator=generator)).square().sum().backward()
+        loss_of(model, rank, step).backward()
         optimizer.step()
     return bits(model)
 
 
-def clipped_alike(rank: int, world_size: int) -> None:
-    clipped = train(rank, FusedAdam, clip_grad=0.5)
-    assert not list(different(clipped, train(rank, FusedAdam, max_grad_norm=0.5)))
-    assert list(different(clipped, train(rank, FusedAdam, max_grad_norm=0.0)))
+@on_ranks(2)
+def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks(rank: int, world_size: int) -> None:
+    clipped = train(rank, clip_grad=1e-3)
+    assert not list(different(clipped, train(rank, max_grad_norm=1e-3)))
+    assert list(different(clipped, train(rank, max_grad_norm=0.0)))
 
 
-def test_max_grad_norm_of_the_wrapped_optimizer_is_the_norm_over_all_ranks() -> None:
-    run_ranks(2, clipped_alike)
-
-
-def torchs_clipping(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_clipping_is_refused_by_name(rank: int, world_size: int) -> None:
     guard_torch_clipping()
-    model, other = net(), net()
+    model, other = net(3), net(3)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=1.0)
-    x = torch.ones(2, 20)
+    x = torch.ones(2, 24)
     model(x).sum().backward()
     other(x).sum().backward()
     with pytest.raises(RuntimeError, match=r"optimizer.clip_grad_norm_\(max_norm\)"):
@@ -192,10 +165,6 @@ def torchs_clipping(rank: int, world_size: int) -> None:
     assert float(optimizer.clip_grad_norm_(0.1)) == pytest.approx(float(norm))
     del optimizer
     assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)) == 0
-
-
-def test_torchs_clipping_is_refused_by_name() -> None:
-    run_ranks(2, torchs_clipping)
 
 
 def owners(kind: str, params: Any, **options: Any) -> Any:
@@ -215,10 +184,10 @@ def test_nothing_is_patched_by_an_optimizer_which_says_what_it_lacks(
     before = dict(vars(torch.nn.utils.clip_grad))
     monkeypatch.setattr(torch_clipping, "_said", False)
     for clip, count in ((0.5, 0), (0.0, 1), (0.0, 0)):
-        model = net()
+        model = net(3)
         with log_lines() as lines:
             optimizer = owners(kind, model.parameters(), max_grad_norm=clip)
-            model(torch.ones(2, 20)).sum().backward()
+            model(torch.ones(2, 24)).sum().backward()
             optimizer.step()
         assert sum("guard_torch_clipping() makes it raise" in line for line in lines) == count
     assert vars(torch.nn.utils.clip_grad) == before

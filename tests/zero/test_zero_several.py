@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt import FusedAdam, GradientCompression, OnebitAdam, ZeroOptimizer, average_gradients
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks
 from tests.support.logs import log_lines
 from tests.support.zero_runs import bits, different
 
@@ -35,7 +35,8 @@ def train(rank: int, model: nn.Module, optimizer: Any) -> list[Tensor]:
     return bits(model)
 
 
-def made_again(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_second_optimizer_takes_the_place_of_the_first(rank: int, world_size: int) -> None:
     """Make the optimizer again, as in a notebook whose last exception keeps the old one alive; on rank 1 it is dead."""
     options: dict[str, Any] = {"lr": 1e-2, "reduce_bucket_size": 300}
     expected = train(rank, (model := net(1)), ZeroOptimizer(model.parameters(), torch.optim.AdamW, **options))
@@ -50,10 +51,6 @@ def made_again(rank: int, world_size: int) -> None:
     for old in kept:
         with pytest.raises(RuntimeError, match="use the newer one"):
             old.step()
-
-
-def test_a_second_optimizer_takes_the_place_of_the_first() -> None:
-    run_ranks(2, made_again)
 
 
 class Compressed(torch.optim.AdamW):
@@ -75,7 +72,9 @@ TAKERS = ["Zero 1", "Zero 2", "OnebitAdam 2"]
 ORDINARY = ["AdamW", "FusedAdam"]
 
 
-def one_follows_another(rank: int, world_size: int, first: str) -> None:
+@pytest.mark.parametrize("first", TAKERS)
+@on_ranks(2)
+def test_a_living_optimizer_leaves_its_gradients_to_the_next_one(rank: int, world_size: int, first: str) -> None:
     """Make one optimizer after another of the same parameters, as in a notebook; the first one stays alive."""
     for kind, make in KINDS.items():
         alone = net(1)
@@ -98,11 +97,6 @@ def one_follows_another(rank: int, world_size: int, first: str) -> None:
         assert not list(different(expected, found)), f"{kind} after {first}"
         with pytest.raises(RuntimeError, match="gets no gradients any more"):
             old.step()
-
-
-@pytest.mark.parametrize("first", TAKERS)
-def test_a_living_optimizer_leaves_its_gradients_to_the_next_one(first: str) -> None:
-    run_ranks(2, one_follows_another, first)
 
 
 class Averaging(torch.optim.Optimizer):
@@ -134,7 +128,11 @@ def test_a_dropped_optimizer_leaves_no_hook(kind: str) -> None:
         assert not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in params)
 
 
-def shared_graph(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"reduce_bucket_size": 600}, {}, {"overlap_comm": False}], ids=str)
+@on_ranks(2)
+def test_two_optimizers_in_one_backward_do_not_mix_their_gradients(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
     """Two models in one loss, whose gradients come in another order on each rank, and partly not at all."""
     alone = []
     for seed in (1, 2):
@@ -155,28 +153,19 @@ def shared_graph(rank: int, world_size: int, options: dict[str, Any]) -> None:
         torch.testing.assert_close(bits(model), expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("options", [{"reduce_bucket_size": 600}, {}, {"overlap_comm": False}], ids=str)
-def test_two_optimizers_in_one_backward_do_not_mix_their_gradients(options: dict[str, Any]) -> None:
-    run_ranks(2, shared_graph, options)
-
-
-def adversaries(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_generator_and_discriminator(rank: int, world_size: int) -> None:
     """Generator and discriminator, as GANs train them: one after another, with a graph through both."""
-    models = [net(1), net(2)]
-    optimizers = [ZeroOptimizer(m.parameters(), torch.optim.SGD, lr=0.1, reduce_bucket_size=300) for m in models]
-    twins = [net(1), net(2)]
-    others = [ZeroOptimizer(m.parameters(), torch.optim.SGD, lr=0.1) for m in twins]
-    for made, (generator, discriminator) in ((optimizers, models), (others, twins)):
+    results = []
+    for options in ({"reduce_bucket_size": 300}, {}):
+        generator, discriminator = models = [net(1), net(2)]
+        one, two = [ZeroOptimizer(m.parameters(), torch.optim.SGD, lr=0.1, **options) for m in models]
         for step in range(3):
             noise = torch.randn(3, 24, generator=torch.Generator().manual_seed(10 * step + rank))
             discriminator(generator(noise).detach()).square().mean().backward()
-            made[1].step()
+            two.step()
             (-discriminator(generator(noise)).square().mean()).backward()
-            made[0].step()
-            made[1].zero_grad()
-    for model, twin in zip(models, twins, strict=True):
-        assert not list(different(bits(model), bits(twin)))
-
-
-def test_generator_and_discriminator() -> None:
-    run_ranks(2, adversaries)
+            one.step()
+            two.zero_grad()
+        results.append(bits(generator) + bits(discriminator))
+    assert not list(different(*results))

@@ -12,8 +12,9 @@ import torch
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
-from tests.support.harness import run_ranks
+from tests.support.harness import on_ranks, run_ranks
 from tests.support.zero_runs import (
+    INT4,
     OPTIMIZERS,
     Case,
     Net,
@@ -33,7 +34,6 @@ CASES = [
     Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
     Case("adamw", {"state_dtype": "bf16"}),
 ]
-INT4 = {"grad_compression": "int4", "param_compression": "int4"}
 LOSS_SCALE = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
 SMALL = [
     Case("adamw", {**INT4, "reduce_bucket_size": 600}, groups=True),
@@ -104,17 +104,12 @@ def cross_over(rank: int, world_size: int) -> list[str]:
     plain_model, plain = train_plain(rank, case)
     model, optimizer = fresh(case)
     model.load_state_dict(plain_model.state_dict())
-    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
-    keys = iter(range(10**6))
-    wanted = [id(p) in frozen for group in optimizer.param_groups for p in group["params"]]
-    numbers = {next(keys): n for n, is_frozen in enumerate(wanted) if not is_frozen}
-    saved = plain.state_dict()
+    trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for number, is_trained in enumerate(trained) if is_trained]  # the plain one has no others
+    saved, keys = plain.state_dict(), iter(range(len(trained)))
     state = {"state": {numbers[k]: row for k, row in saved["state"].items()}, "param_groups": []}
-    counter = 0
     for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        size = len(mine["params"])
-        state["param_groups"].append({**group, "params": list(range(counter, counter + size))})
-        counter += size
+        state["param_groups"].append({**group, "params": [next(keys) for _ in mine["params"]]})
     optimizer.load_state_dict(state)
     run_steps(rank, case, model, optimizer, range(3, 6))
     whole_model, _ = train_plain(rank, Case("adamw", steps=6, groups=True))
@@ -126,7 +121,9 @@ def test_the_plain_optimizers_state_crosses_over() -> None:
     assert run_ranks(2, cross_over) == [[], []]
 
 
-def load_what_does_not_fit(rank: int, world_size: int, folder: str) -> None:
+@pytest.mark.invariant(27)
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_and_changes_nothing(rank: int, world_size: int, tmp_path: Path) -> None:
     case = Case("adamw", {"reduce_bucket_size": 500})
     _, optimizer = train_zero(rank, case)
     before = copy.deepcopy(optimizer.state_dict()["state"])
@@ -146,17 +143,12 @@ def load_what_does_not_fit(rank: int, world_size: int, folder: str) -> None:
         optimizer.load_state_dict(stub)
     with pytest.raises(ValueError, match="parameter groups"):
         torch.optim.AdamW(Net().parameters()).load_state_dict(stub)
-    save_state(optimizer, folder)
+    save_state(optimizer, tmp_path)
     with pytest.raises(CheckpointError, match="class"):
-        load_state(other, folder)
+        load_state(other, tmp_path)
     for key, row in optimizer.state_dict()["state"].items():
         for now, then in zip(row["pieces"], before[key]["pieces"], strict=True):
             assert all(torch.equal(now["state"][n], then["state"][n]) for n in then["state"])
-
-
-@pytest.mark.invariant(27)
-def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    run_ranks(2, load_what_does_not_fit, str(tmp_path))
 
 
 def header(key: str, value: Any) -> Any:
@@ -217,21 +209,18 @@ def test_a_hostile_index_is_refused_by_name_and_changes_nothing(damage: Any, tmp
     assert all(torch.equal(mine["state"][name], its["state"][name]) for name in mine["state"])
 
 
-def other_dtypes(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_state_loads_into_another_state_dtype(rank: int, world_size: int, tmp_path: Path) -> None:
     """Moments that were kept in 16 bits go on in the weight's 32, and the other way."""
     for saved, loaded in (({"state_dtype": "bf16"}, {}), ({}, {"state_dtype": "bf16"})):
         case = Case("adamw", saved)
         model, optimizer = fresh(case)
         run_steps(rank, case, model, optimizer, range(3))
-        save_state(optimizer, folder)
+        save_state(optimizer, tmp_path)
         case = Case("adamw", loaded)
         model, optimizer = fresh(case)
-        load_state(optimizer, folder)
+        load_state(optimizer, tmp_path)
         run_steps(rank, case, model, optimizer, range(3, 5))
         wanted = torch.bfloat16 if loaded else torch.float32
         states = (bucket.state_of(piece) for bucket, piece in optimizer.partition.parts())
         assert {state["exp_avg"].dtype for state in states if state} == {wanted}
-
-
-def test_state_loads_into_another_state_dtype(tmp_path: Path) -> None:
-    run_ranks(2, other_dtypes, str(tmp_path))

@@ -1,5 +1,6 @@
 """Parameters that others write, move or freeze after their ZeroOptimizer was made."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
-from tests.support.harness import run_ranks, run_ranks_expecting_error
-from tests.support.zero_runs import Case, Net, averaged, bits, different, loss_of, run_steps
+from tests.support.harness import on_ranks, run_ranks_expecting_error
+from tests.support.zero_runs import Case, Net, averaged, bits, different, gradients, loss_of, run_steps, train_zero
 
 
 class Images(nn.Module):
@@ -34,14 +35,15 @@ def train_images(rank: int, layout: torch.memory_format | None, after: int) -> t
     return model, optimizer
 
 
-def other_memory_format(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_model_in_another_memory_format_trains_on(rank: int, world_size: int, tmp_path: Path) -> None:
     expected, plain = train_images(rank, None, 0)
     for after in (0, 2):
         model, optimizer = train_images(rank, torch.channels_last, after)
         assert model.first.weight.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(bits(model), bits(expected), rtol=1e-4, atol=1e-5)
-        save_state(plain, f"{folder}/contiguous")  # has no copies of the weights, and needs none
-        load_state(optimizer, f"{folder}/contiguous")
+        save_state(plain, f"{tmp_path}/contiguous")  # has no copies of the weights, and needs none
+        load_state(optimizer, f"{tmp_path}/contiguous")
         model.to(memory_format=torch.contiguous_format)
         model(torch.ones(1, 3, 8, 8)).sum().backward()
         before = bits(model)
@@ -49,29 +51,24 @@ def other_memory_format(rank: int, world_size: int, folder: str) -> None:
         assert all(list(different([b], [a])) for b, a in zip(before, bits(model), strict=True))
 
 
-def test_a_model_in_another_memory_format_trains_on(tmp_path: Any) -> None:
-    run_ranks(2, other_memory_format, str(tmp_path))
-
-
-def clamped(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_writes_through_data_are_taken_over(rank: int, world_size: int, dtype: torch.dtype) -> None:
     """Clamp as Wasserstein GANs do: the written values count, and all others keep their master's digits."""
     results = []
     for partitioned in (True, False):
         model = Net(dtype)
         params = [p for p in model.parameters() if p.requires_grad]
         masters = [nn.Parameter(p.detach().float().clone(memory_format=torch.contiguous_format)) for p in params]
-        optimizer: Any
+        optimizer: Any = torch.optim.AdamW(masters, lr=1e-2)
         if partitioned:
             optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, reduce_bucket_size=300)
-        else:
-            optimizer = torch.optim.AdamW(masters, lr=1e-2)
         for step in range(4):
             loss = loss_of(model, rank, step)
             if partitioned:
                 loss.backward()
             else:
-                grads = averaged(list(torch.autograd.grad(loss, params, allow_unused=True)), params)
-                for master, grad in zip(masters, grads, strict=True):
+                for master, grad in zip(masters, averaged(gradients(model, loss), params), strict=True):
                     master.grad = None if grad is None else grad.float()
             optimizer.step()
             for p, master in zip(params, masters, strict=True):
@@ -84,12 +81,8 @@ def clamped(rank: int, world_size: int, dtype: torch.dtype) -> None:
     assert not list(different(*results))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_writes_through_data_are_taken_over(dtype: torch.dtype) -> None:
-    run_ranks(2, clamped, dtype)
-
-
-def replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replaced_weights_stay(rank: int, world_size: int) -> None:
     """Copy back an average of weights: a whole new tensor, or the memory of one vector."""
     for dtype in (torch.float32, torch.bfloat16):
         model = Net(dtype)
@@ -107,11 +100,8 @@ def replaced(rank: int, world_size: int) -> None:
             assert not list(different(written, bits(model)))
 
 
-def test_replaced_weights_stay() -> None:
-    run_ranks(2, replaced)
-
-
-def rearranged(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_values_that_change_places_are_taken_over(rank: int, world_size: int) -> None:
     """A parameter of several rows of the sums by which writes are noticed, beside elements that fill no row."""
     odd = nn.Parameter(torch.linspace(-1, 1, 3).bfloat16())  # so that the parts of the next begin within a word
     large = nn.Parameter(torch.linspace(-1, 1, 301 * 331).bfloat16().view(301, 331))
@@ -142,12 +132,8 @@ def rearranged(rank: int, world_size: int) -> None:
         assert torch.equal(large.detach(), written) and not torch.equal(written, before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_values_that_change_places_are_taken_over(world_size: int) -> None:
-    run_ranks(world_size, rearranged)
-
-
-def to_bfloat16(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_changes_its_dtype_keeps_masters(rank: int, world_size: int) -> None:
     """A model that becomes bfloat16 keeps float32 masters from then on, as if it had been made so."""
     results = []
     for late in (True, False):
@@ -169,11 +155,8 @@ def to_bfloat16(rank: int, world_size: int) -> None:
     assert not any(torch.equal(value, value.bfloat16().float()) for value in results[0])
 
 
-def test_a_model_that_changes_its_dtype_keeps_masters() -> None:
-    run_ranks(2, to_bfloat16)
-
-
-def states_come_back(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_states_of_groups_on_several_devices_come_back_to_their_own(rank: int, world_size: int) -> None:
     """Each state comes back to the device of its own parameter."""
     here = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
     there = nn.Parameter(torch.ones(5, dtype=torch.bfloat16, device="meta"))
@@ -182,14 +165,11 @@ def states_come_back(rank: int, world_size: int) -> None:
     assert {piece.tensor.device.type for _, piece in optimizer.partition.parts()} == {"cpu", "meta"}
 
 
-def test_states_of_groups_on_several_devices_come_back_to_their_own() -> None:
-    run_ranks(1, states_come_back)
-
-
 # -- freezing ---------------------------------------------------------------------------------------------------------
 
 
-def thaw(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_parameters_that_are_unfrozen_later_are_trained(rank: int, world_size: int, tmp_path: Path) -> None:
     """Gradual unfreezing: the head first, then all; beside the plain optimizer on averaged gradients."""
     results = []
     for partitioned in (True, False):
@@ -221,16 +201,12 @@ def thaw(rank: int, world_size: int, folder: str) -> None:
         results.append(bits(model))
         if partitioned:
             assert [p.shape for p in optimizer.trainable_parameters] == [p.shape for p in model.parameters()]
-            save_state(optimizer, folder)
+            save_state(optimizer, tmp_path)
             again = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-2)
-            load_state(again, folder)
+            load_state(again, tmp_path)
             assert float(again.get_full_state("0.weight", "step")) == 2
             assert float(again.get_full_state("4.weight", "step")) == 6
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
-
-
-def test_parameters_that_are_unfrozen_later_are_trained(tmp_path: Any) -> None:
-    run_ranks(2, thaw, str(tmp_path))
 
 
 def thaw_on_one(rank: int, world_size: int) -> None:
@@ -247,16 +223,11 @@ def test_parameters_that_one_rank_unfreezes_are_an_error_on_all() -> None:
     assert all("trainable parameters" in error for error in errors.values()), errors
 
 
-def still_alike(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_are_frozen_later_stay(rank: int, world_size: int) -> None:
     """A parameter that is frozen again keeps its value."""
-    model = Net()
-    optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    run_steps(rank, Case("sgd"), model, optimizer, range(2))
+    model, optimizer = train_zero(rank, Case("sgd", steps=2))
     model.first.requires_grad_(False)
     before = model.first.weight.detach().clone()
     run_steps(rank, Case("sgd"), model, optimizer, range(2, 4))
     assert torch.equal(before, model.first.weight)
-
-
-def test_parameters_that_are_frozen_later_stay() -> None:
-    run_ranks(2, still_alike)
