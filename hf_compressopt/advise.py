@@ -4,7 +4,7 @@
     accelerate launch -m hf_compressopt.advise --config_name gpt2
 
 Start it on all machines like a training. It times the collectives between the ranks, and a step of the model, and
-gives these numbers to the planner of "hf-compressopt estimate" (docs/planner.md). Numbers that you give are not
+gives these numbers to the planner of "hf-compressopt estimate" (docs/dev/planner.md). Numbers that you give are not
 measured.
 """
 

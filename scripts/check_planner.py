@@ -1,6 +1,6 @@
 """Compare what the planner predicts with what was measured, row by row.
 
-    python scripts/check_planner.py              # all rows of docs/
+    python scripts/check_planner.py              # all rows of scripts/results
     python scripts/check_planner.py ROWS.json
 
 The rows are those of benchmark_network.py; the compute-only row of each link, model and number of ranks is the
@@ -56,8 +56,8 @@ class Machine:
 
 EPYC = Machine(63.4e9, 3.36e-9, {1: 1.61e9, 2: 1.19e9}, 160e-6, ("zero2_int4", "zero2_int4_levels"), settled=False)
 XEON = Machine(38.7e9, None, {1: 1.32e9, 2: 0.964e9}, 212e-6, copies=16)
-DOCS = REPOSITORY / "docs"
-FILES = [*sorted(DOCS.glob("network*.json")), DOCS / "avx512.json"]
+RESULTS = REPOSITORY / "scripts" / "results"
+FILES = [*sorted(RESULTS.glob("network*.json")), RESULTS / "avx512.json"]
 FLOAT32_STATE = ("network.json", "network_low_bits.json")  # rows from before OnebitAdam's compact state
 LONGEST_INTERVAL = 16  # in which benchmark_network.py measures 0/1 Adam
 

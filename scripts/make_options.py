@@ -25,49 +25,41 @@ OTHERS = ("Lamb", "FusedAdam", "ZeroOptimizer", "GradientCompression")
 INTRODUCTION = """\
 # Options
 
-This page is made by `python scripts/make_options.py` from the signatures and docstrings of the classes.
+Made by `python scripts/make_options.py` from signatures and docstrings. Each option is described once; nobody has
+to set the [accepted arguments](#accepted-arguments).
 
 | where | how |
 |---|---|
 | Python | keyword arguments of the classes below |
-| Trainer | `--optim NAME` and `--optim_args "name=value,name=value"`; `none` is None. `lr`, `betas`, `eps`, \
-`weight_decay` and `max_grad_norm` are Trainer's own flags |
-| Accelerate | the fields of [CompressOptPlugin](#compressoptplugin), or the environment variables of the same names |
-
-Options that are no numbers, names or booleans, such as process groups, can only be given in Python. Each option is
-described once, where it is first met. Below them are [arguments](#accepted-arguments) that nobody has to set.
+| Trainer | `--optim NAME --optim_args "name=value,name=value"`; `none` is None, `--optim_args help` lists all. \
+`lr`, `betas`, `eps`, `weight_decay` and `max_grad_norm` are Trainer's own flags |
+| Accelerate | the fields of [CompressOptPlugin](#compressoptplugin), or environment variables of the same names |
 
 ## Names for `--optim`
 
 {names}
 
-`zero_stage=1` or `zero_stage=2` in `--optim_args` partitions any other element-wise optimizer of Trainer; the options
-of [ZeroOptimizer](#zerooptimizer) are legal then. `onebit_adam` has a `zero_stage` of its own
-([zero.md](zero.md#onebitadam-under-zero)). `async_save=true` writes checkpoints in the background
-([checkpoints.md](checkpoints.md#save-in-the-background)).
+`zero_stage` partitions any other element-wise optimizer of Trainer, by [ZeroOptimizer](#zerooptimizer).
+`grad_compression` goes with any optimizer. `async_save=true` saves
+[in the background](checkpoints.md#save-in-the-background).
 
-Trainer knows the length of the run, and fits the schedule of every compressed optimizer to it, as `total_steps` does
-in a loop of your own:
+Trainer fits every schedule to the length of the run, as `total_steps` does in a loop of your own:
 
 | option | fitted to the run |
 |---|---|
-| `freeze_step` | `auto`: the first step at which the variance is stable enough |
 | `max_freeze_step` | 20 % of the run (1-bit LAMB with `warmup_bits` below 32: 30 %; 0/1 Adam with 32: 10 %) |
-| `min_freeze_step` | as below; 1 in a run of fewer than 300 steps with `warmup_bits=32` |
-| `var_update_scaler` | the length of the run, at least 16: all steps of the variance stage are variance steps |
+| `min_freeze_step` | 100; 1 in a run of fewer than 300 steps with `warmup_bits=32` |
+| `var_update_scaler` | the length of the run, at least 16 |
 | `local_step_scaler` | 10 % of the run |
 
-With `warmup_bits` of less than 32, a run of fewer than 300 steps stays in its first stage, and the log says so. A
-`freeze_step` of your own is honoured in a run of any length.
-
-`scale_block` of 512 is a better choice for models narrower than 256, because a block then spans fewer rows of a matrix.
+`scale_block` of 512 suits models narrower than 256.
 """
+
 
 SPELLINGS = """\
 ## Accepted arguments
 
-Spellings that configurations of DeepSpeed and calls of torch's AdamW bring, and what is found by itself. The
-constructors and `--optim_args` accept them.
+Spellings of DeepSpeed and of torch's AdamW, and what is found by itself.
 """
 
 
@@ -146,14 +138,18 @@ def _names() -> str:
 
 
 def _table(rows: dict[str, Option]) -> str:
-    lines = [
-        f"| `{name}` | {_cell(_kind(option.annotation))} | {_cell(_code(option.default))} | {_markdown(option.help)} |"
-        for name, option in rows.items()
-    ]
-    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *lines])
+    lines = [f"| `{name}` | {_cell(_value(option))} | {_markdown(option.help)} |" for name, option in rows.items()]
+    return "\n".join(["| option | default | meaning |", "|---|---|---|", *lines])
+
+
+def _value(option: Option) -> str:
+    """The default, and the type where the default does not show it."""
+    default, kind = _code(option.default), _kind(option.annotation)
+    return f"{default}: {kind}" if default == "None" else default
 
 
 def _kind(annotation: str) -> str:
+    annotation = annotation.replace(" | None", "")
     modules = r"torch|dist|distributed\.distributed_c10d|hf_compressopt|collectives\.communicator|collections\.abc"
     return re.sub(rf"\b(?:{modules})\.", "", annotation)
 

@@ -16,10 +16,10 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 
 TOTALS = {
-    "modules of the package": 93,
-    "lines of the package": 24659,
-    "lines of tests": 29700,
-    "lines of scripts": 4763,
+    "modules of the package": 91,
+    "lines of the package": 24522,
+    "lines of tests": 29691,
+    "lines of scripts": 5234,
 }
 CALLED = {
     "OnebitAdam": 36,

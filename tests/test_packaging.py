@@ -79,7 +79,7 @@ def test_the_sdist_holds_every_file_of_the_project(sdist: Path) -> None:
     if not (REPO_ROOT / ".git").exists():
         pytest.skip("needs a git checkout to compare with")
     tracked = set(run(["git", "ls-files"], REPO_ROOT).split())
-    of_the_checkout = {name for name in tracked if name.startswith((".ci/", ".pre-commit"))}
+    of_the_checkout = {name for name in tracked if name.startswith((".ci/", ".github/", ".pre-commit"))}
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert tracked - of_the_checkout - names == set()

@@ -1,6 +1,6 @@
 """The index of a checkpoint: the tensors that were saved, and the place of each.
 
-docs/checkpoint_format.md has the format. A checkpoint is a folder with an index, which is written last, and a shard of
+Format: docs/dev/checkpoint_format.md. A checkpoint is a folder with an index, which is written last, and a shard of
 each rank, a safetensors file. The index names for each tensor the pieces that cover it: elements [start, stop) of the
 flattened tensor are a tensor of a shard. Every ``block_bytes`` of a piece have a checksum, so that a part of a tensor
 can be read and verified alone, and the index has a digest of itself. They find damage; they are no signature, because

@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -15,9 +16,18 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_compressopt.amp import GradScaler, innermost
-from hf_compressopt.checkpoint.io import wait_for_saves
+from hf_compressopt.checkpoint.io import (
+    async_save_state,
+    has_checkpoint,
+    load_state,
+    save_state,
+    state_is_loaded,
+    wait_for_saves,
+)
+from hf_compressopt.checkpoint.partitioned import PlainState
 from hf_compressopt.collectives.torch_clipping import guard_torch_clipping
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.fsdp.compression import FSDPCompression
@@ -50,13 +60,11 @@ from hf_compressopt.integrations.models import (
     undo_evaluation_mode,
     without_compile,
 )
-from hf_compressopt.integrations.patching import is_wrapped, wrap
 from hf_compressopt.integrations.plugin import AUTO, CompressOptPlugin
-from hf_compressopt.integrations.saving import load_compressions, load_shards, save_compressions, save_shards
-from hf_compressopt.optim.base import CompressedOptimizer
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
+_MARK = "_hf_compressopt"  # of a method that is wrapped
 #: Variables of which one makes ``python -m hf_compressopt.run`` attach every accelerator.
 _CHOICES = ("COMPRESSOPT_OPTIM", "COMPRESSOPT_OPTIMIZER", "COMPRESSOPT_GRAD_COMPRESSION", "COMPRESSOPT_ZERO_STAGE")
 
@@ -144,6 +152,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         compressopt_plugin: Options. Without a plugin Adam and AdamW stay as they are; give compressed optimizers to
             ``prepare`` instead.
         **kwargs: Accelerate's.
+
+    Raises:
+        ValueError: In ``prepare`` and ``backward``, if an optimizer or a compression cannot work in this set-up; in
+            ``clip_grad_norm_``, for a norm_type other than 2 and parameters of a compressed optimizer.
+        CheckpointError: In ``load_state``, for a checkpoint that is damaged or does not fit.
+        OSError: In ``save_state``, ``load_state`` and ``end_training``, if a file cannot be written, or a save in the
+            background has failed; on all ranks.
     """
 
     _compressopt: Attachment
@@ -161,22 +176,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """The compressed and the partitioned optimizers among them."""
         return list(filter(saves_shards, self.optimizers_inside()))
 
-    def compressed_optimizers(self) -> list[CompressedOptimizer]:
-        """The compressed optimizers among them."""
-        return list(filter(follows_plan, self.optimizers_inside()))
-
-    def partitioned_optimizers(self) -> list[ZeroOptimizer]:
-        """The partitioned optimizers among them."""
-        return list(filter(owns_gradients, self.optimizers_inside()))
-
     # -- prepare ------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare as Accelerate does; a model whose optimizer is partitioned gets no DDP.
-
-        Raises:
-            ValueError: If a compressed or partitioned optimizer cannot work in this set-up.
-        """
+        """Prepare as Accelerate does; a model whose optimizer is partitioned gets no DDP."""
         for optimizer in map(innermost, args):
             if hasattr(optimizer, "param_groups") or type(optimizer).__name__ == "DummyOptim":  # DeepSpeed's own
                 check_distributed_type(self, optimizer, self._compressopt.plugin)
@@ -212,11 +215,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare as Accelerate does; by the plugin, an Adam or AdamW becomes a compressed optimizer.
-
-        Raises:
-            ValueError: If a compressed optimizer cannot work in this set-up.
-        """
+        """Prepare as Accelerate does; by the plugin, an Adam or AdamW becomes a compressed optimizer."""
         plugin = self._compressopt.plugin
         check_distributed_type(self, innermost(optimizer), plugin)
         if plugin is not None:
@@ -276,7 +275,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """Check that no DDP averages the optimizer's gradients, and that no earlier optimizer takes them away."""
         self._compressopt.models.check_not_averaging(optimizer)
         params = {id(p) for p in optimizer.trainable_parameters}
-        for other in self.partitioned_optimizers():
+        for other in filter(owns_gradients, self.optimizers_inside()):
             if other is not optimizer and shares(other.trainable_parameters, params):
                 other.detach()
 
@@ -292,7 +291,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         if plugin is None or plugin.freeze_step != AUTO or plugin.optimizer == "none" or not self.is_main_process:
             return
         prepared = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        if prepared and not all(map(is_fitted, self.compressed_optimizers())):
+        if prepared and not all(map(is_fitted, filter(follows_plan, self.optimizers_inside()))):
             logger.info(
                 "freeze_step='auto' does not know the length of the run: give CompressOptPlugin(total_steps=...), or "
                 "prepare a learning-rate scheduler of transformers or OneCycleLR too; otherwise the variance alone "
@@ -331,11 +330,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip as Accelerate does; local gradients are clipped by a norm that all ranks agree on.
-
-        Raises:
-            ValueError: If ``norm_type`` is not 2, for parameters of a compressed optimizer.
-        """
+        """Clip as Accelerate does; local gradients are clipped by a norm that all ranks agree on."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(p) for p in parameters}
         owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, wanted)]
@@ -362,12 +357,8 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             self.unscale_gradients()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again.
-
-        Raises:
-            ValueError: In the first pass, if compression was asked for and nothing is compressed.
-        """
-        scales = {optimizer.loss_scale.value for optimizer in self.partitioned_optimizers()}
+        """Run backward as Accelerate does, on the loss times the loss scale that a ZeroOptimizer divides by again."""
+        scales = {optimizer.loss_scale.value for optimizer in filter(owns_gradients, self.optimizers_inside())}
         if len(scales) > 1:
             raise ValueError(f"one backward cannot serve ZeroOptimizers of different loss scales, got {sorted(scales)}")
         state = self._compressopt
@@ -388,9 +379,10 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
                 "accelerator an optimizer that it can replace (AdamW), or one of this package; in a Trainer have "
                 "create_optimizer return such a one. To train without compression leave the option out"
             )
-        compressing = self.compressed_optimizers() if state.grad_compression == "none" else optimizers
+        compressing = optimizers if state.grad_compression != "none" else list(filter(follows_plan, optimizers))
         wanted = {id(p) for o in compressing if not frees_gradients(o) for p in all_parameters(o) if p.requires_grad}
-        hooked = {id(p) for model in (*state.models.hooked(), *state.sharded.models()) for p in model.parameters()}
+        sharded = [found.model for found in state.sharded.compressions()]
+        hooked = {id(p) for model in (*state.models.hooked(), *sharded) for p in model.parameters()}
         for model in map(without_compile, self._models):
             if any(id(p) in wanted and id(p) not in hooked for p in model.parameters()):
                 what = names if state.grad_compression == "none" else f"grad_compression={state.grad_compression}"
@@ -439,13 +431,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
         """
         params = {id(p) for p in model.parameters()}
         with ExitStack() as stack:
-            owners = [o for o in self.compressed_optimizers() if shares(o.trainable_parameters, params)]
-            apart = any(owner.ranks_are_apart for owner in owners)
-            for optimizer in self.partitioned_optimizers():
-                if optimizer.partition.has_replicas and shares(optimizer.trainable_parameters, params):
-                    stack.enter_context(optimizer.masters_in_parameters())
-                    apart = True
-            for owner in owners:
+            owners = [o for o in self.our_optimizers() if shares(o.trainable_parameters, params)]
+            synced = list(filter(follows_plan, owners))
+            replicas = [o for o in filter(owns_gradients, owners) if o.partition.has_replicas]
+            apart = bool(replicas) or any(owner.ranks_are_apart for owner in synced)
+            for optimizer in replicas:
+                stack.enter_context(optimizer.masters_in_parameters())
+            for owner in synced:
                 stack.enter_context(owner.synced_parameters())
             state = super().get_state_dict(model, unwrap)
             if not apart:
@@ -453,11 +445,7 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call.
-
-        Raises:
-            OSError: If a file cannot be written, or an earlier save in the background has failed; on all ranks.
-        """
+        """Save as Accelerate does; compressed optimizers' states go to safetensors shards. All ranks call."""
         wait_for_saves()  # Accelerate may remove older folders first
         with ExitStack() as stack:
             for optimizer in self.our_optimizers():
@@ -465,22 +453,13 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call.
-
-        Raises:
-            CheckpointError: If they are damaged or do not fit.
-            OSError: If a save in the background has failed; on all ranks.
-        """
+        """Load as Accelerate does; compressed optimizers' states come from the shards. All ranks call."""
         wait_for_saves()
         with ExitStack() as self._compressopt.loading:
             return super().load_state(*args, **kwargs)
 
     def end_training(self) -> None:
-        """End the training as Accelerate does, after the saves in the background.
-
-        Raises:
-            OSError: If one of them has failed; on all ranks.
-        """
+        """End the training as Accelerate does, after the saves in the background."""
         wait_for_saves()
         super().end_training()
 
@@ -492,6 +471,113 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
     def _load_shards(self, models: list[nn.Module], directory: str) -> None:
         load_shards(self.optimizers_inside(), models, directory, self.device, self._compressopt.loading)
         load_compressions(self._compressopt.compressions(), directory)
+
+
+# -- states in shards, beside the files of the host -------------------------------------------------------------------
+
+
+def save_shards(
+    optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module], directory: str, *, background: bool
+) -> None:
+    """Save the states of the optimizers that save shards. All ranks call."""
+    save = async_save_state if background else save_state
+    for number, optimizer in enumerate(filter(saves_shards, optimizers)):
+        save(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
+
+
+def load_shards(
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[nn.Module],
+    directory: str,
+    device: torch.device,
+    loading: ExitStack,
+) -> None:
+    """Load the states that :func:`save_shards` saved. All ranks call."""
+    # With as many checkpoints as optimizers, the ordinary optimizers load theirs too.
+    last = len(optimizers) - 1
+
+    def is_saved(number: int, optimizer: torch.optim.Optimizer) -> bool:
+        return anyone(has_checkpoint(directory, prefix=prefix_of(number)), optimizer, device)
+
+    everybody = bool(optimizers) and is_saved(last, optimizers[last])
+    for number, optimizer in enumerate(optimizers if everybody else filter(saves_shards, optimizers)):
+        if not is_saved(number, optimizer):
+            continue  # the state dict in the folder must be a whole one
+        load_state(optimizer, directory, names=parameter_names(optimizer, models), prefix=prefix_of(number))
+        loading.enter_context(state_is_loaded(optimizer))
+        if owns_gradients(optimizer):
+            loading.callback(optimizer.partition.replicas_restorer())  # the model's file has the masters' values
+        if follows_plan(optimizer):
+            loading.callback(optimizer.own_parameters_restorer())  # the host loads one model into all ranks next
+
+
+def save_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
+    """Save the errors of compressed gradients. All ranks call."""
+    for number, state in enumerate(compressions):
+        save_state(state, directory, prefix=_errors_prefix(number))
+
+
+def load_compressions(compressions: Sequence[GradientCompression | FSDPCompression], directory: str) -> None:
+    """Load the errors that :func:`save_compressions` saved; without them the errors start at zero. All ranks call."""
+    for number, state in enumerate(compressions):
+        prefix = _errors_prefix(number)
+        if any(state.communicator.all_gather_object(has_checkpoint(directory, prefix=prefix))):
+            load_state(state, directory, prefix=prefix)
+        elif state.communicator.rank == 0:
+            logger.warning(
+                "%s holds no errors of compressed gradients (was it saved without grad_compression?): they start at "
+                "zero, so that the run does not continue bit for bit",
+                directory,
+            )
+
+
+def _errors_prefix(number: int) -> str:
+    return f"{prefix_of(number)}_gradients"
+
+
+def anyone(answer: bool, optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """True if the answer of any rank that has this optimizer is True. All ranks call."""
+    if saves_shards(optimizer):
+        return any(optimizer.communicator.all_gather_object(answer))
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return answer
+    return any(TorchCommunicator(device=device).all_gather_object(answer))
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[str]:
+    """Names of the optimizer's trainable parameters, by the models that hold them, else by the optimizer."""
+    names: dict[int, str] = {}
+    for number, model in enumerate(models):
+        inner = without_compile(model)
+        inner = inner.module if isinstance(inner, DistributedDataParallel) else inner
+        for name, param in without_compile(inner).named_parameters():
+            names.setdefault(id(param), name if len(models) == 1 else f"model{number}.{name}")
+    if saves_shards(optimizer):
+        params, own = list(optimizer.trainable_parameters), optimizer.parameter_names()
+    else:
+        state = PlainState(optimizer)
+        params, own = list(chain.from_iterable(state.params)), state.parameter_names()
+    return [names.get(id(p), name) for p, name in zip(params, chain.from_iterable(own), strict=True)]
+
+
+# -- attaching --------------------------------------------------------------------------------------------------------
+
+
+def is_wrapped(cls: type, name: str) -> bool:
+    """True if :func:`wrap` has wrapped the method of this class."""
+    return hasattr(getattr(cls, name), _MARK)
+
+
+def wrap(cls: type, name: str, wrapper: Callable[..., Any], *, static: bool = False) -> None:
+    """Replace a method by ``wrapper(original, self, *args, **kwargs)``, without ``self`` if it is static."""
+    original = getattr(cls, name)
+
+    @wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    setattr(cls, name, staticmethod(method) if static else method)
 
 
 def register() -> None:

@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_compressopt.integrations.algorithms import (
-    ALGORITHMS,
-    OPTIMIZERS,
-    ZERO_NAMES,
-)
+from hf_compressopt.integrations.algorithms import ALGORITHMS, OPTIMIZERS, ZERO_NAMES
 from hf_compressopt.integrations.plugin import read_optim_args, text_options
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -29,44 +25,25 @@ BECOMES, SAME, DIFFERS, LOST = KINDS = ("becomes", "same", "differs", "lost")
 
 @dataclass(frozen=True)
 class Row:
-    """The translation of one option.
+    """The translation of one option."""
 
-    Attributes:
-        option: Its path in the configuration, with dots.
-        value: Its value; DeepSpeed's default if ``given`` is False.
-        kind: "becomes" (a flag or option here), "same" (nothing to do), "differs" (something else, see the remark), or
-            "lost" (no counterpart).
-        here: The flag or option.
-        remark: The reason, or the difference.
-        given: True if the configuration has the option.
-    """
-
-    option: str
-    value: Any
-    kind: str
-    here: str = ""
-    remark: str = ""
-    given: bool = True
+    option: str  # its path in the configuration, with dots
+    value: Any  # DeepSpeed's default if it is not given
+    kind: str  # "becomes" (a flag or option here), "same" (nothing to do), "differs", or "lost" (no counterpart)
+    here: str = ""  # the flag or option
+    remark: str = ""  # the reason, or the difference
+    given: bool = True  # in the configuration
 
 
 @dataclass
 class Translation:
-    """A configuration in the terms of this package.
+    """A configuration in the terms of this package."""
 
-    Attributes:
-        optim: Trainer's ``--optim``; "" if the configuration names no optimizer.
-        optim_args: Options in Trainer's ``--optim_args``, by name.
-        flags: Trainer's other flags, by name; True for one without a value.
-        accelerate: Arguments of ``Accelerator``, by name.
-        scaler: Arguments of Accelerate's GradScalerKwargs, by name.
-        rows: The translation of every option.
-    """
-
-    optim: str = ""
+    optim: str = ""  # Trainer's --optim; "" if the configuration names no optimizer
     optim_args: dict[str, Any] = field(default_factory=dict)
-    flags: dict[str, Any] = field(default_factory=dict)
-    accelerate: dict[str, Any] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)  # Trainer's other flags; True for one without a value
+    accelerate: dict[str, Any] = field(default_factory=dict)  # arguments of Accelerator
+    scaler: dict[str, Any] = field(default_factory=dict)  # arguments of Accelerate's GradScalerKwargs
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -82,7 +59,8 @@ class Translation:
     def flags_as_words(self) -> list[list[str]]:
         """Trainer's flags, each as words of a command line."""
         named = {"--optim": self.optim, "--optim_args": self.optim_args_text}
-        return [_words(flag, value) for flag, value in ({k: v for k, v in named.items() if v} | self.flags).items()]
+        given = {flag: value for flag, value in named.items() if value} | self.flags
+        return [_words(flag, value) for flag, value in given.items()]
 
     def arguments(self) -> list[str]:
         """Trainer's flags, as the words of one command line."""

@@ -75,26 +75,9 @@ def _with_unit(nbytes: float) -> str:
 
 def fit(optimizer: CompressedOptimizer, steps: int) -> None:
     """Fit the optimizer's schedule to a run of ``steps`` steps, if it is open; say if nothing would be compressed."""
-    if _steps.get(optimizer) != steps:
-        _steps[optimizer], _fits[optimizer] = steps, optimizer.fit_schedule(steps)
-        _warn_if_nothing_is_compressed(optimizer, steps)
-
-
-def is_fitted(optimizer: CompressedOptimizer) -> bool:
-    """True if the length of the optimizer's run is known."""
-    return optimizer in _steps
-
-
-def describe_schedule(optimizer: CompressedOptimizer) -> str:
-    """Say how the schedule was chosen, and with which step the next stage begins."""
-    steps, last = _steps.get(optimizer), optimizer.schedule.last_warmup_step
-    latest = "" if isinstance(optimizer.freeze_step, int) else " at the latest"
-    begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
-    return "; ".join(filter(None, [_fits.get(optimizer, ""), begins]))
-
-
-def _warn_if_nothing_is_compressed(optimizer: CompressedOptimizer, steps: int) -> None:
-    """Warn, on rank 0, if a run of ``steps`` steps sends no compressed message."""
+    if _steps.get(optimizer) == steps:
+        return
+    _steps[optimizer], _fits[optimizer] = steps, optimizer.fit_schedule(steps)
     name = type(optimizer).__name__
     if optimizer.communicator.rank != 0:
         return
@@ -109,6 +92,19 @@ def _warn_if_nothing_is_compressed(optimizer: CompressedOptimizer, steps: int) -
             name,
             steps,
         )
+
+
+def is_fitted(optimizer: CompressedOptimizer) -> bool:
+    """True if the length of the optimizer's run is known."""
+    return optimizer in _steps
+
+
+def describe_schedule(optimizer: CompressedOptimizer) -> str:
+    """Say how the schedule was chosen, and with which step the next stage begins."""
+    steps, last = _steps.get(optimizer), optimizer.schedule.last_warmup_step
+    latest = "" if isinstance(optimizer.freeze_step, int) else " at the latest"
+    begins = "" if steps is not None and last >= steps else f"compressed from step {last + 1}{latest}"
+    return "; ".join(filter(None, [_fits.get(optimizer, ""), begins]))
 
 
 def scheduler_steps(scheduler: Any) -> int | None:

@@ -38,7 +38,7 @@ _INSTEAD = {
 
 
 class DDPModels:
-    """The DDP models of an accelerator. It does not keep them alive."""
+    """The DDP models of an accelerator, which are not kept alive."""
 
     def __init__(self) -> None:
         """Begin without models."""
@@ -46,7 +46,6 @@ class DDPModels:
 
     def __iter__(self) -> Iterator[DistributedDataParallel]:
         """The models that are alive."""
-        self._models = [reference for reference in self._models if reference() is not None]
         return iter([model for reference in self._models if (model := reference()) is not None])
 
     def add(self, model: nn.Module) -> None:
@@ -154,10 +153,6 @@ class ShardedModels:
             cap = messages.bucket_cap_mb or 25.0
             state = compress_fsdp(model, mesh, compression, bucket_cap_mb=cap, loss_scale=loss_scale)
             self._found.append(weakref.ref(state))
-
-    def models(self) -> list[nn.Module]:
-        """The models that are alive."""
-        return [state.model for state in self.compressions()]
 
     def compressions(self) -> list[FSDPCompression]:
         """The states of the models that are alive."""

@@ -37,18 +37,11 @@ _MOST_OF_MEMORY = 0.8  # of what is free
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step: medians."""
 
-    Attributes:
-        seconds: Forward, backward and the update by torch's fused AdamW: medians.
-        update: The update's share.
-        at_once: Examples that were timed at once. Where memory has no room for all of a step, the time of some stands
-            for the others.
-    """
-
-    seconds: float
-    update: float
-    at_once: int
+    seconds: float  # of forward, backward and the update by torch's fused AdamW
+    update: float  # of these
+    at_once: int  # examples that were timed at once: in little memory the time of some stands for the others
 
 
 def named_config(name: str) -> PretrainedConfig:
@@ -86,16 +79,8 @@ def stand_in(params: int, tokens: int) -> GPT2Config:
             "--config_name"
         )
     _, layers, width = min(near)
-    return GPT2Config(
-        n_layer=layers,
-        n_embd=width,
-        n_head=max(1, width // _HEAD),
-        vocab_size=vocabulary,
-        n_positions=tokens,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
+    sizes_of = {"n_layer": layers, "n_embd": width, "n_head": max(1, width // _HEAD), "n_positions": tokens}
+    return GPT2Config(vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes_of)
 
 
 def parameters_of(folder: str) -> int:
@@ -111,13 +96,16 @@ def parameters_of(folder: str) -> int:
             f"--model {folder!r} cannot be counted ({_first_line(error)}): give a folder with the config.json of a "
             "Transformers model, or --params"
         ) from None
-    return sum(param.numel() for param in model.parameters() if param.requires_grad)
+    return _count(model)
 
 
 def trainable(config: PretrainedConfig) -> int:
     """Count the trainable parameters of a configuration's model, without memory for them."""
     with torch.device("meta"):
-        model = _make(config)
+        return _count(_make(config))
+
+
+def _count(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters() if param.requires_grad)
 
 
@@ -229,9 +217,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _make(config: PretrainedConfig) -> nn.Module:
-    model: nn.Module = _kind(config).from_config(config)
-    return model
+def _make(config: PretrainedConfig) -> Any:
+    return _kind(config).from_config(config)
 
 
 def _kind(config: PretrainedConfig) -> Any:

@@ -22,7 +22,7 @@ from hf_compressopt.amp import innermost
 from hf_compressopt.checkpoint import io
 from hf_compressopt.checkpoint.io import wait_for_saves
 from hf_compressopt.integrations import accelerate
-from hf_compressopt.integrations.accelerate import Attachment, attach, make_ours
+from hf_compressopt.integrations.accelerate import Attachment, attach, is_wrapped, parameter_names, wrap
 from hf_compressopt.integrations.algorithms import (
     ALGORITHMS,
     OPTIMIZERS,
@@ -38,7 +38,6 @@ from hf_compressopt.integrations.models import (
     why_unsupported,
     without_compile,
 )
-from hf_compressopt.integrations.patching import add_member, is_wrapped, wrap, wrap_static
 from hf_compressopt.integrations.plugin import (
     CompressOptPlugin,
     OptimArgs,
@@ -46,7 +45,6 @@ from hf_compressopt.integrations.plugin import (
     check_variables,
     read_optim_args,
 )
-from hf_compressopt.integrations.saving import anyone, load_compressions, parameter_names, save_compressions
 from hf_compressopt.zero.config import check_optimizer_class
 from hf_compressopt.zero.optimizer import ZeroOptimizer
 
@@ -66,10 +64,10 @@ def register() -> None:
     """
     check_variables()
     for name in (*OPTIMIZERS, *ZERO_NAMES):
-        add_member(training_args.OptimizerNames, name)
+        _add_member(training_args.OptimizerNames, name)
     if is_wrapped(Trainer, "create_optimizer"):
         return
-    wrap_static(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs)
+    wrap(Trainer, "get_optimizer_cls_and_kwargs", _get_optimizer_cls_and_kwargs, static=True)
     wrap(Trainer, "create_accelerator_and_postprocess", _create_accelerator)
     wrap(Trainer, "train", _train)
     wrap(Trainer, "create_optimizer", _create_optimizer)
@@ -88,6 +86,22 @@ def register() -> None:
     accelerate.register()
     trainer.DEFAULT_CALLBACKS.append(CompressOptCallback)
     show_log()
+
+
+def _add_member(enum: Any, value: str) -> None:
+    """Add a member to an enum of strings, because argument parsers accept members only."""
+    if value in enum._value2member_map_:
+        return
+    name = value.upper()
+    member = str.__new__(enum, value)
+    member._name_, member._value_ = name, value
+    member._sort_order_ = len(enum._member_names_)
+    type.__setattr__(enum, name, member)
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+    if hasattr(enum, "_hashable_values_"):  # Python >= 3.12.3 looks here too
+        enum._hashable_values_.append(value)
 
 
 class CompressOptCallback(TrainerCallback):  # type: ignore[misc]
@@ -169,7 +183,7 @@ def _attach(self: Trainer) -> None:
         if reason:
             raise ValueError(reason)
     if "_compressopt" not in vars(self.accelerator) and not self.accelerator._optimizers:
-        make_ours(self.accelerator, None)  # at most it has evaluated the model
+        accelerate.make_ours(self.accelerator, None)  # at most it has evaluated the model
     elif "_compressopt" not in vars(self.accelerator) and not wanted:
         return  # it has trained before
     attachment = attach(self.accelerator)._compressopt
@@ -200,7 +214,8 @@ def _create_optimizer(original: Callable[..., Any], self: Trainer, *args: Any, *
     check_distributed_type(self.accelerator, inner)
     if follows_plan(inner):
         if made_here:
-            inner.defer_schedule(_given_options(self))
+            made_of = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            inner.defer_schedule(list(made_of[1]))  # the options that the user gave
         is_ddp = isinstance(without_compile(self.model_wrapped), DistributedDataParallel)
         if self.accelerator.num_processes > 1 and not is_ddp:
             # an evaluation before the training may have left a compiled model without DDP here
@@ -232,13 +247,6 @@ def _options_of(args: Any) -> OptimArgs:
     return options
 
 
-def _given_options(self: Trainer) -> list[str]:
-    """The options that the user gave for the optimizer that Trainer makes."""
-    if self.optimizer_cls_and_kwargs is not None:
-        return list(self.optimizer_cls_and_kwargs[1])
-    return list(self.get_optimizer_cls_and_kwargs(self.args, self.model)[1])
-
-
 def optim_name(args: Any) -> str:
     """The optimizer by name: the value of ``--optim``, or what the environment chooses in the place of AdamW."""
     name = str(getattr(args.optim, "value", args.optim))
@@ -259,11 +267,10 @@ def attachment_of(self: Trainer) -> Attachment | None:
 def _save_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, output_dir: str) -> Any:
     inner = innermost(self.optimizer)
     if attachment := attachment_of(self):
-        save_compressions(attachment.compressions(), output_dir)
+        accelerate.save_compressions(attachment.compressions(), output_dir)
     if not saves_shards(inner):
         return original(self, output_dir)
-    save = io.async_save_state if _saves_in_background(self) else io.save_state
-    save(inner, output_dir, names=parameter_names(inner, [self.model]))
+    accelerate.save_shards([inner], [self.model], output_dir, background=_saves_in_background(self))
     with inner.state_in_shards():
         return original(self, output_dir)
 
@@ -275,8 +282,8 @@ def _load_optimizer_and_scheduler(original: Callable[..., Any], self: Trainer, c
         return original(self, checkpoint)
     wait_for_saves()
     if attachment := attachment_of(self):
-        load_compressions(attachment.compressions(), checkpoint)
-    if not anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
+        accelerate.load_compressions(attachment.compressions(), checkpoint)
+    if not accelerate.anyone(io.has_checkpoint(checkpoint), inner, self.args.device):
         has_plain = os.path.isfile(os.path.join(checkpoint, "optimizer.pt"))
         if not has_plain and saves_shards(inner):
             logger.warning("%s holds no optimizer state (save_only_model?): the optimizer starts from zero", checkpoint)
@@ -315,24 +322,14 @@ def _saves_in_background(self: Trainer) -> bool:
 
 
 def _save_checkpoint(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
-    with _in_checkpoint(self):
-        if not _saves_in_background(self):
-            return original(self, *args, **kwargs)
+    background = _saves_in_background(self)
+    if background:
         _finish_saves(self)
-        with _rotation_put_off(self):
-            return original(self, *args, **kwargs)
-
-
-@contextmanager
-def _in_checkpoint(self: Trainer) -> Iterator[None]:
-    """Tell :func:`_save_model` inside that all ranks save, so that they can average."""
-    attachment = attachment_of(self)
-    if attachment is None:
-        yield
-        return
-    attachment.in_checkpoint = True
+    attachment = attachment_of(self) or Attachment()
+    attachment.in_checkpoint = True  # so that _save_model averages: all ranks save
     try:
-        yield
+        with _rotation_put_off(self) if background else nullcontext():
+            return original(self, *args, **kwargs)
     finally:
         attachment.in_checkpoint = False
 

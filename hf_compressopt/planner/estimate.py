@@ -24,7 +24,7 @@ PARAMS_HELP = "number of trainable parameters: 350M, 7B, 124e6"
 _DESCRIPTION = (
     "Estimate the memory of parameters, gradients and optimizer state on each rank. Activations and the framework's "
     "own memory come on top. With --bandwidth and --compute-seconds, also predict the seconds of a step, by the model "
-    "of docs/planner.md, rank the optimizers by the time of a run, and say which one to use."
+    "of docs/dev/planner.md, rank the optimizers by the time of a run, and say which one to use."
 )
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

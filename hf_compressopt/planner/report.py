@@ -21,7 +21,7 @@ from hf_compressopt.planner.cost import ONEBIT_ADAM, ONEBIT_LAMB, ZERO_ONE_GRADI
 from hf_compressopt.schedules import Stage, ZeroOneSchedule
 from hf_compressopt.zero.memory import MemoryEstimate, estimate_zero_memory
 
-#: Runs within this share count as equally fast: the planner's own error is larger (docs/planner.md).
+#: Runs within this share count as equally fast: the planner's own error is larger (docs/dev/planner.md).
 ALIKE = 0.05
 MEMORY = ("parameters", "gradients", "states", "buckets", "total")
 #: ZeRO-2 with gradients and parameters in 4 bits; and OnebitAdam, by its ``zero_stage``.

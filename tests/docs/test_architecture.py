@@ -1,4 +1,4 @@
-"""docs/architecture.md: its names exist in the code."""
+"""docs/dev/architecture.md: its names exist in the code."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.launching import REPO_ROOT
 
-PAGE = REPO_ROOT / "docs" / "architecture.md"
+PAGE = REPO_ROOT / "docs" / "dev" / "architecture.md"
 PACKAGE = REPO_ROOT / "hf_compressopt"
 # `optim/base.py:CompressedOptimizer.step`, `optim/base.py`, `zero/`; relative to the package
 NAME = re.compile(r"`((?:\w+/)*(?:\w+\.py)?)(?::([\w.]+))?`")

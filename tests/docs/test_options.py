@@ -67,4 +67,4 @@ def test_options_of_bases_and_their_own_words_are_found(make_options: dict[str, 
         "rate": ((float, type(None)), None, "Speed, or ``None`` of :class:`~somewhere.Else`."),
     }
     table = make_options["_table"](found)
-    assert "| `rate` | `float \\| None` | `None` | Speed, or `None` of `Else`. |" in table
+    assert "| `rate` | `None: float` | Speed, or `None` of `Else`. |" in table

@@ -1,11 +1,9 @@
-"""Every table of measured numbers is what the rows beside it say."""
+"""Every measured number of README and docs/ is what scripts/results says."""
 
 import json
 import re
-import statistics
 import sys
-from argparse import Namespace
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,99 +12,169 @@ from tests.support.launching import REPO_ROOT
 
 sys.path.append(str(REPO_ROOT / "scripts"))
 
-import benchmark_network  # noqa: E402
-import benchmark_time_to_loss  # noqa: E402
-import compare_convergence  # noqa: E402
+import make_tables as made  # noqa: E402
 
-DOCS = REPO_ROOT / "docs"
+README = REPO_ROOT / "README.md"
 
 
-def rows_of(name: str) -> list[dict[str, Any]]:
-    return json.loads((DOCS / f"{name}.json").read_text())
+def text_of(page: str) -> str:
+    """A page on one line, without marks of emphasis and code."""
+    return " ".join(re.sub(r"[*`]", "", (REPO_ROOT / page).read_text()).split())
 
 
-CONVERGENCE = Namespace(world_sizes=[2, 4, 8], seeds=[0, 1, 2], tuning_seeds=[10, 11, 12], steps=1000)
+def test_the_tables_are_those_of_the_results() -> None:
+    pages = {page: page.read_text() for page in made.pages()}
+    assert [str(page) for page, text in pages.items() if made.rendered(text) != text] == []
+    used = re.findall(r"<!-- table ([^>]*) -->", "".join(pages.values()))
+    assert sorted(used) == sorted(made.TABLES)
 
 
-def test_the_tables_of_convergence() -> None:
-    page = (DOCS / "convergence.md").read_text()
-    results = compare_convergence.Results(rows_of("convergence"), CONVERGENCE)
-    assert compare_convergence.rendered(page, results, CONVERGENCE) == page
+def test_the_results_say_how_they_were_made() -> None:
+    other = json.loads((made.RESULTS / "other.json").read_text())
+    assert all(entry["command"] and entry["machine"] and entry["rows"] for entry in other.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "page"), [("network", "network"), ("network_nodes", "nodes"), ("network_hsdp", "nodes")]
+def losses(name: str, partner: str = "AdamW", counts: tuple[int, ...] = (2, 4, 8)) -> list[float]:
+    """The mean difference in per cent at each number of ranks, the least first."""
+    found = (made.against(name, partner, ranks) for ranks in counts)
+    return sorted(difference[0] for difference in found if difference)
+
+
+def tuned(name: str, ranks: int = 4) -> float:
+    """The difference of a run whose seeds are not those of the results, in per cent."""
+    partner = re.sub(r"^.*, (?=\d+ steps)", "AdamW, ", name)
+    ((mean, _, _),) = [found for found in [made.against(name, partner, ranks)] if found]
+    return mean
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """What pages say in words, with its numbers from the results: the page, and the words."""
+    int4 = losses("AdamW, int4 gradients, state=compact")
+    onebit, local = losses("OnebitAdam, state=compact"), losses("ZeroOneAdam")
+    fewer = made.fewer("OnebitAdam, state=compact", 4)
+    scratch = (
+        f"int4 gradients {int4[0]:.1f} to {int4[-1]:.1f} % higher for {made.fewer('AdamW, int4 gradients', 4):.1f}"
+    )
+    yield "README.md", f"{scratch} times fewer bytes"
+    yield "README.md", f"onebit_adam {-onebit[-1]:.1f} to {-onebit[0]:.1f} % lower for {fewer:.1f} times fewer"
+    yield "docs/choosing.md", f"{int4[0]:.1f} to {int4[-1]:.1f} % higher with grad_compression=int4"
+    yield "docs/choosing.md", f"{-onebit[-1]:.1f} to {-onebit[0]:.1f} % lower with onebit_adam"
+    yield "docs/choosing.md", f"{-local[0]:.1f} % lower to {local[-1]:.1f} % higher with zero_one_adam"
+
+    names = ("AdamW, int4 gradients", "OnebitAdam", "ZeroOneAdam")
+    tune = [losses(f"{name}, fine-tuning, 300 steps", "AdamW, fine-tuning, 300 steps", (4,))[0] for name in names]
+    said = "After 300 steps int4 gradients end {:.1f} % higher, onebit_adam {:.1f} %, zero_one_adam {:.1f} %"
+    yield "README.md", said.format(*tune)
+    said = (
+        "the loss was {:.1f} % higher with int4 gradients, {:.1f} % with onebit_adam, and {:.1f} % with zero_one_adam"
+    )
+    yield "docs/choosing.md", said.format(*tune)
+    yield "docs/convergence.md", f"by {tune[0]:.1f} to {tune[-1]:.1f} %"
+    adamw, mine = (row["accuracy"] for row in made.rows("other")["text_classification"]["rows"])
+    yield "README.md", f"an accuracy of {mine} instead of {adamw}"
+    yield "docs/choosing.md", f"an accuracy of {mine} instead of {adamw}"
+
+    texts = [losses(f"{name}, library, untied", "AdamW, library, untied", (4,))[0] for name in names]
+    said = "int4 gradients ended {:.1f} % above AdamW, onebit_adam {:.1f} % and zero_one_adam {:.1f} % (4 ranks"
+    yield "docs/convergence.md", said.format(*texts)
+    ends = [run["eval_loss"]["300"] for run in made.rows("demo")["runs"].values()]
+    sent = "{:,.0f} and {:,.0f} MB sent per rank".format(*made.demo_megabytes())
+    yield "README.md", f"evaluation loss of {ends[0]:.3f} and {ends[1]:.3f}, and {sent}"
+
+    memory = made.memory(4)
+    warmup, later = memory["onebit_adam, warmup stage"], memory["onebit_adam, compressed stage"]
+    state = [row["moments"] + row["errors"] for row in (warmup, later, memory["AdamW, DDP"])]
+    yield (
+        "README.md",
+        f"{state[0]:.1f}, then {state[1]:.1f} bytes of state per parameter on 4 ranks, AdamW {state[2]:.0f}",
+    )
+    yield "README.md", f"int4 gradients add {warmup['errors']:.1f}, and {2 * warmup['errors']:.1f} during backward"
+    zero, ddp = (sum(memory[name].values()) for name in ("onebit_adam, zero_stage=2", "AdamW, DDP"))
+    yield "README.md", f"fits in {zero:.1f} bytes, parameters and gradients included, where AdamW takes {ddp:.0f}"
+    peak = [row["bytes"] for row in made.rows("other")["peak"]["rows"]]
+    yield "docs/memory_and_zero.md", f"peaks at {zero:.1f} bytes per parameter"
+    yield "docs/memory_and_zero.md", f"was {peak[0]} against {peak[1]}"
+
+    (_, base, _), (_, plain, slow), (_, _, half), (_, low, int4_slow), (_, run, run_slow) = made.whole_runs().values()
+    yield "README.md", f"int4 gradients cost {100 * (low / base - 1):.0f} % over a step without"
+    yield "README.md", f"where DDP costs {100 * (plain / base - 1):.0f} %"
+    yield (
+        "docs/choosing.md",
+        f"took {low / base:.2f} times as long as one without communication; DDP took {plain / base:.2f}",
+    )
+    yield (
+        "docs/benchmarks.md",
+        f"{run:.0f} ms per step in the mean with unlimited bandwidth, {run_slow:.0f} ms at 1 Gbit/s",
+    )
+    said = (
+        "{:.1f} times as fast as DDP in float32 at 1 Gbit/s, {:.1f} times as fast as 16-bit gradients, and {:.1f} times"
+    )
+    yield "docs/benchmarks.md", said.format(*(ms / run_slow for ms in (slow, half, int4_slow)))
+
+    def tied(name: str) -> list[float]:
+        return losses(name, "AdamW, tied", (2, 4))
+
+    control, blocks, scale = (
+        tied(name) for name in ("without error feedback", "blocks of 4096, floor 0.01", "one scale per message")
+    )
+    yield "docs/convergence.md", f"the loss ended {control[0]:.0f} to {control[-1]:.0f} % higher"
+    largest = [max(row["largest_step"] for row in made.losses(name, 2).values()) for name in ("floor 0, tied",)]
+    largest += [max(row["largest_step"] for row in made.losses("blocks of 4096, floor 0.01", 2).values())]
+    yield "docs/convergence.md", f"was {largest[1]:.0f} learning rates, without the floor {largest[0]:,.0f}"
+    yield "docs/deepspeed.md", f"was {largest[1]:.0f} learning rates, not {largest[0]:,.0f}"
+    more = sum(a - b for a, b in zip(sorted(scale), sorted(blocks, reverse=True), strict=True)) / 2
+    yield "docs/convergence.md", f"one scale ended {more:.1f} % higher"
+    yield "docs/deepspeed.md", f"one scale ended {more:.1f} % higher"
+    narrow = sum(a - b for a, b in zip(sorted(tied("blocks of 512")), sorted(blocks), strict=True)) / 2
+    yield "docs/convergence.md", f"blocks of 512 another {-narrow:.1f} % lower"
+    lamb = [
+        sorted(losses(f"OnebitLamb, {bits} bits, frozen at {share}%", "Lamb, 1000 steps", (8,))[0] for bits in (4, 8))
+        for share in (20, 30)
+    ]
+    said = "at 20 % the loss ended {:.1f} to {:.1f} % above LAMB, at 30 % {:.1f} to {:.1f} %"
+    yield "docs/convergence.md", said.format(*lamb[0], *lamb[1])
+    clip = [tuned(f"OnebitAdam, clip={clip}, 600 steps", 8) for clip in ("local", "sketch")]
+    yield "docs/convergence.md", f"8 ranks ended {clip[0]:.1f} % above AdamW, with the sketch {-clip[1]:.1f} % below"
+    short = [tuned(f"OnebitAdam, {kind}, 200 steps") for kind in ("frozen at 20%", "defaults")]
+    yield "docs/convergence.md", f"the loss ended {short[0]:.1f} % above AdamW, without freezing {short[1]:.1f} %"
+    yield "docs/choosing.md", f"freezing it at 20 % of 200 steps cost {short[0]:.1f} % of loss"
+
+
+@pytest.mark.parametrize(("page", "words"), [*sentences()], ids=lambda value: value[:40])
+def test_numbers_in_sentences_are_those_of_the_results(page: str, words: str) -> None:
+    assert words in text_of(page)
+
+
+#: Numbers that are names or settings, and no measurement.
+SETTINGS = (
+    r"0/1 Adam|ZeRO-1/2|GPT-2|seq2seq|float32|AVX-512|FSDP[12]|Apache-2\.0|Python 3\.10|zero_stage=2|"
+    r"\d+-bit|int[48]|[\d.]+ (to \d+ )?[GM]bit/s"
+    r"|\b[\d,]+ (steps|ranks|seeds|GPUs|machines|CPU|idle|million)|2, 4 and 8 ranks|0\.6 s|About \d minutes"
 )
-def test_the_tables_of_the_network(name: str, page: str) -> None:
-    text, rows = (DOCS / f"{page}.md").read_text(), benchmark_network.read_rows(DOCS / f"{name}.json")
-    assert len(rows) == len(rows_of(name))
-    for place in {(row.model, row.ranks, row.per_node) for row in rows}:
-        lines = benchmark_network.table([row for row in rows if (row.model, row.ranks, row.per_node) == place])
-        assert "\n".join(lines) in text, place
 
 
-def test_the_table_of_bytes_of_runs() -> None:
-    page, rows = (DOCS / "bytes_of_runs.md").read_text(), benchmark_time_to_loss.read_rows(DOCS / "bytes_of_runs.md")
-    numbers = dict.fromkeys(("ranks", "threads", "batch_size", "tokens", "steps", "seed"), 0)
-    made = benchmark_time_to_loss.report(rows, Namespace(links=[], report=None, **numbers)).splitlines()
-    tables = [line for line in made if line.startswith("|")]
-    assert len(tables) >= 5
-    assert [line for line in page.splitlines() if line.startswith("|")] == tables
-
-
-def test_the_table_of_the_readme() -> None:
-    names = {"ddp": "DDP, `adamw_torch`", "fp16": "DDP, 16-bit gradients", "powersgd": "DDP, PowerSGD of rank 1"}
-    names |= {"onebit_adam": "`onebit_adam`", "zero_one_adam": "`zero_one_adam`"}
-    measured = {
-        (row["method"], row["link"]): 1e3 * statistics.median(row["seconds"])
-        for row in rows_of("network")
-        if (row["model"], row["ranks"]) == ("30M", 2)
-    }
-    readme = (REPO_ROOT / "README.md").read_text()
-    links = ("10 Gbit/s", "1 Gbit/s", "100 Mbit/s")
-    assert f"| {' | '.join(links)} |" in readme
-    for method, name in names.items():
-        cells = (f"{measured[method, link]:.0f}" for link in links)
-        assert f"| {name} | {' | '.join(cells)} |" in readme
-
-
-def test_the_times_of_the_readme() -> None:
-    rows = benchmark_time_to_loss.read_rows(DOCS / "time_to_loss.md")
-    rows = [row for row in rows if row.link == "100 Mbit/s"]
-    target = benchmark_time_to_loss.NEAR * next(row for row in rows if row.method == "adamw").losses[-1]
-    seconds = {row.method: benchmark_time_to_loss.seconds_to(row, target) or 0.0 for row in rows}
-    readme = " ".join((REPO_ROOT / "README.md").read_text().split())
-    said = re.search(r"At 100 Mbit/s `onebit_adam` reaches AdamW's loss ([\d.]+) times .*? and ([\d.]+) times", readme)
-    assert said is not None
-    found = [f"{seconds[method] / seconds['onebit_adam']:.1f}" for method in ("adamw", "fp16")]
-    assert list(said.groups()) == found
-
-
-def test_the_losses_of_the_readme() -> None:
-    """The least and the most that 1-bit Adam's means over the seeds lie below AdamW's, on 2, 4 and 8 ranks."""
-    results = compare_convergence.Results(rows_of("convergence"), CONVERGENCE)
-    run, seeds = compare_convergence.ALL_RUNS["OnebitAdam, state=compact"], CONVERGENCE.seeds
-    found = []
-    for ranks in (2, 4, 8):
-        mine = results(run, ranks, seeds)
-        difference = compare_convergence.differences(mine, results.partner_of(run, ranks, seeds))
-        assert difference is not None and len(difference[1]) == 3
-        found.append(-difference[0])
-    said = re.search(r"(\d\.\d) to (\d\.\d) %\s+below", (REPO_ROOT / "README.md").read_text())
-    assert said is not None and (f"{min(found):.1f}", f"{max(found):.1f}") == said.groups()
+def test_every_number_of_the_readme_is_found_in_the_results() -> None:
+    text = re.sub(
+        r"```.*?```|\]\([^)]*\)|<!-- table .*?<!-- end of table -->", " ", README.read_text(), flags=re.DOTALL
+    )
+    text = " ".join(re.sub(r"[*`]", "", text).split())
+    for page, words in sentences():
+        text = text.replace(words, " ") if page == "README.md" else text
+    ratio = f"{made.fewer('AdamW, int4 gradients', 4):.1f}"
+    assert set(re.findall(r"\d[\d.,]*", re.sub(SETTINGS, " ", text))) <= {ratio}
 
 
 @pytest.mark.parametrize(("link", "row"), [("100G", 0), ("25G", 1), ("10G", 1), ("2.5G", 2), ("1G", 3), ("100M", 3)])
-def test_the_choices_of_the_readme_are_those_of_the_planner(
-    link: str, row: int, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md"])
+def test_the_choices_are_those_of_the_planner(
+    page: str, link: str, row: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = (REPO_ROOT / "README.md").read_text()
-    (command,) = re.findall(r"^hf-compressopt (estimate .*)$", readme, re.MULTILINE)
+    text = (REPO_ROOT / page).read_text()
+    (command,) = re.findall(r"^hf-compressopt (estimate .*)$", text, re.MULTILINE)
     words = command.split()
     words[words.index("--bandwidth") + 1] = link
     assert cli.main([*words, "--json"]) == 0
     _, optim, *options = json.loads(capsys.readouterr().out)["advised"].split()
-    table = readme.split("| network between the machines | `--optim` |\n|---|---|\n")[1].splitlines()
-    # fused_adam is AdamW: a model of the network cannot tell them apart
-    assert f"`{'fused_adam' if (optim, row) == ('adamw_torch', 0) else optim}`" in table[row]
+    table = text.split("| network between the machines | `--optim`")[1].splitlines()[2:]
+    assert f"`{optim}`" in table[row]
     assert all(f"`{option}`" in table[row] for option in options[1:])

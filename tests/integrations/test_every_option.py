@@ -1,7 +1,5 @@
-"""Every option of the compressed optimizers in a plain loop, Accelerate and Trainer, resumed in either stage."""
+"""Every option of the compressed optimizers: it has an effect, or none, and a run resumes in either stage."""
 
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from torch import Tensor
 
 from tests.integrations.test_stress import Regression, examples
 from tests.support.harness import run_ranks
-from tests.support.trainer_runs import use_accelerate
 
 STEPS, SAVES = 8, (2, 6)  # of the saves one is in each stage
 CLIP = 0.05  # below the norm of the gradients
@@ -80,11 +77,7 @@ def network() -> Regression:
     return Regression()
 
 
-def flat(model: torch.nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
-
-
-def plain(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
+def train(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
     from hf_compressopt import average_gradients, load_state, save_state
     from hf_compressopt.integrations.algorithms import ALGORITHMS
 
@@ -101,84 +94,29 @@ def plain(rank: int, world_size: int, name: str, given: dict[str, Any], folder: 
         if step in SAVES and not resume:
             save_state(optimizer, f"{folder}/{step}")
             torch.save(model.state_dict(), f"{folder}/{step}/model-{rank}.pt")
-    return flat(model)
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def accelerated(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
-    """By the plug-in if it has all the options, else with the optimizer itself."""
-    use_accelerate(rank, world_size)
-    from accelerate import DistributedDataParallelKwargs
-
-    from hf_compressopt import CompressOptAccelerator, CompressOptPlugin
-    from hf_compressopt.integrations.algorithms import ALGORITHMS
-
-    model, options = network(), {"lr": 1e-2, "weight_decay": 0.1}
-    plugin, optimizer = None, None
-    if given.keys() <= {field.name for field in fields(CompressOptPlugin)}:
-        plugin = CompressOptPlugin(optimizer=name, total_steps=STEPS, **given)
-        optimizer = torch.optim.AdamW(model.parameters(), **options)
-    else:
-        optimizer = ALGORITHMS[name](model.parameters(), **options, **given)
-    one_order = DistributedDataParallelKwargs(find_unused_parameters=True)  # of the buckets, also after a resume
-    accelerator = CompressOptAccelerator(cpu=True, compressopt_plugin=plugin, kwargs_handlers=[one_order])
-    ddp, prepared = accelerator.prepare(model, optimizer)
-    assert type(prepared.optimizer) is ALGORITHMS[name]
-    if resume:
-        accelerator.load_state(f"{folder}/{resume}")
-    for step in range(resume + 1, STEPS + 1):
-        accelerator.backward(ddp(**batch(rank, step))["loss"])
-        accelerator.clip_grad_norm_(ddp.parameters(), CLIP)
-        prepared.step()
-        prepared.zero_grad()
-        if step in SAVES and not resume:
-            accelerator.save_state(f"{folder}/{step}")
-    return flat(model)
-
-
-def trained(rank: int, world_size: int, name: str, given: dict[str, Any], folder: str, resume: int) -> Tensor:
-    use_accelerate(rank, world_size)
-    from transformers import Trainer, TrainingArguments
-
-    import hf_compressopt.auto  # noqa: F401
-
-    args = TrainingArguments(
-        output_dir=folder,
-        optim=name,
-        optim_args=",".join(f"{option}={value}" for option, value in given.items()),
-        max_steps=STEPS,
-        save_strategy="steps",
-        save_steps=2,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        max_grad_norm=CLIP,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        ddp_find_unused_parameters=True,  # one order of the buckets, also after a resume
-    )
-    trainer = Trainer(model=network(), args=args, train_dataset=examples(False))
-    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{resume}" if resume else None)
-    return flat(trainer.model)
-
-
-HOSTS: dict[str, Callable[..., Tensor]] = {"plain loop": plain, "Accelerate": accelerated, "Trainer": trained}
-
-
-def run_rows(rank: int, world_size: int, host: str, directory: str, count: int) -> list[tuple[Tensor, list[bool]]]:
+def run_rows(rank: int, world_size: int, directory: str, count: int) -> list[tuple[Tensor, list[bool]]]:
     """The parameters of each row's run, and whether the runs that were resumed in each stage end with them."""
     results = []
     for number, (_, name, own, _) in enumerate(ROWS[:count]):
         given = {key: world_size if value == ALL_RANKS else value for key, value in {**BASE[name], **own}.items()}
-        row = world_size, name, given, f"{directory}/{number}"
-        whole = HOSTS[host](rank, *row, 0)
-        results.append((whole, [torch.equal(HOSTS[host](rank, *row, step), whole) for step in SAVES]))
+        row = rank, world_size, name, given, f"{directory}/{number}"
+        whole = train(*row, 0)
+        results.append((whole, [torch.equal(train(*row, step), whole) for step in SAVES]))
     return results
 
 
-def check_rows(host: str, world_size: int, directory: Path, count: int = len(ROWS)) -> None:
-    ranks = run_ranks(world_size, run_rows, host, str(directory), count, timeout=840)
-    bases = {name: ranks[0][number][0] for number, (_, name, _, _) in enumerate(ROWS[: len(BASE)])}
+@pytest.mark.timeout(900)
+@pytest.mark.invariant(21)
+@pytest.mark.parametrize(
+    ("world_size", "count"),
+    [(2, FEW), *(pytest.param(ranks, len(ROWS), marks=pytest.mark.full) for ranks in (2, 3))],
+)
+def test_every_option_works(world_size: int, count: int, tmp_path: Path) -> None:
+    ranks = run_ranks(world_size, run_rows, str(tmp_path), count, timeout=840)
+    bases = {name: ranks[0][number][0] for number, name in enumerate(BASE)}
     wrong = []
     for number, (option, name, own, changes) in enumerate(ROWS[:count]):
         params, resumed = ranks[0][number]
@@ -197,16 +135,3 @@ def test_every_option_that_text_can_set_has_a_row() -> None:
 
     legal = {option for cls in ALGORITHMS.values() for option in text_options(cls)}
     assert legal - ONE_VALUE == {option for option, *_ in TABLE}
-
-
-@pytest.mark.invariant(21)
-def test_a_few_options_work_in_a_plain_loop(tmp_path: Path) -> None:
-    check_rows("plain loop", 2, tmp_path, FEW)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(900)
-@pytest.mark.invariant(21)
-@pytest.mark.parametrize(("host", "world_size"), [(host, count) for host in HOSTS for count in (2, 3)])
-def test_every_option_works_in_every_host(host: str, world_size: int, tmp_path: Path) -> None:
-    check_rows(host, world_size, tmp_path)

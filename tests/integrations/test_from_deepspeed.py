@@ -258,15 +258,17 @@ def test_the_same_arithmetic(kind: str) -> None:
     assert "scale_block" not in plain.optim_args
 
 
-def test_a_freeze_step_of_auto_is_left_to_trainer() -> None:
-    assert "freeze_step" not in translate(with_optimizer("OneBitAdam", freeze_step="auto")).optim_args
-
-
-def test_mpi_and_masks() -> None:
-    translation = translate(with_optimizer("OneBitAdam", comm_backend_name="mpi", cuda_aware=True, exp_avg_mask=[1, 0]))
+def test_mpi_masks_auto_and_sections_that_are_off() -> None:
+    translation = translate(
+        with_optimizer("OneBitAdam", comm_backend_name="mpi", cuda_aware=True, exp_avg_mask=[1, 0], freeze_step="auto")
+    )
     assert translation.optim_args["communicator"] == "mpi" and translation.optim_args["cuda_aware"] is True
+    assert "freeze_step" not in translation.optim_args
     (row,) = [row for row in translation.rows if row.option.endswith("exp_avg_mask")]
     assert "param group" in row.remark
+    off = {"flops_profiler": {"detailed": True, "enabled": False}, "wandb": {"enabled": False, "team": "x"}}
+    rows = [row for row in translate(off).rows if row.given]
+    assert {row.kind for row in rows} == {SAME} and len(rows) == 4
 
 
 def test_loss_scales_are_had_in_accelerate_alone() -> None:
@@ -360,12 +362,6 @@ def test_every_option_is_accounted_for() -> None:
 
 
 KINDS = {"OneBitAdam": OnebitAdam, "ZeroOneAdam": ZeroOneAdam, "OneBitLamb": OnebitLamb, "Lamb": Lamb}
-
-
-def test_sections_that_are_off_lose_nothing() -> None:
-    config = {"flops_profiler": {"detailed": True, "enabled": False}, "wandb": {"enabled": False, "team": "x"}}
-    rows = [row for row in translate(config).rows if row.given]
-    assert {row.kind for row in rows} == {SAME} and len(rows) == 4
 
 
 # -- Accelerate -------------------------------------------------------------------------------------------------------

@@ -9,21 +9,20 @@ from torch import nn
 
 from tests.support.harness import run_ranks
 from tests.support.spreading import short
-from tests.support.trainer_runs import Run, equal_params, loads_optimizer_pt, same_on_all_ranks, train, use_accelerate
+from tests.support.trainer_runs import (
+    VARIANTS,
+    Run,
+    equal_params,
+    loads_optimizer_pt,
+    losses,
+    same_on_all_ranks,
+    train,
+    use_accelerate,
+)
 
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
-    "clipping": ({"max_grad_norm": 0.3}, {}),
-    "bf16_autocast": ({"bf16": True}, {}),
-    "gradient_checkpointing": ({"gradient_checkpointing": True}, {}),
-    "find_unused_parameters": ({"ddp_find_unused_parameters": True}, {"unused": True}),
-    "evaluate_before_train": ({}, {"evaluate_first": True}),
-    "partly_frozen": ({}, {"frozen": True}),
-    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),
-}
-#: The others are for the long tests.
+#: Of VARIANTS; the second ones are for the long tests.
 SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "scaler")
+EACH = (*SHORT, "clipping", "bf16_autocast", "evaluate_before_train", "partly_frozen")
 OPTIMIZERS = ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "fused_adam", "lamb"]
 
 
@@ -31,11 +30,7 @@ def run(arguments: dict[str, Any], tmp_path: Path, world_size: int = 2, **more: 
     return run_ranks(world_size, train, Run({"output_dir": str(tmp_path), **arguments}, **more), timeout=240)
 
 
-def losses(result: dict[str, Any]) -> list[float]:
-    return [row["loss"] for row in result["history"] if "loss" in row]
-
-
-@pytest.mark.parametrize("name", short(VARIANTS, SHORT))
+@pytest.mark.parametrize("name", short(EACH, SHORT))
 def test_trainer_trains_as_without_compression(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
     arguments = {"optim": "adamw_torch", "adam_epsilon": 1e-5, **arguments}

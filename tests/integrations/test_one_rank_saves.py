@@ -65,19 +65,6 @@ def test_rank_0_alone_saves_in_callbacks_and_after_the_training(best: bool, tmp_
         assert equal_params(saved(Path(found[0]["best"])), found[0]["params"])
 
 
-def copies_after_training(rank: int, world_size: int, directory: str) -> tuple[bool, bool, int]:
-    """Train to the middle of a local interval; count the param groups that keep a second set of parameters."""
-    trainer = make_trainer(rank, world_size, Run({**ZERO_ONE, "max_steps": 10, "output_dir": directory}))
-    trainer.train()
-    states: list[Any] = trainer.optimizer.optimizer._states
-    kept = sum(state.own_params is not None for state in states)
-    return trainer.watch.alike[-1], same_on_all_ranks(trainer.model.parameters()), kept
-
-
-def test_no_second_set_of_parameters_lives_on_after_the_training(tmp_path: Path) -> None:
-    assert run_ranks(2, copies_after_training, str(tmp_path), timeout=120) == [(False, True, 0)] * 2
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))

@@ -102,22 +102,6 @@ def test_causal_lm_trains_evaluates_and_resumes_with_two_processes(launched: boo
 
 
 @pytest.mark.full
-def test_causal_lm_has_the_losses_of_adamw_with_zero_and_the_fused_one(tmp_path: Path) -> None:
-    losses = {}
-    for optim in ("adamw_torch", "zero2_adamw", "fused_adam"):
-        settings = {**CAUSAL_LM, "optim": optim, "learning_rate": 1e-3}
-        del settings["optim_args"]
-        run_in_ranks(2, [*words("causal_lm", tmp_path / optim, settings), "--tiny"])
-        losses[optim] = [*logged(tmp_path / optim, "loss"), read(tmp_path / optim / "eval_results.json")["eval_loss"]]
-    assert losses["zero2_adamw"] == pytest.approx(losses["adamw_torch"], rel=1e-5)
-    assert losses["fused_adam"] == pytest.approx(losses["adamw_torch"], rel=1e-5)
-    header = read(tmp_path / "zero2_adamw" / "checkpoint-3" / "compressopt.index.json")["header"]
-    assert (header["class"], header["stage"], header["world_size"]) == ("ZeroOptimizer(AdamW)", 2, 2)
-    state = torch.load(tmp_path / "fused_adam" / "checkpoint-3" / "optimizer.pt", weights_only=True)
-    assert "adam_w_mode" in state["param_groups"][0]
-
-
-@pytest.mark.full
 def test_text_classification_trains_on_files_as_two_machines(tmp_path: Path) -> None:
     with (
         (tmp_path / "train.csv").open("w", newline="") as train,

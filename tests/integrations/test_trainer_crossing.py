@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hf_compressopt import cli
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
-from tests.support.trainer_runs import OLD_HOST, Run, equal_params, train, use_accelerate
+from tests.support.trainer_runs import OLD_HOST, Run, equal_params, losses, train, use_accelerate
 
 pytestmark = pytest.mark.skipif(
     OLD_HOST, reason="this transformers resumes with the batch size per rank of the checkpoint"
@@ -80,10 +80,6 @@ def result_of(world_size: int, run: Run) -> Result:
     """Rank 0's result."""
     result: Result = run_ranks(world_size, train, run, timeout=240)[0]
     return result
-
-
-def losses(result: Result) -> list[float]:
-    return [float(row["loss"]) for row in result["history"] if "loss" in row]
 
 
 Runs = Callable[[str], Result]

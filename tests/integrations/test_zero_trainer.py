@@ -8,40 +8,18 @@ import torch
 
 from tests.support.harness import run_ranks
 from tests.support.spreading import short
-from tests.support.trainer_runs import Run, equal_params, train
+from tests.support.trainer_runs import VARIANTS, Run, losses, train
 
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
-    "clipping": ({"max_grad_norm": 0.3}, {}),
-    "bf16_autocast": ({"bf16": True}, {}),
-    "checkpointing_reentrant": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {},
-    ),
-    "checkpointing": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        {},
-    ),
-    "torch_compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
-    "unused": ({}, {"unused": True}),
-    "frozen": ({}, {"frozen": True}),
-    "evaluate_first": ({}, {"evaluate_first": True}),
-    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),
-}
-#: The others are for the long tests.
-SHORT = ("plain", "accumulation", "checkpointing", "unused", "scaler")
+#: Of VARIANTS; the second ones are for the long tests.
+SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "scaler")
+EACH = (*SHORT, "clipping", "bf16_autocast", "reentrant", "torch_compile", "partly_frozen", "evaluate_before_train")
 
 
 def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
     return [train(rank, world_size, run) for run in runs]
 
 
-def losses(result: dict[str, Any]) -> list[float]:
-    return [row["loss"] for row in result["history"] if "loss" in row]
-
-
-@pytest.mark.parametrize("name", short(VARIANTS, SHORT))
+@pytest.mark.parametrize("name", short(EACH, SHORT))
 def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
     arguments = {"output_dir": str(tmp_path), "max_steps": 6, "learning_rate": 1e-3, **arguments}
@@ -65,18 +43,6 @@ def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Pa
             continue  # Accelerate's own reports the norm of scaled gradients here
         norms = [[row["grad_norm"] for row in r["history"] if "grad_norm" in row] for r in (result, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
-def test_resume_is_the_uninterrupted_run(tmp_path: Path) -> None:
-    def run(output: str, **more: Any) -> list[dict[str, Any]]:
-        arguments = {"output_dir": str(tmp_path / output), "optim": "zero2_adamw", "gradient_accumulation_steps": 2}
-        saving = {} if more else {"save_strategy": "steps", "save_steps": 3}
-        return run_ranks(2, train, Run({**arguments, **saving}, **more), timeout=240)
-
-    whole = run("whole")
-    resumed = run("resumed", resume=str(tmp_path / "whole" / "checkpoint-3"))
-    assert equal_params(whole[0]["params"], resumed[0]["params"]) and len(resumed[0]["rows"]) == 5
-    assert (tmp_path / "whole" / "checkpoint-3" / "compressopt.index.json").is_file()
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:

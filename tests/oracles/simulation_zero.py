@@ -1,7 +1,7 @@
 """ZeRO with small messages on W ranks, in one process: gradients up with error feedback, differences down.
 
-The messages are numpy's, rounded to float32 as docs/zero.md says, so that real ranks must leave the same bits. AdamW is
-torch's, on whole masters.
+The messages are numpy's, rounded to float32 as docs/algorithms.md says, so that real ranks must leave the same bits.
+AdamW is torch's, on whole masters.
 """
 
 from collections.abc import Sequence

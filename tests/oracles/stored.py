@@ -1,4 +1,4 @@
-"""The float32 values of the compact tensors of a checkpoint, in NumPy, from docs/checkpoint_format.md alone."""
+"""The float32 values of the compact tensors of a checkpoint, in NumPy, from docs/dev/checkpoint_format.md alone."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""An algorithm as somebody else would add it, by docs/adding_an_algorithm.md: signSGD with momentum.
+"""An algorithm as somebody else would add it, by docs/dev/adding_an_algorithm.md: signSGD with momentum.
 
 Source: Bernstein et al. 2018, arXiv 1802.04434 (Signum). With g_r the gradient of rank r and g their mean,
 

@@ -36,6 +36,32 @@ class Run:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+#: Further arguments of a Trainer, and options of its Run.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+    "clipping": ({"max_grad_norm": 0.3}, {}),
+    "no_clipping": ({"max_grad_norm": 0.0}, {}),
+    "bf16_autocast": ({"bf16": True}, {}),
+    "gradient_checkpointing": ({"gradient_checkpointing": True}, {}),
+    "reentrant": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {},
+    ),
+    "torch_compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, {}),
+    "find_unused_parameters": ({"ddp_find_unused_parameters": True}, {"unused": True}),
+    "no_find_unused_parameters": ({"ddp_find_unused_parameters": False}, {}),
+    "evaluate_before_train": ({}, {"evaluate_first": True}),
+    "evaluate_before_train_compiled": (
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"evaluate_first": True},
+    ),
+    "uneven_last_window": ({"gradient_accumulation_steps": 5}, {}),  # of 24 micro-batches an epoch: the 5th step has 4
+    "partly_frozen": ({}, {"frozen": True}),
+    "scaler": ({"max_grad_norm": 0.0}, {"scaler": True}),  # Accelerate itself clips before it unscales here
+}
+
+
 def use_accelerate(rank: int, world_size: int) -> None:
     """Make accelerate take the process group that is there, as if a launcher had started this process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -182,6 +208,11 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         "model_class": type(getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)).__name__,
         "best": trainer.state.best_model_checkpoint,
     }
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    """The losses in the log lines of a run."""
+    return [float(row["loss"]) for row in result["history"] if "loss" in row]
 
 
 def equal_params(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
