@@ -22,11 +22,11 @@ TOTALS = {
     "lines of scripts": 5234,
 }
 CALLED = {
-    "OnebitAdam": 36,
-    "ZeroOneAdam": 37,
-    "OnebitLamb": 36,
-    "DDP, int4 gradients": 20,
-    "ZeRO-2": 26,
+    "OnebitAdam": 21,
+    "ZeroOneAdam": 22,
+    "OnebitLamb": 22,
+    "DDP, int4 gradients": 17,
+    "ZeRO-2": 18,
 }
 
 
