@@ -13,6 +13,7 @@ from functools import wraps
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -23,12 +24,12 @@ def kept_per_device(make: Callable[[torch.device], Tensor]) -> Callable[[torch.d
 
     @wraps(make)
     def table(device: torch.device) -> Tensor:
-        found = tables.get(device)
-        if found is None:
-            found = make(device)
-            if type(found) is Tensor and not torch.compiler.is_compiling():
-                tables[device] = found
-        return found
+        # FakeTensorMode takes no real tensor, and dynamo traces no question for modes
+        if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+            return make(device)
+        if device not in tables:
+            tables[device] = make(device)
+        return tables[device]
 
     return table
 

@@ -43,7 +43,8 @@ def plug_in(
         prepared.append(get_linear_schedule_with_warmup(optimizer, 0, count))
     with log_lines() as lines:
         inner = accelerator.prepare(*prepared)[1].optimizer
-    fitted = [getattr(inner, name, None) for name in ("freeze_step", "max_freeze_step")]
+    schedule = getattr(inner, "schedule", None)
+    fitted = [getattr(schedule, name, None) for name in ("freeze_step", "max_freeze_step")]
     return {"class": type(inner).__name__, "fitted": fitted, "lines": lines}
 
 
