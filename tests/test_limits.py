@@ -17,9 +17,9 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 91,
-    "lines of the package": 24522,
-    "lines of tests": 29691,
-    "lines of scripts": 5234,
+    "lines of the package": 24_600,
+    "lines of tests": 29_800,
+    "lines of scripts": 5_300,
 }
 CALLED = {
     "OnebitAdam": 21,
