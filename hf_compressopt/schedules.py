@@ -18,7 +18,7 @@ AUTO = "auto"
 #: Steps that a variance must have learnt from before "auto" freezes it, unless an option says otherwise. In simulated
 #: runs a variance of 80 steps could be frozen, and one of 40 could not.
 MIN_FREEZE_STEP = 100
-#: A shorter run stays in its first stage, if that stage sends low-bit gradients.
+#: A shorter run stays in its warmup stage, if that stage sends low-bit gradients.
 SHORT_RUN = 300
 _Schedule = TypeVar("_Schedule", bound="Schedule")
 
@@ -33,7 +33,7 @@ class Stage(Enum):
 
     @property
     def number(self) -> float:
-        """The stage as a number, for logs that take no words: 0.0 for an algorithm's first stage, 1.0 for its last."""
+        """The stage as a number, for logs that take no words: 0.0 for an algorithm's warmup stage, 1.0 for its last."""
         return 0.0 if self in (Stage.WARMUP, Stage.VARIANCE) else 1.0
 
 
@@ -67,14 +67,14 @@ class StepPlan:
 
 
 class Schedule(ABC):
-    """A schedule whose first stage ends for good when the variance is frozen.
+    """A schedule whose warmup stage ends for good when the variance is frozen.
 
     Subclasses are frozen dataclasses whose fields are options of an optimizer.
 
     Attributes:
-        freeze_step: Last step of the first stage, or "auto": the variance finds it.
-        freeze_share: Share of a run that the first stage takes at most, unless it is given.
-        low_bit_freeze_share: The same if the first stage sends low-bit gradients.
+        freeze_step: Last step of the warmup stage, or "auto": the variance finds it.
+        freeze_share: Share of a run that the warmup stage takes at most, unless it is given.
+        low_bit_freeze_share: The same if the warmup stage sends low-bit gradients.
         max_freeze_step: Bound on the step that "auto" finds. It yields to ``min_freeze_step`` and to the warmup of the
             learning rate; see :class:`Warmup`.
         min_freeze_step: The first step that "auto" may find.
@@ -118,32 +118,32 @@ class Schedule(ABC):
 
     @property
     def last_warmup_step(self) -> int:
-        """Last step of the first stage; with "auto" the last one that is found if the learning rate has no warmup."""
+        """Last step of the warmup stage; with "auto" the last one that is found if the learning rate has no warmup."""
         if isinstance(self.freeze_step, int):
             return self.freeze_step
         return max(self.max_freeze_step, self.min_freeze_step)
 
-    def is_in_first_stage(self, step: int) -> bool:
-        """Return whether a step belongs to the first stage, as far as is known before it."""
+    def is_in_warmup_stage(self, step: int) -> bool:
+        """Return whether a step belongs to the warmup stage, as far as is known before it."""
         return not isinstance(self.freeze_step, int) or step <= self.freeze_step
 
     def expected(self: _Schedule) -> _Schedule:
-        """Return the schedule whose first stage ends where "auto" ends it at the latest, without a warmup."""
+        """Return the schedule whose warmup stage ends where "auto" ends it at the latest, without a warmup."""
         return self.frozen_at(self.last_warmup_step)
 
     def frozen_at(self: _Schedule, step: int | str) -> _Schedule:
-        """Return the schedule whose first stage ends with this step."""
+        """Return the schedule whose warmup stage ends with this step."""
         return replace(self, freeze_step=step)  # type: ignore[type-var]
 
     def is_given(self, given: Collection[str]) -> bool:
-        """Return whether the end of the first stage is among the options that a user gave, and known."""
+        """Return whether the end of the warmup stage is among the options that a user gave, and known."""
         return "freeze_step" in given and self.freeze_step != AUTO
 
     def fitted(self: _Schedule, max_steps: int, given: Collection[str], *, low_bit: bool = False) -> _Schedule:
         """Fit the schedule to a run of ``max_steps`` steps; the options named in ``given`` keep their values.
 
-        The variance finds the end of the first stage within a share of the run. A run of fewer than ``SHORT_RUN``
-        steps stays in its first stage if that sends gradients in a few bits (``low_bit``), else it freezes early.
+        The variance finds the end of the warmup stage within a share of the run. A run of fewer than ``SHORT_RUN``
+        steps stays in its warmup stage if that sends gradients in a few bits (``low_bit``), else it freezes early.
         """
         if self.is_given(given):
             return self
@@ -160,7 +160,7 @@ class Schedule(ABC):
         if self.is_given(given):
             return f"of {max_steps} steps, as given"
         if self.last_warmup_step > max_steps:
-            return f"the first stage takes all {max_steps} steps, too few to freeze a variance"
+            return f"the warmup stage takes all {max_steps} steps, too few to freeze a variance"
         return f"freeze_step is found by the variance, at most {self.last_warmup_step} of {max_steps} steps"
 
 
@@ -176,7 +176,7 @@ class OnebitSchedule(Schedule):
     min_freeze_step: int = MIN_FREEZE_STEP
 
     def plan(self, step: int) -> StepPlan:
-        warmup = self.is_in_first_stage(step)
+        warmup = self.is_in_warmup_stage(step)
         return StepPlan(
             step=step,
             stage=Stage.WARMUP if warmup else Stage.COMPRESSED,
@@ -212,7 +212,7 @@ class ZeroOneSchedule(Schedule):
     local_step_clipper: int = 16
 
     def plan(self, step: int) -> StepPlan:
-        if self.is_in_first_stage(step):
+        if self.is_in_warmup_stage(step):
             learns = step % self.variance_interval(step) == 0
             return StepPlan(step, Stage.VARIANCE, learns, learns, not learns, step == self.freeze_step)
         synchronizes = step % self.local_interval(step) == 0

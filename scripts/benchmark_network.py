@@ -142,7 +142,7 @@ METHODS = {
     "onebit_adam_late": signs("OnebitAdam, clip=late", f"{FROZEN},clip=late"),
     "hsdp_16": Method("HSDP of FSDP2, 16-bit gradients", between="bfloat16"),
     "hsdp_int4": Method("HSDP of FSDP2, int4 gradients between nodes", between="int4"),
-    "first_stage": low_bit("OnebitAdam, first stage", "freeze_step=100000,warmup_bits=4", optim="onebit_adam"),
+    "warmup_stage": low_bit("OnebitAdam, warmup stage", "freeze_step=100000,warmup_bits=4", optim="onebit_adam"),
     "zero_one_adam": Method(
         "ZeroOneAdam",
         LAST_STAGE,

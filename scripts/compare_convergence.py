@@ -160,7 +160,7 @@ def values_cell(key: str) -> Callable[[Rows, Rows], str]:
     return lambda rows, _: ", ".join(f"{value:,}" for value in sorted({row[key] for row in rows.values()} - {None}))
 
 
-LOSS, ROUNDS, SWITCH = "evaluation loss", "rounds", "last step of the first stage"
+LOSS, ROUNDS, SWITCH = "evaluation loss", "rounds", "last step of the warmup stage"
 DIFFERENCE, SENT = "against the uncompressed, %", "MB sent per rank"
 CELLS: dict[str, Callable[[Rows, Rows], str]] = {
     LOSS: loss_cell,

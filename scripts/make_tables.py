@@ -34,7 +34,7 @@ METHODS = {
     "zero2_int4": "`zero2_adamw`, int4 both ways",
     "zero2_int4_levels": "`zero2_adamw`, int4 both ways, hierarchical",
     "zero_torch": "DDP, torch's ZeroRedundancyOptimizer",
-    "first_stage": "`onebit_adam`, warmup stage",
+    "warmup_stage": "`onebit_adam`, warmup stage",
     "onebit_adam": "`onebit_adam`, compressed stage",
     "onebit_adam_levels": "`onebit_adam`, compressed stage, hierarchical",
     "onebit_adam_zero2": "`onebit_adam`, compressed stage, `zero_stage=2`",
@@ -109,7 +109,7 @@ def whole_runs() -> dict[str, tuple[float, float, float]]:
     def of(method: str) -> tuple[float, float, float]:
         return megabytes[method], median(fast, method), median(slow, method)
 
-    run = [WARMUP * a + (1 - WARMUP) * b for a, b in zip(of("first_stage"), of("onebit_adam"), strict=True)]
+    run = [WARMUP * a + (1 - WARMUP) * b for a, b in zip(of("warmup_stage"), of("onebit_adam"), strict=True)]
     plain = {METHODS[method]: of(method) for method in (BASELINE, "ddp", "fp16", "int4")}
     return plain | {"`onebit_adam`, 1,000 steps, calculated": (run[0], run[1], run[2])}
 

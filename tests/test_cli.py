@@ -113,9 +113,9 @@ def test_estimate_is_the_formula_per_rank(capsys: pytest.CaptureFixture[str]) ->
     assert lines[-1].startswith("for times and advice give ")
     assert rows["ZeRO-2"] == "17.115" and rows["OnebitAdam, float32"] == f"{7 * (2 + 2 + 12 + 4 / 32):.3f}"
     errors, messages = 65 / 64 * 33 / 32, 1 / 8 + 4 / 4096
-    for form, states in (("first stage", 8 + errors), ("then", 1 + messages + errors)):
+    for form, states in (("warmup stage", 8 + errors), ("then", 1 + messages + errors)):
         assert float(rows[f"OnebitAdam, compact, {form}"]) == pytest.approx(7 * (2 + 2 + states), rel=1e-3)
-    shared_out = float(rows["OnebitAdam, zero_stage=1, first stage"])
+    shared_out = float(rows["OnebitAdam, zero_stage=1, warmup stage"])
     assert shared_out == pytest.approx(7 * (2 + 2 + 8 / 32 + errors), rel=1e-3)
-    freed = float(rows["OnebitAdam, zero_stage=2, first stage"])
+    freed = float(rows["OnebitAdam, zero_stage=2, warmup stage"])
     assert freed == pytest.approx(7 * (2 + 4 / 32 + 8 / 32 + errors + 65 / 64), rel=3e-3)  # and a bucket

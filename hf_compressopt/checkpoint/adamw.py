@@ -3,7 +3,7 @@
 AdamW divides its moments by bias corrections. The moments of a checkpoint are scaled so that this division gives what
 the run itself used. With t the steps of a parameter:
     m <- m (1 - b1^t) / c1,  v <- v (1 - b2^t) / c2
-Here c1 and c2 are the corrections that the run applies. In its first stage they are 1 - b1^t, and 1 - b2^n after n
+Here c1 and c2 are the corrections that the run applies. In its warmup stage they are 1 - b1^t, and 1 - b2^n after n
 updates of the variance. They are 1 if the corrections are part of the moments (after the switch) or off. In
 full-precision steps both factors are 1, and the moments keep their bits. A tensor that is each rank's own, such as 0/1
 Adam's momentum inside a local interval, becomes the mean over the ranks. A parameter that has no variance after the

@@ -292,7 +292,7 @@ class GroupBuffers:
         form = state.communicator.world_size, state.form.scale_block if state.feedback else None
         mine = sorted(moments.last) == starts
         mine = mine and all((last.world_size, last.scale_block) == form for last in moments.last.values())
-        keep = state.compact and frozen  # the first stage takes float32
+        keep = state.compact and frozen  # the warmup stage takes float32
         moments.decode(momentum=not (keep and mine), variance=not keep)
         if state.compact:
             moments.settle()

@@ -87,7 +87,7 @@ def fit(optimizer: CompressedOptimizer, steps: int) -> None:
         return  # low-bit gradients are compressed too; fit_schedule has warned of a warmup beyond the run
     elif all(optimizer.schedule.expected().plan(step).reduce_grads for step in (max(1, steps - 1), steps)):
         logger.warning(
-            "%s compresses nothing in this run: its first stage, in full precision, takes all %d steps of the "
+            "%s compresses nothing in this run: its warmup stage, in full precision, takes all %d steps of the "
             "run, as Trainer or its learning-rate scheduler counts them. Give a smaller freeze_step, or 'auto'",
             name,
             steps,

@@ -47,7 +47,7 @@ from hf_compressopt.optim.options import (
     in_lists,
     resolve_communicator,
 )
-from hf_compressopt.optim.sharded import FreedGradients, end_first_stage, take_sharded_step
+from hf_compressopt.optim.sharded import FreedGradients, end_warmup_stage, take_sharded_step
 from hf_compressopt.optim.state import HISTORY, STATE_KEY, load_full, load_with_hooks, make_stub, own_state, switched
 from hf_compressopt.optim.warmup import WarmupGradients, check_warmup_bits
 from hf_compressopt.schedules import AUTO, FreezeDetector, OnebitSchedule, Schedule, Stage, StepPlan, Warmup
@@ -65,7 +65,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     An algorithm subclasses it with a schedule (``schedule_class``), the local mathematics that makes a bucket's message
     (:meth:`_prepare`), and the update by the message that comes back (:meth:`_apply`).
 
-    With ``freeze_step="auto"`` the variance decides when the first stage ends (1-bit Adam, arXiv 2102.02888, section
+    With ``freeze_step="auto"`` the variance decides when the warmup stage ends (1-bit Adam, arXiv 2102.02888, section
     4.3; :class:`~hf_compressopt.schedules.FreezeDetector`), at the latest at ``max_freeze_step``. Ranks decide alike.
 
     In the stages in which ``plan.reduce_grads`` is True the caller averages the gradients over the ranks before
@@ -88,7 +88,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             share of the run, or 100,000 while its length is unknown.
         min_freeze_step: The first step that "auto" may find, >= 1; it also waits for the learning rate's warmup. None
             is 100, or fewer in a short run.
-        warmup_bits: Bits per element of the averaged gradients of the first stage: 4 or 8 send integers with error
+        warmup_bits: Bits per element of the averaged gradients of the warmup stage: 4 or 8 send integers with error
             feedback, 16 sends bfloat16, 32 the gradients as they are, which gives the bits of torch's AdamW.
         bias_correction: Whether Adam's bias corrections apply.
         betas: Coefficients of the running averages, each in [0, 1).
@@ -101,13 +101,13 @@ class CompressedOptimizer(torch.optim.Optimizer):
             norms, up to sqrt(world size) larger. In a local step of 0/1 Adam each rank clips by its own norm: with
             "sketch" divided by the usual ratio of such norms to that of the mean, which syncs measure. "late", of
             OnebitAdam, clips by the "sketch" of the step before, so that messages may leave during backward.
-        zero_stage: 1, of OnebitAdam: the ranks share out the moments of the first stage; 2: gradients leave and are
-            freed while backward runs, too, with clip="late" after the first stage; 0 is off.
+        zero_stage: 1, of OnebitAdam: the ranks share out the moments of the warmup stage; 2: gradients leave and are
+            freed while backward runs, too, with clip="late" after the warmup stage; 0 is off.
         scale_block: Elements that share a scale in a message, a positive multiple of 8; None is one per message.
         variance_floor: At the end of the warmup stage the second moment of every element is raised to this share of
             its tensor's mean, >= 0; 0 is off.
         bucket_cap_mb: MiB of float32 values that are sent together, > 0.
-        state: "compact" keeps errors in 8 bits, and after the first stage the variance too, on a logarithmic scale.
+        state: "compact" keeps errors in 8 bits, and after the warmup stage the variance too, on a logarithmic scale.
             "float32" keeps everything in float32.
         topology: The way of messages: "flat"; "hierarchical" (the ranks of a node average at full precision, and send
             one message of the node); "auto" is "hierarchical" if the launcher has started several nodes of several
@@ -362,7 +362,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._compressed_step(plan, compressed, gradients)
             for state in compressed:
                 state.steps += 1
-        if self._ends_first_stage(plan):
+        if self._ends_warmup_stage(plan):
             self._end_warmup(plan)
 
     def _compressed_step(self, plan: StepPlan, states: Sequence[GroupState], gradients: Grads | None) -> None:
@@ -395,7 +395,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     def _end_warmup(self, plan: StepPlan) -> None:
         clipped = 1.0 if self.freed is None else self.freed.clipped
-        end_first_stage(self._states, self._bias_counts, self.variance_floor, clipped)
+        end_warmup_stage(self._states, self._bias_counts, self.variance_floor, clipped)
         follow_moments(self.state.values())
         sent, norm = self._after_the_switch
         norm = ESTIMATE if self._consensus.clip == "sketch" else norm
@@ -473,7 +473,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
     # -- the schedule --------------------------------------------------------------------------------------------------
 
     def plan_at(self, step: int) -> StepPlan:
-        """Return the plan of step ``step``. With ``zero_stage`` step() averages the gradients of the first stage."""
+        """Return the plan of step ``step``. With ``zero_stage`` step() averages the gradients of the warmup stage."""
         plan = self.schedule.plan(step)
         shared_out = self.zero_stage > 0 and self.communicator.world_size > 1 and plan.stage.number == 0
         return replace(plan, reduce_grads=False, synchronize=True) if shared_out else plan
@@ -536,8 +536,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
             self._log(logging.WARNING, message, freeze_step, max_steps, self.plan.stage.value)
         return found
 
-    def _ends_first_stage(self, plan: StepPlan) -> bool:
-        """Return whether the step that was taken by this plan is the last one of the first stage.
+    def _ends_warmup_stage(self, plan: StepPlan) -> bool:
+        """Return whether the step that was taken by this plan is the last one of the warmup stage.
 
         "auto" ends the stage where the variance is stable, at the latest at ``max_freeze_step``; but not before
         ``min_freeze_step``, and not before the learning rate's warmup is over (:class:`Warmup`).
@@ -582,7 +582,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
             write_log(logger, level, message, *args)
 
     def _make_room_for_history(self) -> None:
-        """Allocate the norms that "auto" compares, unless the end of the first stage is known."""
+        """Allocate the norms that "auto" compares, unless the end of the warmup stage is known."""
         if self.schedule.freeze_step == AUTO:
             size = FreezeDetector.size(self.param_groups[0]["betas"][1], self.schedule.last_warmup_step)
             self._tensors[HISTORY] = torch.zeros(size, dtype=torch.float64, device="cpu")
@@ -593,7 +593,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Add a param group; its state is allocated at once.
 
         Raises:
-            ValueError: For an option outside its range; for parameters on another device; and after the first stage,
+            ValueError: For an option outside its range; for parameters on another device; and after the warmup stage,
                 in which a new parameter would have no variance, for a group without ``non_freeze=True``.
             TypeError: For a parameter of another dtype than float32, bfloat16 or float16.
         """
@@ -725,7 +725,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         load_with_hooks(self, state_dict, partial(load_full, self), in_shards=self._in_shards)
 
     def _state_loaded(self) -> None:
-        """Update everything that is derived from the state. In the first stage every parameter moves."""
+        """Update everything that is derived from the state. In the warmup stage every parameter moves."""
         self._consensus.comparison.checked = False
         follow_moments(self.state.values())
         self.early_messages.state_loaded()
@@ -741,8 +741,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Return numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``stage`` (0.0 is the first stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule has
-            gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
+            ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule
+            has gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
             traffic of a plain loop that averages gradients itself, and in two levels to other nodes only:
             ``bytes_sent_in_node`` has the rest; of 0/1 Adam's steps the mean over the last sync and the local steps
             before it); ``compression_ratio`` (bytes of a float32 ring all-reduce over ``bytes_sent_step``; in two

@@ -363,7 +363,7 @@ class GroupState:
         names: Their names, for checkpoints.
         labels: Their names for messages: the model's, if they are known.
         layout: The place of each in the flat buffers.
-        compact: Whether errors, and moments after the first stage, take the form that needs little memory.
+        compact: Whether errors, and moments after the warmup stage, take the form that needs little memory.
         moments: The two moments.
         errors: The errors of error feedback.
         steps: [len(params)] float32 on the CPU, steps that each parameter has seen.
@@ -372,7 +372,7 @@ class GroupState:
         communicator: The ranks that hold these parameters.
         own_rank: This rank's number among all ranks if the param group has a process group of its own, since other
             ranks may hold other parameters. Else None.
-        shared_out: Whether the ranks share out the moments of the first stage.
+        shared_out: Whether the ranks share out the moments of the warmup stage.
         own_params: This rank's own parameters, while others stand in their place.
         still: For each parameter, whether it does not move after the warmup stage; see :meth:`find_still`.
     """
@@ -450,7 +450,7 @@ class GroupState:
         return self.compact and average.messages is not None and self.options.get("exp_avg_mask") is None
 
     def room_for_shards(self, device: torch.device | None = None) -> MomentShards | None:
-        """Return memory for this rank's part of the moments of the first stage; None if every rank has all of them."""
+        """Return memory for this rank's part of the moments of the warmup stage; None if every rank has all of them."""
         return MomentShards(self.layout, self.communicator, device or self.device) if self.shared_out else None
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -557,7 +557,7 @@ class GroupState:
         }
 
     def freeze_variance(self, first: Sequence[float], second: Sequence[float], floor: float, unit: float) -> None:
-        """Fold the bias corrections into the moments, and apply the variance floor, at the end of the first stage."""
+        """Fold the bias corrections into the moments, and apply the variance floor, at the end of the warmup stage."""
         beta1, beta2 = self.options["betas"]
         for index, counts in enumerate(zip(first, second, strict=True)):
             exp_avg, exp_avg_sq = self.view(self.exp_avg, index), self.view(self.exp_avg_sq, index)

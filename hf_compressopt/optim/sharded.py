@@ -154,7 +154,7 @@ def _shards_of(state: GroupState) -> MomentShards:
 # -- the end of the stage ---------------------------------------------------------------------------------------------
 
 
-def end_first_stage(
+def end_warmup_stage(
     states: Iterable[GroupState], counts: Callable[[GroupState], _Counts], floor: float, clipped: float = 1.0
 ) -> None:
     """Fold the bias corrections into the moments, apply the variance floor, and gather what ranks have shared out.

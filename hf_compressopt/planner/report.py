@@ -29,9 +29,9 @@ ZERO_INT4 = "zero2_adamw, int4"
 ONEBIT_ZERO = {1: "OnebitAdam, ZeRO-1", 2: "OnebitAdam, ZeRO-2"}
 #: The forms of a compressed optimizer's state: "float32", the two stages of "compact", and those with
 #: a zero_stage. With ``zero_stage=2`` they are what is held from the backward pass to the step.
-FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, first stage", "compact, then"
-ZERO_FIRST = "zero_stage=1, first stage"
-ZERO_FREED_FIRST, ZERO_FREED_THEN = "zero_stage=2, first stage", "zero_stage=2, then"
+FLOAT32, COMPACT_FIRST, COMPACT_THEN = "float32", "compact, warmup stage", "compact, then"
+ZERO_FIRST = "zero_stage=1, warmup stage"
+ZERO_FREED_FIRST, ZERO_FREED_THEN = "zero_stage=2, warmup stage", "zero_stage=2, then"
 _HALF_BYTES = 2
 _ENOUGH_STEPS = 100_000  # the stages have the same shares in a longer run
 _WHOLE_RUN, _EVERY_STEP = "whole run", "every step"

@@ -287,7 +287,7 @@ def go_on_compressed(rank: int, world_size: int, folder: str) -> None:
     """Every compressed optimizer from three steps of AdamW's, by each way in."""
     for name, options in FREEZING.items():
         option = next(iter(options))
-        for early in (False, True):  # the checkpoint is of a step at which the first stage should have ended
+        for early in (False, True):  # the checkpoint is of a step at which the warmup stage should have ended
             for way in ("AdamW", "zero2", "imported", "adam.pt"):
                 params, optimizer = make(name, {**options, option: 3 if early else 5})
                 train(rank, params, optimizer, range(1))  # what it has of its own must go

@@ -79,7 +79,7 @@ def test_two_machines_go_on_when_the_third_dies(agents: list[subprocess.Popen[by
     def ranks_of(step: int) -> int:
         return int(json.loads(saved(step).read_text())["header"]["world_size"])
 
-    wait_for(lambda: saved(3 * SAVE).is_file(), until, logs)  # after the first stage
+    wait_for(lambda: saved(3 * SAVE).is_file(), until, logs)  # after the warmup stage
     victims = [agents[2].pid, *children(agents[2].pid)]
     assert len(victims) >= 2
     for pid in victims:

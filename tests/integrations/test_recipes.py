@@ -273,5 +273,5 @@ def test_a_pretrained_folder_is_fine_tuned_on_docstrings(tmp_path: Path) -> None
     run([*two_processes(), *words("causal_lm", tuned, given)])
     losses = [row["eval_loss"] for row in read(tuned / "trainer_state.json")["log_history"] if "eval_loss" in row]
     assert len(losses) == 2 and losses[-1] < losses[0]
-    assert logged(tuned, "compressopt/stage") == [0.0] * 20  # a short run stays in the first stage
+    assert logged(tuned, "compressopt/stage") == [0.0] * 20  # a short run stays in the warmup stage
     assert logged(tuned, "compressopt/compression_ratio")[-1] > 7.5

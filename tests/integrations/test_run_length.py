@@ -142,12 +142,12 @@ def test_trainer_says_once_that_nothing_is_compressed(
         pytest.param("zero_one_adam", 310, 4, 0, 100, marks=pytest.mark.full),
     ],
 )
-def test_trainer_ends_the_first_stage_by_the_length_of_the_run(
+def test_trainer_ends_the_warmup_stage_by_the_length_of_the_run(
     name: str, steps: int, bits: int, lr_warmup: int, switch: int | None, tmp_path: Path
 ) -> None:
     arguments = {"optim": name, "optim_args": f"warmup_bits={bits}", "max_steps": steps, "warmup_steps": lr_warmup}
     found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "save_strategy": "no"}, False, timeout=300)
-    said = [sum(f"the first stage takes all {steps} steps" in line for line in rank["lines"]) for rank in found]
+    said = [sum(f"the warmup stage takes all {steps} steps" in line for line in rank["lines"]) for rank in found]
     switches = [sum(f"freeze_step=auto: found {switch} " in line for line in rank["lines"]) for rank in found]
     assert (said, switches) == (([0, 0], [1, 0]) if switch else ([1, 0], [0, 0]))
     assert [rank["schedule"]["freeze_step"] for rank in found] == [switch or "auto"] * 2

@@ -75,7 +75,7 @@ def test_a_trainer_trains_twice(tmp_path: Path) -> None:
         assert result["metrics"]["stage"] == 1.0 and result["freeze_step"] == (FREEZE if arguments is ONEBIT else 1)
 
 
-#: Resumes of each variant in the compressed stage, and of some in the first stage and at its end too.
+#: Resumes of each variant in the compressed stage, and of some in the warmup stage and at its end too.
 RESUMES = [pytest.param(*row.values, (5,), marks=row.marks, id=row.values[0]) for row in EACH]
 RESUMES += [pytest.param("plain", (2, FREEZE), id="plain, early")]
 RESUMES += [

@@ -37,7 +37,7 @@ ELASTIC = [name for name in OPTIMIZERS if name != "adamw_torch"]
 FULL = pytest.mark.full
 # saved by, resumed with, its options
 CROSSING = [
-    *(("adamw_torch", name, "warmup") for name in COMPRESSED),  # a first stage that goes on
+    *(("adamw_torch", name, "warmup") for name in COMPRESSED),  # a warmup stage that goes on
     *(("adamw_torch", name, "warmup_bits=32") for name in COMPRESSED),  # one that Trainer has ended by then
     *(("adamw_torch", name, OPTIMIZERS[name]) for name in ("zero1_adamw", "zero2_adamw", "fused_adam")),
     *((name, "adamw_torch", "") for name in ("onebit_adam", "zero_one_adam", "onebit_lamb", "zero2_adamw")),

@@ -19,7 +19,7 @@ def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]
 @loads_optimizer_pt
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_trainer_trains_through_the_switch_and_resumes_in_both_stages(stage: int, tmp_path: Path) -> None:
-    """The first stage has 4 of 8 steps; step 6 has an overflow on one rank."""
+    """The warmup stage has 4 of 8 steps; step 6 has an overflow on one rank."""
 
     def of(used: int, output: str, **more: Any) -> Run:
         given = {"optim_args": f"freeze_step=4,zero_stage={used},bucket_cap_mb=0.02"}

@@ -71,7 +71,7 @@ SHAPES = [(20, 17), (64,), (0, 3), (130,)]
 
 
 def make(rank: int, stop: int, name: str = "OnebitAdam", **options: Any) -> tuple[list[nn.Parameter], Any]:
-    """An optimizer after some steps; the first stage ends with step 3."""
+    """An optimizer after some steps; the warmup stage ends with step 3."""
     torch.manual_seed(1)
     params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     settings = {"lr": 1e-2, "bucket_cap_mb": bucket_cap(200), "state": "compact", **options}

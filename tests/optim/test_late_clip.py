@@ -422,7 +422,7 @@ def resume(rank: int, world_size: int, state: str, scaled: bool, directory: str)
 )
 def test_a_run_resumes_bit_for_bit(state: str, scaled: bool, tmp_path: Path) -> None:
     for equal in run_ranks(2, resume, state, scaled, str(tmp_path)):
-        assert all(equal[FREEZE if scaled else 0 :])  # integers of the first stage are told the scale after a step
+        assert all(equal[FREEZE if scaled else 0 :])  # integers of the warmup stage are told the scale after a step
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(4), torch.zeros(2).double()])

@@ -1,4 +1,4 @@
-"""Schedules as pure functions: how they are fitted to a run, and when "auto" may end the first stage."""
+"""Schedules as pure functions: how they are fitted to a run, and when "auto" may end the warmup stage."""
 
 import math
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ def test_what_is_given_stays_and_the_rest_fits_the_run(schedule: type[Schedule],
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("steps", LENGTHS)
-def test_a_short_run_of_low_bits_stays_in_its_first_stage(schedule: type[Schedule], steps: int) -> None:
+def test_a_short_run_of_low_bits_stays_in_its_warmup_stage(schedule: type[Schedule], steps: int) -> None:
     fitted = schedule().fitted(steps, (), low_bit=True)
     plans = [fitted.expected().plan(step) for step in range(1, steps + 1)]
     stays = all(plan.stage.number == 0.0 and not plan.ends_stage for plan in plans)
@@ -85,7 +85,7 @@ def test_a_short_run_of_low_bits_stays_in_its_first_stage(schedule: type[Schedul
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
-def test_a_run_in_full_precision_gives_its_first_stage_a_share(steps: int) -> None:
+def test_a_run_in_full_precision_gives_its_warmup_stage_a_share(steps: int) -> None:
     for schedule, share in ((OnebitSchedule, 5), (OnebitLambSchedule, 5), (ZeroOneSchedule, 10)):
         fitted = schedule().fitted(steps, ())
         assert fitted.last_warmup_step == max(1 if steps < 300 else 100, steps // share)
@@ -94,7 +94,7 @@ def test_a_run_in_full_precision_gives_its_first_stage_a_share(steps: int) -> No
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_auto_stays_in_the_first_stage_until_it_finds_a_step(schedule: type[Schedule]) -> None:
+def test_auto_stays_in_the_warmup_stage_until_it_finds_a_step(schedule: type[Schedule]) -> None:
     auto = schedule(**{"freeze_step": AUTO, "max_freeze_step": 9, "min_freeze_step": 1})  # type: ignore[call-arg]
     assert all(auto.plan(step).stage.number == 0.0 and not auto.plan(step).ends_stage for step in (1, 9, 10, 10_000))
     found = auto.frozen_at(12)

@@ -1,4 +1,4 @@
-"""The first stage with gradients of 4, 8 and 16 bits, on real ranks without DDP, against simulations and AdamW."""
+"""The warmup stage with gradients of 4, 8 and 16 bits, on real ranks without DDP, against simulations and AdamW."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,7 +47,7 @@ def give(params: list[nn.Parameter], rank: int, step: int, scale: float = 1.0) -
         p.grad = (grad * scale).to(p.dtype)
 
 
-def first_stage(
+def warmup_stage(
     rank: int, world_size: int, bits: int, dtype: torch.dtype, state_form: str = "compact"
 ) -> dict[str, Any]:
     params, optimizer = make(bits, dtype=dtype, state=state_form, fused_warmup=False)
@@ -84,7 +84,7 @@ def test_gradients_have_the_simulations_bits_and_steps_adamws(world_size: int, b
         simulation.average(np.stack([flat(gradients(rank, step)) for rank in range(world_size)])) for step in range(4)
     ]
     steps = adamw(expected)
-    ranks = run_ranks(world_size, first_stage, bits, torch.float32, "float32")
+    ranks = run_ranks(world_size, warmup_stage, bits, torch.float32, "float32")
     for rank, result in enumerate(ranks):
         for mine, theirs in zip([*result["averages"], *result["history"]], [*expected, *steps], strict=True):
             assert mine.tobytes() == theirs.tobytes()
@@ -101,7 +101,7 @@ def test_32_bits_are_adamw_bit_for_bit(world_size: int) -> None:
         halves = [flat([grad * (1 / world_size) for grad in gradients(rank, step)]) for rank in range(world_size)]
         expected.append(sum(halves[1:], halves[0]))
     steps = adamw(expected)
-    for result in run_ranks(world_size, first_stage, 32, torch.float32):
+    for result in run_ranks(world_size, warmup_stage, 32, torch.float32):
         assert [row.tobytes() for row in result["history"]] == [row.tobytes() for row in steps]
         assert not result["errors"][0].any() and not result["errors"][1].any()
         assert result["metrics"]["compression_ratio"] == 1.0
@@ -109,7 +109,7 @@ def test_32_bits_are_adamw_bit_for_bit(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_16_bits_are_bfloat16(world_size: int) -> None:
-    ranks = run_ranks(world_size, first_stage, 16, torch.float32)
+    ranks = run_ranks(world_size, warmup_stage, 16, torch.float32)
     for step in range(4):
         halves = [(torch.from_numpy(flat(gradients(rank, step))) / world_size) for rank in range(world_size)]
         if world_size == 2:
@@ -122,7 +122,7 @@ def test_16_bits_are_bfloat16(world_size: int) -> None:
 
 
 def test_16_bit_parameters_get_the_same_average_rounded() -> None:
-    for result in run_ranks(2, first_stage, 4, torch.bfloat16, "float32"):
+    for result in run_ranks(2, warmup_stage, 4, torch.bfloat16, "float32"):
         simulation = Simulation(NUMEL, 300, 2, 4)
         for step in range(4):
             grads = np.stack([flat([grad.bfloat16() for grad in gradients(rank, step)]) for rank in range(2)])
@@ -223,7 +223,7 @@ def test_a_loop_that_averages_by_itself_is_told_once() -> None:
 
 
 def scaled(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """Eight steps, of which five in the first stage, under a gradient scaler."""
+    """Eight steps, of which five in the warmup stage, under a gradient scaler."""
     params, optimizer = make(4)
     growth = 3 if how == "told" else 1000
     scaler = hf_compressopt.GradScaler("cpu", init_scale=1024.0, growth_interval=growth, enabled=how != "none")
@@ -273,7 +273,7 @@ def errors_of(optimizer: Any) -> list[np.ndarray]:
     return [state.errors.worker_values().numpy(), whole.numpy()]
 
 
-def save_in_the_first_stage(rank: int, world_size: int, folder: str, form: str) -> dict[str, Any]:
+def save_in_the_warmup_stage(rank: int, world_size: int, folder: str, form: str) -> dict[str, Any]:
     params, optimizer = make(4, state=form)
     take_steps(rank, params, optimizer, range(3))
     hf_compressopt.save_state(optimizer, folder)
@@ -282,7 +282,7 @@ def save_in_the_first_stage(rank: int, world_size: int, folder: str, form: str) 
     return {**found, "end": flat(params), "bytes": optimizer.metrics()["bytes_sent"]}
 
 
-def load_in_the_first_stage(
+def load_in_the_warmup_stage(
     rank: int, world_size: int, folder: str, form: str, values: list[np.ndarray]
 ) -> dict[str, Any]:
     params, optimizer = make(4, state=form)
@@ -299,11 +299,11 @@ def load_in_the_first_stage(
 
 @pytest.mark.invariant(21, 22)
 @pytest.mark.parametrize(("form", "world_sizes"), [("compact", (2, 1)), ("float32", (2, 3, 1))])
-def test_a_run_that_is_resumed_in_the_first_stage(form: str, world_sizes: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_in_the_warmup_stage(form: str, world_sizes: tuple[int, ...], tmp_path: Path) -> None:
     """On another number of ranks, but one, a compact state rounds its errors anew."""
-    whole = run_ranks(2, save_in_the_first_stage, str(tmp_path), form)
+    whole = run_ranks(2, save_in_the_warmup_stage, str(tmp_path), form)
     for world_size in world_sizes:
-        ranks = run_ranks(world_size, load_in_the_first_stage, str(tmp_path), form, whole[0]["values"])
+        ranks = run_ranks(world_size, load_in_the_warmup_stage, str(tmp_path), form, whole[0]["values"])
         mean = np.mean([result["errors"][0].astype(np.float64) for result in whole], axis=0)
         for rank, result in enumerate(ranks):
             assert np.array_equal(result["errors"][1], whole[0]["errors"][1])

@@ -1,4 +1,4 @@
-"""Low-bit gradients of the first stage through DDP's hook: the bits of a plain loop, in all that DDP can do."""
+"""Low-bit gradients of the warmup stage through DDP's hook: the bits of a plain loop, in all that DDP can do."""
 
 from typing import Any
 

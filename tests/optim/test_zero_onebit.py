@@ -306,7 +306,7 @@ def under_ddp(rank: int, world_size: int) -> None:
         sums = optimizer.communicator.all_gather_object([p.detach().double().sum().item() for p in model.parameters()])
         assert all(row == sums[0] for row in sums)
     assert left == [False] * 4 + [True] * 2 + [False] * 12
-    assert torch.equal(ends[0], ends[1]) and torch.allclose(ends[1], ends[2], atol=2e-3), "the first stage is the same"
+    assert torch.equal(ends[0], ends[1]) and torch.allclose(ends[1], ends[2], atol=2e-3), "the warmup stage is the same"
     assert "zero_stage=1" in optimizer.describe()
 
 

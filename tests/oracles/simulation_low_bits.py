@@ -1,4 +1,4 @@
-"""The first stage with gradients as b-bit integers, for the simulations of OnebitAdam, OnebitLamb and ZeroOneAdam.
+"""The warmup stage with gradients as b-bit integers, for the simulations of OnebitAdam, OnebitLamb and ZeroOneAdam.
 
 The exchange is the float32 simulation of simulation_integers.py, everything else stays float64. The errors are the
 lists of the compressed stage: [bucket][rank], of float32 numbers while the exchange writes them.

@@ -1,4 +1,4 @@
-"""OnebitAdam under ZeRO for W ranks in one process, in float64: a first stage of its own before the compact one.
+"""OnebitAdam under ZeRO for W ranks in one process, in float64: a warmup stage of its own before the compact one.
 
 Each server keeps the moments of its chunks, and sends the change of the parameters in the place of the mean gradient.
 """

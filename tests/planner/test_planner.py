@@ -134,7 +134,7 @@ def test_a_compressed_step_is_a_pipeline_of_passes_and_messages(bandwidth: float
 def test_low_bit_gradients_leave_during_the_backward_pass(
     settled: bool, made: float, finished: float, bandwidth: float
 ) -> None:
-    """A processor that computes and makes messages, and a link; in the first stage errors are written at the end."""
+    """A processor that computes and makes messages, and a link; in the warmup stage errors are written at the end."""
     count, numel = 32, 6_553_600
     model = Model(Training(count * numel, 0.5), Cluster(2, 1, bandwidth, latency=0.0))
     sent = numel * (1 / 2 + 2 / 128) / (bandwidth * cost.WIRE_EFFICIENCY)  # half of it in each phase
@@ -258,7 +258,7 @@ def test_the_shares_of_stages_are_those_of_trainers_schedule(steps: int) -> None
 
 
 def state_bytes(rank: int, world_size: int, params: int, bucket_cap_mb: float) -> list[list[int]]:
-    """For each optimizer the bytes in float32, and those of the compact state in the first stage and after it."""
+    """For each optimizer the bytes in float32, and those of the compact state in the warmup stage and after it."""
     found: list[list[int]] = []
     for cls in (OnebitAdam, ZeroOneAdam, OnebitLamb):
         found.append([])
@@ -295,7 +295,7 @@ def bytes_of_freed(rank: int, world_size: int, params: int, bucket_cap_mb: float
         held += [last.messages for last in moments.last.values()]
         shards = moments.shards.exp_avg + moments.shards.exp_avg_sq if moments.shards else []
         held += [*shards, moments.codes, moments.exp_avg, moments.exp_avg_sq, state.worker_error, state.server_error]
-        if step != 1:  # its errors were gathered from the first stage
+        if step != 1:  # its errors were gathered from the warmup stage
             found.append([sum(tensor.untyped_storage().nbytes() for tensor in held), means])
         optimizer.step()
     return found
@@ -318,7 +318,7 @@ def bytes_of_errors(rank: int, world_size: int, numel: int, bucket_cap_mb: float
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.05])
 def test_memory_is_what_the_optimizers_hold(world_size: int, bucket_cap_mb: float) -> None:
     rows = report.memory_rows(40_002, world_size, torch.float32, 2, bucket_cap_mb)
-    forms = ("float32", "compact, first stage", "compact, then")
+    forms = ("float32", "compact, warmup stage", "compact, then")
     names = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
     expected = [rows[f"{name}, {form}"]["states"] for name in names for form in forms]
     if world_size > 1:
@@ -326,9 +326,9 @@ def test_memory_is_what_the_optimizers_hold(world_size: int, bucket_cap_mb: floa
         held = run_ranks(world_size, bytes_of_errors, 40_002, bucket_cap_mb)
         assert max(held) == pytest.approx(own, abs=2 * 16 * 4) and own < 1.1 * 40_002 * (1 + 1 / world_size)
         under_zero = run_ranks(world_size, bytes_under_zero, 40_002, bucket_cap_mb)
-        assert max(under_zero) == rows["OnebitAdam, zero_stage=1, first stage"]["states"]
+        assert max(under_zero) == rows["OnebitAdam, zero_stage=1, warmup stage"]["states"]
         freed = run_ranks(world_size, bytes_of_freed, 40_002, bucket_cap_mb)
-        for number, form in enumerate(("first stage", "then")):
+        for number, form in enumerate(("warmup stage", "then")):
             row = rows[f"OnebitAdam, zero_stage=2, {form}"]
             assert max(found[number][0] for found in freed) == pytest.approx(row["states"], abs=world_size * 40)
             assert max(found[number][1] for found in freed) == row["gradients"]
@@ -390,7 +390,7 @@ def test_a_models_folder_tells_its_parameters_without_weights(
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
-def test_first_stages_average_gradients_in_warmup_bits(bits: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_warmup_stages_average_gradients_in_warmup_bits(bits: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*WORDS, *NETWORK, "--json", "--warmup-bits", str(bits)]) == 0
     facts = json.loads(capsys.readouterr().out)
     model = Model(Training(124_000_000, estimate.seconds("350ms")), Cluster(4, 2, 1.25e9))
