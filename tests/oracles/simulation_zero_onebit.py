@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.oracles.simulation import Grads, SimulatedGroup, blocks_of, chunk_bounds, distance_to_zero, quantize
+from tests.oracles.simulation import (
+    Grads,
+    SimulatedGroup,
+    blocks_of,
+    chunk_bounds,
+    distance_to_zero,
+    quantize,
+    sketched_norm,
+)
 from tests.oracles.simulation_compact import NEGLIGIBLE, CompactOnebitAdam
 from tests.oracles.simulation_integers import BLOCK
 from tests.oracles.simulation_integers import quantize as to_integers
@@ -128,7 +136,11 @@ class FreedZeroOnebitAdam(ZeroOnebitAdam):
             self._sent(group, rows) if own and first else np.mean([group.flatten(row) for row in rows], axis=0)
             for group, rows, own in zip(self.groups, local, shared, strict=True)
         ]
-        norm = np.linalg.norm(np.concatenate(means))
+        if first:
+            norm = float(np.linalg.norm(np.concatenate(means)))
+        else:
+            flat = [[group.flatten(row) for row in rows] for group, rows in zip(self.groups, local, strict=True)]
+            norm = sketched_norm([np.concatenate(rows) for rows in zip(*flat, strict=True)], self.step_count)
         now = min(1.0, self.max_grad_norm / (norm + 1e-6)) if self.max_grad_norm > 0 else 1.0
         self.clipped = now
         for group, rows, mean, own in zip(self.groups, local, means, shared, strict=True):
