@@ -17,14 +17,14 @@ MODULES: dict[str, Path] = {name.removesuffix(".__init__"): path for name, path 
 
 TOTALS = {
     "modules of the package": 91,
-    "lines of the package": 24_600,
-    "lines of tests": 29_800,
-    "lines of scripts": 5_300,
+    "lines of the package": 24_523,
+    "lines of tests": 29_704,
+    "lines of scripts": 5_234,
 }
 CALLED = {
-    "OnebitAdam": 21,
-    "ZeroOneAdam": 22,
-    "OnebitLamb": 22,
+    "OnebitAdam": 20,
+    "ZeroOneAdam": 21,
+    "OnebitLamb": 21,
     "DDP, int4 gradients": 17,
     "ZeRO-2": 18,
 }

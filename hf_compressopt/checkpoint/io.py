@@ -245,7 +245,7 @@ class PendingSave:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error."""
+        """Return whether it has ended with an error."""
         return self.done() and self._error is not None
 
     def result(self) -> None:
