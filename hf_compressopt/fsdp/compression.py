@@ -13,6 +13,7 @@ all gradients of all shards are finite; otherwise they are as before the pass.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,8 @@ from hf_compressopt.optim.math import bit_sum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
 
 
 class UnitErrors:
@@ -334,5 +337,12 @@ def compress_fsdp(
         raise ValueError(f"compression must be one of {sorted(FORMATS)}, got {compression!r}")
     if state not in STATES:
         raise ValueError(f"state must be one of {sorted(STATES)}, got {state!r}")
+    if mesh.ndim == 2 and mesh.size(0) == 1 and mesh.get_rank() == 0:
+        logger.warning(
+            "grad_compression=%s compresses nothing: the mesh has one replica of %d rank(s), which sends nothing to "
+            "others. Give init_device_mesh(device_type, (nodes, ranks_per_node), ...) with nodes >= 2",
+            compression,
+            mesh.size(1),
+        )
     bits, bucket_numel = FORMATS[compression], bucket_numel_of(bucket_cap_mb)
     return FSDPCompression(model, mesh, bits, bucket_numel, loss_scale or unscaled, compact=state == "compact")
