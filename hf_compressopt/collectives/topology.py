@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from hf_compressopt.flat import chunk_range
 
@@ -29,6 +32,10 @@ logger = logging.getLogger(__name__)
 AUTO, FLAT, TWO_LEVELS = TOPOLOGIES = ("auto", "flat", "hierarchical")
 _ALSO = "two-level"  # another spelling of the last one
 _NODE_DTYPES = {32: torch.float32, 16: torch.bfloat16}
+_PROBE, _REPEATS = 1 << 20, 3  # values that "auto" exchanges to time a topology, and how often
+_CLEARLY = 1.25  # a hierarchical exchange may take so many times as long as a flat one before "auto" leaves it
+#: Seconds of a flat and of a hierarchical exchange, by the process group of the peers.
+_MEASURED: WeakKeyDictionary[Any, tuple[float, float]] = WeakKeyDictionary()
 #: Environment variables in which launchers tell the ranks of a node: torchrun and Accelerate, and Open MPI.
 _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
@@ -198,7 +205,8 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     """Return the ranks in the topology that the user wants. All ranks call, unless the topology is flat.
 
     "auto" takes two levels if there are at least two nodes, all with the same number of ranks, at least two. It asks
-    the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing.
+    the launcher. Without a launcher, and on one node, the topology is flat, and this function sends nothing. Where
+    a measurement finds that the links inside the nodes are slow, it is flat too.
     """
     told = _announced()
     if (
@@ -226,7 +234,78 @@ def with_topology(communicator: Communicator, wanted: TopologyOptions, scale_blo
     node.traffic = communicator.traffic.inside_node()
     found = copy(communicator)
     found.levels = Levels(node, peers, wanted.node_dtype)
-    return found
+    automatic = wanted.node_size is None and wanted.topology == AUTO
+    return communicator if automatic and not _measured_to_pay(communicator, found.levels) else found
+
+
+def _measured_to_pay(communicator: Communicator, levels: Levels) -> bool:
+    """Whether an average in full precision inside the nodes pays, which depends on their links. All ranks call.
+
+    It is measured once for each set of ranks. The slowest rank's times count, so that all ranks decide alike.
+    """
+    group = getattr(levels.peers, "process_group", None)
+    found = _MEASURED.get(group) if group is not None else None
+    if found is None:
+        found = exchange_seconds(communicator, levels)
+        if communicator.rank == 0:
+            told = "topology='hierarchical' or 'flat' decides without measuring"
+            logger.info("topology=auto: %s. %s", described(*found), told)
+    if group is not None:
+        _MEASURED[group] = found
+    return nodes_pay(*found)
+
+
+def nodes_pay(flat: float, hierarchical: float) -> bool:
+    """Whether an exchange should be hierarchical, by the seconds of both."""
+    return hierarchical <= _CLEARLY * flat
+
+
+def described(flat: float, hierarchical: float) -> str:
+    """The decision of "auto" in words, from the seconds of a flat exchange and of a hierarchical one."""
+    times = f"{_PROBE:,} values in 4 bits took {1e3 * flat:.1f} ms flat, {1e3 * hierarchical:.1f} ms hierarchical"
+    if nodes_pay(flat, hierarchical):
+        return f"{times}, so that nodes average in full precision first (hierarchical)"
+    return f"{times}: the links inside the nodes are slow, so that messages are compressed there too (flat)"
+
+
+def exchange_seconds(communicator: Communicator, levels: Levels) -> tuple[float, float]:
+    """Time a flat and a hierarchical exchange of values in 4 bits, by medians of the slowest rank. All ranks call."""
+    from hf_compressopt.collectives.communicator import Traffic  # which imports this file
+
+    everyone, node, peers = (copy(ranks.reached()) for ranks in (communicator, levels.node, levels.peers))
+    for ranks in (everyone, node, peers):
+        ranks.traffic = Traffic()  # these bytes are nobody's step
+    device, size = everyone.device, node.world_size
+    values = torch.zeros(_PROBE, dtype=levels.dtype, device=device)
+
+    def messages(ranks: Communicator, nbytes: int) -> None:
+        part = nbytes // ranks.world_size
+        sent = torch.zeros(part * ranks.world_size, dtype=torch.uint8, device=device)
+        received, splits = torch.empty_like(sent), [part] * ranks.world_size
+        ranks.all_to_all(received, sent, output_splits=splits, input_splits=splits).wait()
+        ranks.all_gather(received, sent[:part]).wait()
+
+    def flat() -> None:
+        messages(everyone, _PROBE // 2)
+
+    def hierarchical() -> None:
+        node.all_reduce(values).wait()
+        messages(peers, _PROBE // 2 // size)
+
+    rows: list[Tensor] = []
+    for _ in range(_REPEATS + 1):  # the first one sets up connections
+        row = []
+        for exchange in (flat, hierarchical):
+            start = time.perf_counter()
+            exchange()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            row.append(time.perf_counter() - start)
+        slowest = torch.tensor(row, dtype=torch.float64, device=device)
+        everyone.all_reduce(slowest, op="max").wait()  # which also aligns the ranks
+        rows.append(slowest.cpu())
+    medians = torch.stack(rows[1:]).median(dim=0).values
+    return float(medians[0]), float(medians[1])
 
 
 def _announced() -> int | None:

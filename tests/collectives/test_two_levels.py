@@ -189,7 +189,6 @@ def choose_all(rank: int, world_size: int, rows: list[tuple[str, dict[int, int],
 def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes() -> None:
     two, all_four = {rank: 2 for rank in range(4)}, {rank: 4 for rank in range(4)}
     rows: list[tuple[tuple[str, dict[int, int], dict[str, Any]], int, str]] = [
-        (("aabb", two, {}), 2, ""),
         (("aabb", two, {"topology": "flat"}), 1, ""),
         (("aabb", {}, {}), 1, ""),  # nobody says how many ranks a node has
         (("aabb", {}, {"topology": "two-level"}), 2, ""),
@@ -205,6 +204,37 @@ def test_auto_follows_the_launcher_and_warns_once_of_unequal_nodes() -> None:
         for (size, lines), (row, expected, warning) in zip(results, rows, strict=True):
             assert size == expected, row
             assert len(lines) == (bool(warning) and rank == 0) and all(warning in line for line in lines), (row, lines)
+
+
+def measured(rank: int, world_size: int, slow: str) -> list[tuple[int, list[str]]]:
+    """What "auto" chooses twice, on links that a wait makes slow: inside the nodes, or between them."""
+    kind, ranks = ("all_reduce", 2) if slow == "inside" else ("all_to_all", 4)
+    original = getattr(TorchCommunicator, kind)
+
+    def waits(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.2 if self.world_size == ranks else 0.0)
+        return original(self, *args, **kwargs)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchCommunicator, kind, waits)
+        topology.logger.setLevel(logging.INFO)
+        try:
+            for _ in range(2):
+                size, lines = choose(rank, "aabb", {r: 2 for r in range(4)}, {})
+                found.append((size, lines))
+        finally:
+            topology.logger.setLevel(logging.NOTSET)
+    return found
+
+
+@pytest.mark.parametrize(("slow", "size", "said"), [("inside", 1, "(flat)"), ("between", 2, "(hierarchical)")])
+def test_auto_measures_once_whether_the_links_inside_the_nodes_are_the_slow_ones(
+    slow: str, size: int, said: str
+) -> None:
+    for rank, (first, second) in enumerate(run_ranks(4, measured, slow)):
+        assert first[0] == second[0] == size and second[1] == []
+        assert len(first[1]) == (rank == 0) and all(said in line and " ms flat" in line for line in first[1])
 
 
 def refused(rank: int, world_size: int, given: list[dict[str, Any]]) -> None:

@@ -192,6 +192,8 @@ def test_links_between_and_inside_machines_are_measured_apart() -> None:
         rates = sorted(row["bandwidth"] for row in rows.values())
         assert found["assumptions"][rate] == pytest.approx(rates[1]) or name == "local_link"
         assert all(row["times"][-1]["nbytes"] > row["times"][0]["nbytes"] for row in rows.values())
+    flat, hierarchical = found["measured"]["topology"]
+    assert (found["assumptions"]["topology"] == "flat") == (hierarchical > 1.25 * flat > 0)
     assert found["assumptions"]["local_bandwidth"] > 0 and "step" not in found["measured"]
     assert found["advised"] in [choice["flags"] for choice in found["ranking"]]
     assert found["run"][found["ranking"][0]["name"]]["seconds"] == found["ranking"][0]["run_seconds"]
