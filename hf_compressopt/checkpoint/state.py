@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from hf_compressopt.collectives.communicator import Communicator
-from hf_compressopt.format.index import CheckpointIndex, TensorEntry
+from hf_compressopt.collectives.errors import GroupErrors
+from hf_compressopt.collectives.torch_dist import TorchCommunicator
+from hf_compressopt.format.index import NODE_SIZE, CheckpointIndex, TensorEntry
 from hf_compressopt.format.plan import Plan, Read, StateTensor, TensorKey, dtype_name
 from hf_compressopt.format.shards import ShardFiles
+from hf_compressopt.fsdp.compression import FSDPCompression
+from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.options import check_names
 
 #: The optimizers whose state is Adam's moments: as they are, or inside a ZeroOptimizer.
@@ -164,3 +168,129 @@ def _read_source(values: Tensor | None, reads: Sequence[Read], files: ShardFiles
             if out is not None and memory is None:
                 offset = begin - read.begin
                 out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
+
+
+# -- the errors of gradients that are compressed in DDP, or between FSDP2's replicas -----------------------------------
+
+
+class LowBitState(State):
+    """Errors as float32 values, so that buckets and meshes of any size can load them."""
+
+    def __init__(
+        self,
+        compression: GradientCompression | FSDPCompression,
+        communicator: Communicator,
+        params: Mapping[str, Tensor],
+        errors: Sequence[GroupErrors],
+        node_size: int,
+    ) -> None:
+        super().__init__(communicator, [list(params)], [list(params.values())])
+        self._compression, self._errors, self._node_size = compression, errors, node_size
+        self._title = type(compression).__name__
+
+    def header(self) -> dict[str, Any]:
+        compression = self._compression
+        return {
+            **({NODE_SIZE: self._node_size} if self._node_size > 1 else {}),
+            "optimizer": self._title,
+            "step": compression.steps,
+            "skipped_steps": compression.skipped_steps,
+            "world_size": self.communicator.world_size,
+            "bits": compression.bits,
+            "bytes_sent": compression.traffic.total_bytes,
+        }
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """A single rank, or replica of FSDP2, has no errors."""
+        return self._tensors(names, self._errors)
+
+    def _tensors(self, names: Sequence[Sequence[str]], errors: Sequence[GroupErrors]) -> list[StateTensor]:
+        if not any(group.worker.numel() or group.server.numel() for group in errors):
+            return []
+        values = [group.values() if group.compact else (group.worker, group.server) for group in errors]
+        return [tensor for tensor in self._described(names[0], values) if tensor.local.numel()]
+
+    @abstractmethod
+    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+        """Describe worker and server errors."""
+
+    def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
+        """If the run that saved had no errors, they become zero."""
+        compression, values = self._compression, header.values
+        if header.title != self._title:
+            raise ValueError(f"it is of {header.title}, not of {self._title}")
+        is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
+        known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
+        rooms = [errors.room(compact=False) for errors in self._errors]
+
+        def commit() -> None:
+            for errors, room in zip(self._errors, rooms, strict=True):
+                if not known:
+                    errors.zero_()
+                elif room is not errors:
+                    errors.copy_(room.worker, room.server)
+            if isinstance(compression, FSDPCompression):
+                compression.set_counters(values["step"], values["skipped_steps"])
+            else:
+                compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
+            compression.traffic.restore(values["bytes_sent"])
+
+        return LoadPlan(self._tensors(names, rooms) if known else [], commit)
+
+
+class CompressionState(LowBitState):
+    """The state of a GradientCompression: one flat tensor for each rank's own errors, and one for the servers'."""
+
+    def __init__(self, compression: GradientCompression) -> None:
+        params = dict(zip(compression.names, compression.params, strict=True))
+        ranks = compression.communicator
+        super().__init__(compression, ranks, params, [compression.errors], ranks.topology.node_size)
+        self._layout = compression.layout
+
+    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+        (errors,), ((worker, server),), place = self._errors, values, self.communicator.topology
+        own: dict[str, Any] = {"of_each_rank": True, "node_size": place.node_size}
+        for key, found, range_of, options in (
+            (TensorKey("worker_error", group=0, rank=place.node), worker, errors.sent_range, own),
+            (TensorKey("server_error", group=0), server, errors.own_range, {}),
+        ):
+            ranges = [range_of(bucket) for bucket in self._layout.buckets]
+            for (start, _), part in zip(ranges, torch.split(found, [b - a for a, b in ranges]), strict=True):
+                yield StateTensor.of(key, part, (self._layout.numel,), start, is_error=True, **options)
+
+
+class FSDPState(LowBitState):
+    """The state of an FSDPCompression: for each parameter the worker error of each replica, and the servers' errors.
+
+    They are in the order of the parameter's elements.
+    """
+
+    def __init__(self, compression: FSDPCompression) -> None:
+        replicas, shards = compression.communicator, compression.replica
+        self._units, self._replica, self._shard = compression.units, replicas.rank, shards.rank
+        found = {n: p for errors in self._units for n, p in zip(errors.unit.names, errors.unit.params, strict=True)}
+        params = {name: found[name] for name in sorted(found)}  # in one order, whatever the units are
+        ranks = TorchCommunicator(device=replicas.device)
+        place = replicas.rank * shards.world_size + shards.rank
+        if (ranks.world_size, ranks.rank) != (replicas.world_size * shards.world_size, place):
+            raise ValueError(
+                "a checkpoint of compress_fsdp needs a mesh of all ranks in their order, as init_device_mesh makes it "
+                "of 2 dimensions: save its state_dict() on each rank instead"
+            )
+        super().__init__(compression, ranks, params, [errors.kept for errors in self._units], shards.world_size)
+
+    def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
+        called = {own: (name, p.shape) for own, name, p in zip(self._names[0], names, self.params[0], strict=True)}
+        for errors, group, (worker, server) in zip(self._units, self._errors, values, strict=True):
+            owned = [group.own_range(bucket) for bucket in errors.layout.buckets]
+            parts = list(zip(owned, torch.split(server, [stop - start for start, stop in owned]), strict=True))
+            for own, offset, numel, first in errors.unit.places(self._shard):
+                name, shape = called[own]
+                key, mine = TensorKey("worker_error", name, rank=self._replica), worker[offset : offset + numel]
+                together: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
+                yield StateTensor.of(key, mine, tuple(shape), first, is_error=True, **together)
+                for (start, stop), found in parts:
+                    low, high = max(start, offset), min(stop, offset + numel)
+                    if low < high:
+                        part, at = found[low - start : high - start], first + low - offset
+                        yield StateTensor.of(TensorKey("server_error", name), part, tuple(shape), at, is_error=True)
