@@ -15,9 +15,8 @@ from torch import Tensor
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.collectives.errors import GroupErrors
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from hf_compressopt.format.index import NODE_SIZE, CheckpointIndex, TensorEntry
-from hf_compressopt.format.plan import Plan, Read, StateTensor, TensorKey, dtype_name
-from hf_compressopt.format.shards import ShardFiles
+from hf_compressopt.format.index import NODE_SIZE, TensorEntry
+from hf_compressopt.format.plan import StateTensor, TensorKey, dtype_name
 from hf_compressopt.fsdp.compression import FSDPCompression
 from hf_compressopt.grad_compression import GradientCompression
 from hf_compressopt.optim.options import check_names
@@ -132,42 +131,6 @@ def not_alike(key: object) -> str:
         f"{key} is not the same for all parts of the parameter, so that a checkpoint cannot hold it as one number: "
         "the optimizer is not element-wise; use it without ZeRO, or save optimizer.state_dict() on every rank"
     )
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def fill(values: Tensor | None, plan: Plan, files: ShardFiles, index: CheckpointIndex) -> None:
-    """Read what a plan says into ``values`` [numel], on any device, or only verify it.
-
-    A mean is summed in float64, in rank order.
-    """
-    if values is None or len(plan.sources) == 1:
-        for reads in plan.sources:
-            _read_source(values, reads, files)
-        return
-    values.zero_()
-    start = 0
-    for window in plan.windows(index.block_bytes) if plan.sources else ():
-        part = torch.empty(window.nbytes // values.element_size(), dtype=values.dtype, device="cpu")
-        mean = torch.zeros(part.numel(), dtype=torch.float64, device="cpu")
-        for reads in window.sources:
-            _read_source(part, reads, files)
-            mean += part
-        values[start : start + part.numel()] = mean.div_(len(window.sources))
-        start += part.numel()
-
-
-def _read_source(values: Tensor | None, reads: Sequence[Read], files: ShardFiles) -> None:
-    for read in reads:
-        out = None if values is None else values.view(torch.uint8)[read.offset : read.offset + read.end - read.begin]
-        memory = out.numpy().data if out is not None and out.device.type == "cpu" else None
-        for begin, part in files[read.piece.shard].blocks(read.piece, read.entry, read.begin, read.end, memory):
-            if out is not None and memory is None:
-                offset = begin - read.begin
-                out[offset : offset + len(part)] = torch.frombuffer(part, dtype=torch.uint8)
 
 
 # -- the errors of gradients that are compressed in DDP, or between FSDP2's replicas -----------------------------------
