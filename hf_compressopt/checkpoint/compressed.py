@@ -94,11 +94,7 @@ class GroupBuffers:
         return cls(state, moments, state.errors.room(compact=as_saved))
 
     def tensors(self, names: Sequence[str], own: Sequence[str], rank: int) -> Iterator[StateTensor]:
-        """Yield the tensors of the group.
-
-        ``own`` are the kinds that are now each rank's own, where "param" stands for the parameter itself; ``rank`` is
-        this rank among all.
-        """
+        """Yield the tensors of the group. ``own``: the kinds that are each rank's own; "param" is the parameter."""
         for index, name in zip(range(len(self.state.params)), names, strict=True):
             yield from self._of_parameter(index, name, own, rank)
         yield from self._of_group()

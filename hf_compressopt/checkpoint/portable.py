@@ -139,10 +139,7 @@ def _write_torch_file(path: Path, view: AdamView, files: ShardFiles) -> None:
 
 
 class _Imported(PlainState):
-    """The state of a file; ``by_place`` says that its parameters have no names, only places.
-
-    This process writes the checkpoint alone, even if a launcher announces other ranks.
-    """
+    """The state of a file, which this process saves alone; ``by_place``: its parameters have places, and no names."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_place: bool) -> None:
         super().__init__(optimizer, TorchCommunicator(alone=True))

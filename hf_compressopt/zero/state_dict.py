@@ -24,7 +24,6 @@ FUNCTIONAL = ("foreach", "fused", "capturable", "differentiable")
 
 
 def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """Return the counters of an optimizer, and the names by which a load knows that a state fits."""
     scaler = {} if optimizer.config.grad_form is None else {"grad_scale": optimizer.loss_scale.of_scaler}
     return {
         **scaler,
@@ -39,7 +38,6 @@ def header_of(optimizer: ZeroOptimizer) -> dict[str, Any]:
 
 
 def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
-    """Raise a ValueError unless a saved header fits an optimizer."""
     wanted = header_of(optimizer)["class"]
     if header.get("class") != wanted:
         raise ValueError(f"the state is of class {header.get('class')!r}, this optimizer of {wanted!r}")
@@ -54,7 +52,6 @@ def check_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
 
 
 def load_header(optimizer: ZeroOptimizer, header: dict[str, Any]) -> None:
-    """Set an optimizer's counters to those of a header that was checked."""
     optimizer.steps, optimizer.skipped_steps = int(header["step"]), int(header["skipped_steps"])
     scale = optimizer.loss_scale
     scale.value, scale.good_steps = float(header["loss_scale"][0]), int(header["loss_scale"][1])
@@ -172,7 +169,6 @@ def load(optimizer: ZeroOptimizer, state_dict: dict[str, Any], own: dict[str, An
 
 
 def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
-    """Check that a state dict of a ZeroOptimizer is of these ranks and slices, and of this rank."""
     check_header(optimizer, own)
     rank, world_size = optimizer.communicator.rank, optimizer.communicator.world_size
     if (own["rank"], own["world_size"]) != (rank, world_size):
@@ -190,7 +186,6 @@ def _check_own(optimizer: ZeroOptimizer, own: dict[str, Any]) -> None:
 
 
 def _own_state(row: dict[str, Any], part: Part) -> dict[str, Any]:
-    """Find the saved state of one part in a state dict of a ZeroOptimizer."""
     saved: list[dict[str, Any]] = row.get("pieces", [])
     if any("replica" in entry for entry in saved) and not part.is_ahead:
         raise ValueError(
