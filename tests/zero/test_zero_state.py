@@ -1,7 +1,6 @@
 """ZeroOptimizer's state dicts and checkpoints."""
 
 import copy
-import io
 import json
 import math
 from pathlib import Path
@@ -14,7 +13,6 @@ from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
 from tests.support.harness import on_ranks, run_ranks
 from tests.support.zero_runs import (
-    INT4,
     OPTIMIZERS,
     Case,
     Net,
@@ -26,76 +24,11 @@ from tests.support.zero_runs import (
     train_zero,
 )
 
-CASES = [
-    Case("adamw", {"reduce_bucket_size": 500}, groups=True),
-    Case("lion", {"stage": 1}),
-    Case("lamb", {"reduce_bucket_size": 700, "round_robin_gradients": True}),
-    Case("sgd", {"reduce_bucket_size": 700}, dtype=torch.bfloat16),
-    Case("nadam", {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}, dtype=torch.float16),
-    Case("adamw", {"state_dtype": "bf16"}),
-]
-LOSS_SCALE = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 2}
-SMALL = [
-    Case("adamw", {**INT4, "reduce_bucket_size": 600}, groups=True),
-    Case("sgd", {**INT4, **LOSS_SCALE, "reduce_bucket_size": 900}, dtype=torch.bfloat16),
-    Case("adamw", {"grad_compression": "int8", "stage": 1}),
-    Case("lamb", {"param_compression": "int8"}, dtype=torch.float16),
-]
-
 
 def fresh(case: Case, model: Net | None = None) -> tuple[Net, ZeroOptimizer]:
     model = model or Net(case.dtype)
     cls, options = OPTIMIZERS[case.optimizer]
     return model, ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
-
-
-def resume(rank: int, world_size: int, case: Case, folder: str | None) -> list[str]:
-    """Differences between six steps in one go and six steps with a save and a load after the third."""
-    model, optimizer = fresh(case)
-    run_steps(rank, case, model, optimizer, range(3))
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    if folder is not None:
-        save_state(optimizer, folder)
-        saved: Any = None
-    else:
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-    run_steps(rank, case, model, optimizer, range(3, 6))
-    again, other = fresh(case)
-    again.load_state_dict(weights)
-    other.load_state_dict(other.state_dict())  # what Accelerate does before the first step
-    if folder is not None:
-        load_state(other, folder)
-    else:
-        other.load_state_dict(saved)
-    assert other.steps == 3 and other.loss_scale.value == (128.0 if case.options.get("loss_scale") else 1.0)
-    run_steps(rank, case, again, other, range(3, 6))
-    assert other.steps == 6 and other.traffic.total_bytes == optimizer.traffic.total_bytes
-    return list(different(bits(model), bits(again)))
-
-
-def resume_all(rank: int, world_size: int, cases: list[Case], folder: str | None) -> list[list[str]]:
-    return [resume(rank, world_size, c, folder and f"{folder}/{number}") for number, c in enumerate(cases)]
-
-
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(24)
-@pytest.mark.parametrize(
-    ("world_size", "cases", "in_shards"),
-    [
-        *((world_size, CASES, True) for world_size in (1, 3)),
-        *((3, SMALL, in_shards) for in_shards in (True, False)),
-        *(pytest.param(n, CASES, False, marks=pytest.mark.full) for n in (1, 3)),
-        *(pytest.param(2, SMALL, in_shards, marks=pytest.mark.full) for in_shards in (True, False)),
-    ],
-)
-def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(
-    world_size: int, cases: list[Case], in_shards: bool, tmp_path: Path
-) -> None:
-    for found in run_ranks(world_size, resume_all, cases, str(tmp_path) if in_shards else None):
-        assert found == [[]] * len(cases)
 
 
 def cross_over(rank: int, world_size: int) -> list[str]:
