@@ -11,16 +11,13 @@ import torch
 
 from hf_compressopt import ZeroOptimizer, load_state, save_state
 from hf_compressopt.format.index import CheckpointError, sealed
-from tests.support.harness import on_ranks, run_ranks
+from tests.support.harness import on_ranks
 from tests.support.zero_runs import (
     OPTIMIZERS,
     Case,
     Net,
-    bits,
-    different,
     param_groups,
     run_steps,
-    train_plain,
     train_zero,
 )
 
@@ -29,29 +26,6 @@ def fresh(case: Case, model: Net | None = None) -> tuple[Net, ZeroOptimizer]:
     model = model or Net(case.dtype)
     cls, options = OPTIMIZERS[case.optimizer]
     return model, ZeroOptimizer(param_groups(model, case.groups), cls, **{**options, **case.options})
-
-
-def cross_over(rank: int, world_size: int) -> list[str]:
-    """Three steps of the plain optimizer, its state loaded into ours, three more steps of each."""
-    case = Case("adamw", {"reduce_bucket_size": 500}, steps=3, groups=True)
-    plain_model, plain = train_plain(rank, case)
-    model, optimizer = fresh(case)
-    model.load_state_dict(plain_model.state_dict())
-    trained = [p.requires_grad for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for number, is_trained in enumerate(trained) if is_trained]  # the plain one has no others
-    saved, keys = plain.state_dict(), iter(range(len(trained)))
-    state = {"state": {numbers[k]: row for k, row in saved["state"].items()}, "param_groups": []}
-    for group, mine in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        state["param_groups"].append({**group, "params": [next(keys) for _ in mine["params"]]})
-    optimizer.load_state_dict(state)
-    run_steps(rank, case, model, optimizer, range(3, 6))
-    whole_model, _ = train_plain(rank, Case("adamw", steps=6, groups=True))
-    return list(different(bits(whole_model), bits(model)))
-
-
-@pytest.mark.invariant(2)
-def test_the_plain_optimizers_state_crosses_over() -> None:
-    assert run_ranks(2, cross_over) == [[], []]
 
 
 @pytest.mark.invariant(27)
