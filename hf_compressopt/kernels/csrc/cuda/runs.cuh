@@ -195,17 +195,9 @@ co_status for_tables(int64_t count, int tile_bits, EntryAt entry_at, Launch run)
 template <class Operation>
 constexpr int kAheadOf = 1;
 
-// Blocks of a multiprocessor. ptxas takes more registers for sm_120 to ask ahead: with four it would spill.
-template <class Operation>
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
-constexpr int kBlocksOf = kAheadOf<Operation> > 1 ? 3 : 4;
-#else
-constexpr int kBlocksOf = 4;
-#endif
-
 // An Operation is called with a run, the place i of a quad in the bucket, and which of its elements belong to the run.
 template <class Runs, class Operation>
-__global__ void __launch_bounds__(kThreads, kBlocksOf<Operation>)
+__global__ void __launch_bounds__(kThreads, kTakesMore && kAheadOf<Operation> > 1 ? 3 : 4)
     over_runs(const Runs __grid_constant__ runs, const Operation __grid_constant__ operation) {
     static_assert(sizeof(Runs) + sizeof(Operation) <= kMaxParameters);
     const Item item = find_item(runs);
