@@ -122,9 +122,7 @@ def main() -> int:
         return 2
     largest = max(errors, key=abs)
     mean = statistics.fmean(map(abs, errors))
-    lines = markdown(cells)
-    print("\n".join([lines[0], "|---|---:|---|---|---:|---:|---:|", *lines[2:]]))
-    print(f"\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
+    print(f"{markdown(cells)}\n{len(errors)} rows; error {mean:.1%} in the mean, {largest:+.1%} at most")
     return int(abs(largest) > arguments.bound)
 
 
