@@ -241,7 +241,7 @@ def trainer_of(
 
 
 def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """On a rank: take orders, one JSON object a line, and answer each with one; ends where its input does."""
+    """Take orders on a rank, one JSON object a line, and answer each with one, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
     import torch
     import torch.distributed as dist

@@ -206,7 +206,7 @@ def table(ranks: list[dict[str, Any]], rounds: int) -> Table:
         return [max(rank[name][number][what] for rank in ranks) for number in range(rounds)]
 
     def share(name: str, what: str) -> str:
-        """Of the disk's speed in the same round."""
+        """Share of the disk's speed in the same round."""
         pairs = zip(seconds("disk", what), seconds(name, what), strict=True)
         return f"{statistics.median(disk / its for disk, its in pairs):.2f}"
 

@@ -75,7 +75,7 @@ MOST_CYCLES = 3e9  # of a GPU in a second
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """A call to be timed.
 
     Attributes:
         name: What it is called.

@@ -134,7 +134,7 @@ Row = dict[str, Any]
 
 
 def place(row: Row) -> tuple[Any, ...]:
-    """Where a row was measured, in the order of the report."""
+    """The place of a measurement, by which a report is sorted."""
     where = (row["ranks"], row.get("per_node", 1), list(RATES).index(row["link"])) if "ranks" in row else (row["link"],)
     model = list(MODELS).index(row["model"]) if "model" in row else -1
     return model, *where, list(METHODS).index(row["method"])

@@ -127,7 +127,7 @@ def main() -> int:
 
 
 def place(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Where a row was measured; what computing takes there is in the same file."""
+    """The place of a measurement, where a baseline stands in the same file."""
     return tuple(row[name] for name in ("file", "model", "ranks", "per_node", "link"))
 
 

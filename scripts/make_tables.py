@@ -37,7 +37,7 @@ def rows(name: str) -> Any:
 
 
 def whole_runs() -> dict[str, tuple[float, float, float]]:
-    """Of 30 million parameters and 2 ranks: megabytes, milliseconds unlimited, and at 1 Gbit/s, means over a run."""
+    """Megabytes, ms with unlimited bandwidth and at 1 Gbit/s, means over a run of 30 million parameters on 2 ranks."""
     place = (rows("avx512"), "30M", 2)
     fast, slow, megabytes = times(*place, UNLIMITED), times(*place, "1 Gbit/s"), sent_megabytes(*place)
 
@@ -84,7 +84,7 @@ def against(name: str, partner: str, ranks: int, among: Rows | None = None) -> t
 
 
 def fewer(name: str, ranks: int, among: Rows | None = None) -> float:
-    """How many times fewer bytes a run sends than an all-reduce in float32."""
+    """The factor by which a run sends fewer bytes than an all-reduce in float32."""
     found = losses(name, ranks, among)
     row = next(iter(found.values()))
     ring = 2 * (ranks - 1) / ranks * 4 * row["parameters"] * row["steps"]

@@ -1,4 +1,4 @@
-"""What a ZeroOptimizer takes: options, optimizers and parameters. Errors name the value, what is legal, what to do."""
+"""The arguments of a ZeroOptimizer, checked: options, optimizers and parameters."""
 
 from __future__ import annotations
 
