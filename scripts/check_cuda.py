@@ -62,7 +62,7 @@ MOVES = {
 
 @dataclass
 class Kernel:
-    """What the tools say of a kernel for one architecture."""
+    """Findings of the tools on a kernel for one architecture."""
 
     name: str
     registers: int = 0
@@ -163,7 +163,7 @@ def kernels(source: Path, architecture: str, cuobjdump: str, folder: Path) -> li
 
 
 def complaints(kernel: Kernel) -> list[str]:
-    """What is wrong with a kernel."""
+    """List the faults of a kernel."""
     found = []
     if kernel.spills > SPILL_BUDGET:
         found.append(f"spills {kernel.spills} bytes of registers, at most {SPILL_BUDGET} are allowed")
@@ -185,7 +185,7 @@ def find_cuobjdump() -> str | None:
 
 
 def architectures() -> list[str]:
-    """Those that the library is built for, as far as nvcc knows them."""
+    """Architectures that the library is built for, as far as nvcc knows them."""
     wanted = re.search(r"set\(ALL_ARCHITECTURES ([\d ]+)\)", (ROOT / "cmake" / "Architectures.cmake").read_text())
     known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
     return [name for name in (wanted[1].split() if wanted else ()) if f"compute_{name}\n" in known + "\n"]

@@ -61,7 +61,7 @@ class LowBitState(State):
         """Describe worker and server errors."""
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """If the run that saved had no errors, they become zero."""
+        """Set the errors to zero if the run that saved had none."""
         compression, values = self._compression, header.values
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of an optimizer's state, whichever optimizer it is."""
+"""The state of any optimizer as checkpoints see it."""
 
 from __future__ import annotations
 
