@@ -210,22 +210,121 @@ def clipped_step(net: Any, optimizer: torch.optim.Optimizer, rank: int, step: in
     optimizer.step()
 
 
-def resume(rank: int) -> bool:
-    """Compare a run that resumes from its state dicts with one that never stopped; gradients are clipped."""
-    net, compression, optimizer = started()
-    again, resumed, other = started(seed=7)
+def resume(rank: int, folder: str, **options: Any) -> bool:
+    """Compare a run that resumes, from files or state dicts, with one that goes on; gradients are clipped."""
+    net, compression, optimizer = started(**options)
+    again, resumed, other = started(seed=7, **options)
     for step in range(4):
         if step == 2:
             with torch.no_grad():
                 for p, q in zip(net.parameters(), again.parameters(), strict=True):
                     q.to_local().copy_(p.to_local())
             other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            resumed.load_state_dict(compression.state_dict())
+            if folder:
+                save_state(compression, folder)
+                load_state(resumed, folder)
+            else:
+                resumed.load_state_dict(compression.state_dict())
         clipped_step(net, optimizer, rank, step, "unreduced" if step == 3 else "")
         if step >= 2:
             clipped_step(again, other, rank, step, "unreduced" if step == 3 else "")
     equal = same(local(net, "weights"), local(again, "weights")) and same(errors_of(compression), errors_of(resumed))
     return equal and resumed.steps == compression.steps == 4
+
+
+def whole(net: Any) -> np.ndarray:
+    """What this rank computes with."""
+    modules = [module for module in net.modules() if hasattr(module, "unshard")]
+    for module in modules:
+        module.unshard()
+    values = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).numpy().copy()
+    for module in modules:
+        module.reshard()
+    return values
+
+
+def owned(net: Any) -> np.ndarray:
+    return torch.cat([p.detach().full_tensor().reshape(-1) for p in net.parameters()]).numpy()
+
+
+def evaluated(rank: int) -> tuple[bool, list[int]]:
+    """Whether a run that is evaluated after each step has the bits of one that is not, and the bytes of evaluations."""
+    ends, sent = [], []
+    for context in (None, torch.no_grad, torch.inference_mode):
+        net, compression, optimizer = started(param_compression="int4")
+        for step in range(3):
+            clipped_step(net, optimizer, rank, step, "unreduced")
+            for part in (2, 3) if context is not None else ():
+                before = compression.traffic.total_bytes
+                with context():
+                    net(data(rank, step, part))
+                sent.append(compression.traffic.total_bytes - before)
+        net.reshard()
+        ends.append({**local(net, "weights"), **errors_of(compression)})
+    return same(ends[0], ends[1]) and same(ends[0], ends[2]), sent
+
+
+def changed(rank: int) -> list[bool]:
+    """Whether ranks compute with near parameters after a step, and with exactly those that were loaded or written."""
+    net, compression, optimizer = started(param_compression="int4")
+    start, found = {n: t.clone() for n, t in net.state_dict().items()}, [np.array_equal(whole(net), owned(net))]
+    for step in range(2):
+        clipped_step(net, optimizer, rank, step, "")
+    replicas, masters = whole(net), owned(net)
+    found.append(0 < np.abs(replicas - masters).max() < 0.01 / 4)  # a step is 0.01, and 4 bits round by 1/14 of it
+    clipped_step(net, optimizer, rank, 2, "")
+    net.load_state_dict(start)
+    found += [np.array_equal(whole(net), owned(net)), not np.array_equal(owned(net), masters)]
+    with torch.no_grad():  # on one rank alone, whose shards are a part
+        net.first.weight.to_local().mul_(3.0 if rank == 1 else 1.0)
+    found.append(np.array_equal(whole(net), owned(net)))
+    clipped_step(net, optimizer, rank, 3, "")
+    with torch.no_grad():
+        for param in net.parameters():
+            param.to_local().mul_(-2.0)
+    compression.gather_in_full()
+    with torch.inference_mode():
+        net(data(rank, 0))
+    net.reshard()
+    found.append(np.array_equal(whole(net), owned(net)))
+    for step in range(2):
+        clipped_step(net, optimizer, rank, step, "")
+    return found
+
+
+def alike(rank: int) -> list[bytes]:
+    """What the ranks compute with in bfloat16, after a step that is skipped because of a gradient of one of them."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    net, compression, optimizer = started(how={"mp_policy": policy}, param_compression="int4")
+    for step in range(5):
+        optimizer.zero_grad()
+        factor = float("inf") if step == 2 and rank == 1 else 1.0
+        (net(data(rank, step).bfloat16()).float().pow(2).mean() * factor).backward()
+        if nn.utils.clip_grad_norm_(net.parameters(), 0.01).full_tensor().isfinite():
+            optimizer.step()
+    states = [state["replicas"] for state in compression.state_dict()["gathers"]]
+    assert compression.skipped_steps == 1 and all(t.dtype is torch.bfloat16 and t.isfinite().all() for t in states)
+    return [bytes(t.view(torch.uint8).numpy()) for t in states]
+
+
+def sent_bytes(rank: int) -> tuple[dict[str, float], str]:
+    """The bytes of a step of a model of some size, without padding to speak of."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    net, mesh = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), init_device_mesh("cpu", (4,))
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    compression = compress_fsdp(net, mesh, "int4", param_compression="int4")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(2, 256) * (rank + 1)).pow(2).mean().backward()
+        optimizer.step()
+    return compression.metrics(), compression.describe()
 
 
 def not_finite(rank: int) -> list[Any]:
@@ -297,7 +396,7 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
     from torch.distributed.fsdp import fully_shard
 
     impl, found = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT, []
-    for compressed in (False, True):
+    for form in ("none", "int4", "int8"):
         torch.manual_seed(5)
         net, mesh = Tied(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         apply_activation_checkpointing(
@@ -306,8 +405,8 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
         for block in net.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
-        if compressed:
-            compress_fsdp(net, mesh, "int4", bucket_cap_mb=CAP)
+        if form != "none":
+            compress_fsdp(net, mesh, form, bucket_cap_mb=CAP, param_compression="none" if form == "int8" else form)
         optimizer = torch.optim.AdamW(net.parameters(), lr=2e-2)
         losses = []
         for step in range(6):
@@ -321,18 +420,46 @@ def tied(rank: int, reentrant: bool) -> list[list[float]]:
     return found
 
 
-def all_checks(rank: int, world_size: int) -> dict[str, Any]:
+def gradients(rank: int, world_size: int) -> dict[str, Any]:
     precisions(rank)
-    return {"resume": resume(rank), "not_finite": not_finite(rank), "tied": [tied(rank, again) for again in (0, 1)]}
+    return {"not_finite": not_finite(rank), "tied": [tied(rank, again) for again in (0, 1)]}
 
 
 def test_precisions_tied_weights_checkpointed_activations_and_skipped_steps() -> None:
-    for rank, found in enumerate(run_ranks(4, all_checks, timeout=240)):
-        assert found["resume"], rank
+    for rank, found in enumerate(run_ranks(4, gradients, timeout=240)):
         assert found["not_finite"] == [False, True, 1, True, False], rank
         assert found["tied"][0] == found["tied"][1], rank
-        plain, compressed = found["tied"][0]
-        assert compressed == pytest.approx(plain, abs=0.1) and compressed[-1] < 0.5 * compressed[0], found["tied"]
+        plain, *others = found["tied"][0]
+        for losses in others:
+            assert losses == pytest.approx(plain, abs=0.1) and losses[-1] < 0.5 * losses[0], found["tied"]
+
+
+def parameters(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    rows = [("", {}), ("", {"param_compression": "int4"}), (folder, {"param_compression": "int8", "state": "float32"})]
+    return {
+        "resume": [resume(rank, where, **options) for where, options in rows],
+        "evaluated": evaluated(rank),
+        "changed": changed(rank),
+        "alike": alike(rank),
+        "sent": sent_bytes(rank),
+    }
+
+
+def test_parameters_as_differences(tmp_path: Path) -> None:
+    """Runs resume, and evaluations change nothing; ranks compute alike, and with what is loaded; bytes of a step."""
+    ranks = run_ranks(4, parameters, str(tmp_path), timeout=240)
+    for rank, found in enumerate(ranks):
+        assert found["resume"] == [True] * 3, rank
+        equal, sent = found["evaluated"]
+        assert equal and max(sent[1::2]) <= 3 * 4 * 2 < min(sent[::2]), sent  # a flag per unit, then and later
+        assert found["changed"] == [True] * 6, found["changed"]
+        assert found["alike"] == ranks[0]["alike"], rank
+        metrics, said = found["sent"]
+        values = 2 * (64 * 256 + 64)  # of a shard
+        assert metrics["bytes_sent_step"] == pytest.approx(2 * 3 * values * (0.5 + 2 / 128), rel=0.01)
+        assert metrics["compression_ratio"] == pytest.approx(3 * 8 * values / metrics["bytes_sent_step"])
+        assert metrics["compression_ratio"] > 7.5
+        assert "int4 with error feedback between 4 rank(s), and parameters as int4 differences" in said
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
