@@ -344,7 +344,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     wide, _ = sharded(make().double(), "shard")
     calls: dict[str, Any] = {
         "mesh must be a DeviceMesh": lambda: compress_fsdp(net, "int4"),
-        "2 dimensions": lambda: compress_fsdp(net, mesh["shard"]),
+        "needs a mesh of 1 dimension": lambda: compress_fsdp(net, mesh, param_compression="int4"),
         "not sharded by FSDP2": lambda: compress_fsdp(make(), mesh),
         "mesh=mesh['shard']": lambda: compress_fsdp(over_all, mesh),
         "hook already": lambda: compress_fsdp(hooked, mesh),

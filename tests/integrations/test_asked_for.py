@@ -159,13 +159,16 @@ def small_llama() -> Any:
 
 
 @pytest.mark.skipif(OLD_HOST, reason="this transformers has no DistributedConfig")
-def test_a_model_loaded_in_shards_is_compressed_between_its_replicas(tmp_path: Path) -> None:
-    config = {"fsdp_size": 2, "dp_replicate_size": 2}
+@pytest.mark.parametrize("shards", [2, 4])
+def test_a_model_loaded_in_shards_is_compressed(shards: int, tmp_path: Path) -> None:
+    """Between its replicas, or without replicas both ways."""
+    config = {"fsdp_size": shards, **({"dp_replicate_size": 2} if shards == 2 else {})}
+    options = {"optim_args": "grad_compression=int4" + ",param_compression=int4" * (shards == 4)}
     plain = run_ranks(4, loaded_in_shards, str(tmp_path), config, {}, timeout=240)
-    int4 = run_ranks(4, loaded_in_shards, str(tmp_path), config, {"optim_args": "grad_compression=int4"}, timeout=240)
+    int4 = run_ranks(4, loaded_in_shards, str(tmp_path), config, options, timeout=240)
     for rank in range(4):
         assert plain[rank]["error"] == int4[rank]["error"] == ""
-        assert int4[rank]["weights"].tobytes() == int4[rank % 2]["weights"].tobytes()
+        assert int4[rank]["weights"].tobytes() == int4[rank % shards]["weights"].tobytes()
     assert plain[0]["ratio"] is None and int4[0]["ratio"] > 5
     assert int4[0]["losses"][0] == plain[0]["losses"][0]
     assert int4[0]["losses"] != plain[0]["losses"] and int4[0]["losses"] == pytest.approx(plain[0]["losses"], abs=0.1)
@@ -175,7 +178,6 @@ def test_a_model_loaded_in_shards_is_compressed_between_its_replicas(tmp_path: P
 @pytest.mark.parametrize(
     ("config", "arguments", "said"),
     [
-        ({"fsdp_size": 2}, {"optim_args": "grad_compression=int4"}, "dp_replicate_size=NODES"),
         ({"fsdp_size": 2}, {"optim": "onebit_adam"}, "not with from_pretrained(distributed_config=...)"),
         ({"fsdp_size": 2}, {"optim_args": "zero_stage=2"}, "not with from_pretrained(distributed_config=...)"),
     ],
