@@ -1,4 +1,4 @@
-"""What a checkpoint knows of an optimizer's state, whichever optimizer it is."""
+"""The state of any optimizer as checkpoints see it."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def not_alike(key: object) -> str:
     )
 
 
-# -- the errors of gradients that are compressed in DDP, or between FSDP2's replicas -----------------------------------
+# -- the errors of gradients that are compressed in DDP or FSDP2 ---------------------------------------------------------
 
 
 class LowBitState(State):
@@ -178,27 +178,33 @@ class LowBitState(State):
         """Describe worker and server errors."""
 
     def plan_load(self, names: Sequence[Sequence[str]], header: Header, entries: Mapping[str, TensorEntry]) -> LoadPlan:
-        """If the run that saved had no errors, they become zero."""
+        """Set the errors to zero if the run that saved had none."""
         compression, values = self._compression, header.values
         if header.title != self._title:
             raise ValueError(f"it is of {header.title}, not of {self._title}")
         is_fsdp = isinstance(compression, FSDPCompression)  # whose replicas have errors, where elsewhere ranks have
         known = values["world_size"] > (values.get(NODE_SIZE, 1) if is_fsdp else 1)
+        served = not is_fsdp or any(name.startswith("server_error/") for name in entries)
         rooms = [errors.room(compact=False) for errors in self._errors]
 
         def commit() -> None:
             for errors, room in zip(self._errors, rooms, strict=True):
                 if not known:
                     errors.zero_()
-                elif room is not errors:
+                    continue
+                if not served:  # saved without replicas
+                    room.server.zero_()
+                if room is not errors:
                     errors.copy_(room.worker, room.server)
             if isinstance(compression, FSDPCompression):
+                compression.gather_in_full()
                 compression.set_counters(values["step"], values["skipped_steps"])
             else:
                 compression.steps, compression.skipped_steps = values["step"], values["skipped_steps"]
             compression.traffic.restore(values["bytes_sent"])
 
-        return LoadPlan(self._tensors(names, rooms) if known else [], commit)
+        wanted = self._tensors(names, rooms) if known else []
+        return LoadPlan([tensor for tensor in wanted if served or tensor.key.kind != "server_error"], commit)
 
 
 class CompressionState(LowBitState):
@@ -225,35 +231,41 @@ class CompressionState(LowBitState):
 class FSDPState(LowBitState):
     """The state of an FSDPCompression: for each parameter the worker error of each replica, and the servers' errors.
 
-    They are in the order of the parameter's elements.
+    They are in the order of the parameter's elements. Without replicas each rank has worker errors of all elements, and
+    there are no servers' errors.
     """
 
     def __init__(self, compression: FSDPCompression) -> None:
-        replicas, shards = compression.communicator, compression.replica
-        self._units, self._replica, self._shard = compression.units, replicas.rank, shards.rank
+        peers, self._shard = compression.communicator, compression.replica.rank
+        self._gather_in_full = compression.gather_in_full
+        self._units, self._replica = compression.units, peers.rank
         found = {n: p for errors in self._units for n, p in zip(errors.unit.names, errors.unit.params, strict=True)}
         params = {name: found[name] for name in sorted(found)}  # in one order, whatever the units are
-        ranks = TorchCommunicator(device=replicas.device)
-        place = replicas.rank * shards.world_size + shards.rank
-        if (ranks.world_size, ranks.rank) != (replicas.world_size * shards.world_size, place):
+        ranks, together = TorchCommunicator(device=peers.device), 1
+        if compression.replicated:
+            together = compression.replica.world_size
+        place = peers.rank * together + (self._shard if compression.replicated else 0)
+        if (ranks.world_size, ranks.rank) != (peers.world_size * together, place):
             raise ValueError(
-                "a checkpoint of compress_fsdp needs a mesh of all ranks in their order, as init_device_mesh makes it "
-                "of 2 dimensions: save its state_dict() on each rank instead"
+                "a checkpoint of compress_fsdp needs a mesh of all ranks in their order, as init_device_mesh makes it: "
+                "save its state_dict() on each rank instead"
             )
-        super().__init__(compression, ranks, params, [errors.kept for errors in self._units], shards.world_size)
+        super().__init__(compression, ranks, params, [errors.kept for errors in self._units], together)
+
+    def tensors(self, names: Sequence[Sequence[str]]) -> list[StateTensor]:
+        """See the base class. The replicas of parameters are not saved: this run gathers anew, as one that resumes."""
+        self._gather_in_full()
+        return super().tensors(names)
 
     def _described(self, names: Sequence[str], values: Sequence[tuple[Tensor, Tensor]]) -> Iterator[StateTensor]:
         called = {own: (name, p.shape) for own, name, p in zip(self._names[0], names, self.params[0], strict=True)}
-        for errors, group, (worker, server) in zip(self._units, self._errors, values, strict=True):
-            owned = [group.own_range(bucket) for bucket in errors.layout.buckets]
-            parts = list(zip(owned, torch.split(server, [stop - start for start, stop in owned]), strict=True))
-            for own, offset, numel, first in errors.unit.places(self._shard):
-                name, shape = called[own]
-                key, mine = TensorKey("worker_error", name, rank=self._replica), worker[offset : offset + numel]
-                together: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
-                yield StateTensor.of(key, mine, tuple(shape), first, is_error=True, **together)
-                for (start, stop), found in parts:
-                    low, high = max(start, offset), min(stop, offset + numel)
+        mine: dict[str, Any] = {"of_each_rank": True, "node_size": self._node_size}
+        for errors, held in zip(self._units, values, strict=True):
+            for kind, shard, start, found in errors.runs(held, self._shard):
+                rank, own = (self._replica, mine) if kind == "worker_error" else (None, {})
+                for known, offset, numel, first in errors.unit.places(shard):
+                    low, high = max(start, offset), min(start + found.numel(), offset + numel)
                     if low < high:
-                        part, at = found[low - start : high - start], first + low - offset
-                        yield StateTensor.of(TensorKey("server_error", name), part, tuple(shape), at, is_error=True)
+                        (name, shape), part = called[known], found[low - start : high - start]
+                        key, at = TensorKey(kind, name, rank=rank), first + low - offset
+                        yield StateTensor.of(key, part, tuple(shape), at, is_error=True, **own)

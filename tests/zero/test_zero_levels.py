@@ -77,7 +77,7 @@ def solve(rank: int, world_size: int, size: int) -> dict[str, Any]:
             optimizer = ZeroOptimizer(params, torch.optim.AdamW, lr=1e-2, node_size=size, **form)
             go_on(params, optimizer, rank, range(STEPS))
             found.setdefault(str(dtype.itemsize), []).append(flat(params))
-    assert f"in two levels, {world_size // size} node(s)" in optimizer.describe()
+    assert f"hierarchical on {world_size // size} nodes" in optimizer.describe()
     return found
 
 
@@ -208,7 +208,7 @@ def refused(rank: int, world_size: int, options: dict[str, Any]) -> None:
     [
         ({"node_size": 2}, "node_size must divide the number of ranks, 3, got 2"),
         ({"topology": "ring"}, "topology must be one of"),
-        ({"topology": "flat", "node_size": 3}, "belongs to two levels"),
+        ({"topology": "flat", "node_size": 3}, "belongs to the hierarchical topology"),
         ({"topology": "two-level"}, "needs at least two nodes"),
     ],
 )
