@@ -74,6 +74,7 @@ SCALED = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_windo
 LARGE = ((37, 19), (11,), (0, 4), (), (19, 7))
 #: More that a run resumes from, by more ranks.
 RESUMED = {
+    "onebit_adam_start_2": Kind("OnebitAdam", ONEBIT, 2, 0),
     "onebit_adam_switching_2": Kind("OnebitAdam", ONEBIT, 2, 2),
     "onebit_adam_compact_switching_2": Kind("OnebitAdam", COMPACT, 2, 2),
     "onebit_adam_compact_3": Kind("OnebitAdam", COMPACT, 3, 4),

@@ -85,7 +85,9 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[str]:
             save_state(optimizer, f"{folder}/{name}")
         train(rank, world_size, params, optimizer, range(kind.steps, kind.steps + 4))
         other.load_state_dict(other.state_dict())  # what Accelerate does before the first step
-        other.param_groups[0].pop("exp_avg_mask", None)  # it comes back
+        for group in other.param_groups:  # all comes back
+            group |= {"lr": 0.5, "weight_decay": 0.3}
+            group.pop("exp_avg_mask", None)
         if folder is None:
             file.seek(0)
             other.load_state_dict(torch.load(file, weights_only=True))
@@ -93,7 +95,7 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[str]:
             load_state(other, f"{folder}/{name}")
             save_state(other, f"{folder}/{name}-again")  # right after the load
             load_state(other, f"{folder}/{name}-again")
-        wrong += [f"{name}: lr" for group in other.param_groups if group["lr"] != 0.01 / kind.steps]
+        wrong += [f"{name}: lr" for group in other.param_groups if group["lr"] != 0.01 / max(kind.steps, 1)]
         train(rank, world_size, others, other, range(kind.steps, kind.steps + 4))
         held, found = observe(params, optimizer), observe(others, other)
         wrong += [f"{name}: {key}" for key in held if found.get(key) != held[key]]
