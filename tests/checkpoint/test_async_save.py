@@ -25,7 +25,7 @@ from hf_compressopt.format.inspect import collect
 from tests.checkpoint.kinds import KINDS, train
 from tests.checkpoint.kinds import make as make_kind
 from tests.checkpoint.test_checkpoint import make
-from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.harness import on_ranks, run_ranks, run_ranks_expecting_error
 
 OPTIMIZERS = {
     "OnebitAdam": KINDS["onebit_adam_compressed_2"],
@@ -189,7 +189,8 @@ def test_a_folder_that_cannot_be_is_told_at_once_on_all_ranks(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def save_without_memory(rank: int, world_size: int, directory: str) -> None:
+@on_ranks(2)
+def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(rank: int, world_size: int, tmp_path: Path) -> None:
     """Rank 1 has none for its copy: all hear of it at the end, and of the earlier checkpoint nothing is lost."""
 
     def take(*_: Any) -> Any:
@@ -197,24 +198,20 @@ def save_without_memory(rank: int, world_size: int, directory: str) -> None:
 
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(3))
-    save_state(optimizer, directory)
+    save_state(optimizer, tmp_path)
     take_copy = HostCopy.take
     if rank == 1:
         HostCopy.take = take  # type: ignore[method-assign]
     try:
-        pending = async_save_state(optimizer, directory)
+        pending = async_save_state(optimizer, tmp_path)
         train(rank, world_size, params, optimizer, range(3, 5))  # nobody waits for anybody
         with pytest.raises(MemoryError if rank == 1 else OSError, match="no room for a copy"):
             pending.result()
     finally:
         HostCopy.take = take_copy  # type: ignore[method-assign]
-    load_state(optimizer, directory)
+    load_state(optimizer, tmp_path)
     assert optimizer.metrics()["step"] == 3
-    async_save_state(optimizer, directory).result()
-
-
-def test_a_rank_without_memory_for_its_copy_is_heard_of_on_all(tmp_path: Path) -> None:
-    run_ranks(2, save_without_memory, str(tmp_path))
+    async_save_state(optimizer, tmp_path).result()
     assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -10,6 +10,7 @@ import torch
 
 from hf_compressopt import load_state, save_state
 from tests.checkpoint.kinds import KINDS, RESUMED, load_in_form, make, observe, train, written
+from tests.support.family import assign
 from tests.support.harness import run_ranks
 
 
@@ -77,8 +78,7 @@ def resume_all(rank: int, world_size: int, folder: str | None) -> list[str]:
         params, optimizer = make(kind)
         train(rank, world_size, params, optimizer, range(kind.steps))
         others, other = make(kind)
-        for p, q in zip(params, others, strict=True):
-            q.data.copy_(p.data)
+        assign(others, params)
         if folder is None:
             torch.save(optimizer.state_dict(), file := io.BytesIO())
         else:

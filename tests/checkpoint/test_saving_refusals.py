@@ -25,7 +25,8 @@ from tests.checkpoint.kinds import make as make_kind
 from tests.checkpoint.kinds import observe, train
 from tests.checkpoint.test_async_save import OPTIMIZERS, held_back
 from tests.checkpoint.test_checkpoint import make
-from tests.support.harness import RankError, run_ranks, run_ranks_expecting_error
+from tests.support.family import assign
+from tests.support.harness import RankError, on_ranks, run_ranks, run_ranks_expecting_error
 from tests.support.launching import environment, run_python
 
 
@@ -89,10 +90,11 @@ def test_a_new_folder_is_made_durable(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "checkpoint")} <= set(synced)
 
 
-def save_while_the_folder_cannot_be_listed(rank: int, world_size: int, directory: str) -> int:
+@on_ranks(2, timeout=30)
+def test_an_error_while_older_files_are_removed_stops_nobody(rank: int, world_size: int, tmp_path: Path) -> None:
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(2))
-    save_state(optimizer, directory)
+    save_state(optimizer, tmp_path)
     train(rank, world_size, params, optimizer, range(2, 3))
     listing = Path.iterdir
 
@@ -102,16 +104,12 @@ def save_while_the_folder_cannot_be_listed(rank: int, world_size: int, directory
     if rank == 1:
         Path.iterdir = fail  # type: ignore[method-assign]
     try:
-        save_state(optimizer, directory)
+        save_state(optimizer, tmp_path)
     finally:
         Path.iterdir = listing  # type: ignore[method-assign]
     _, other = make(world_size)
-    load_state(other, directory)
-    return other.metrics()["step"]
-
-
-def test_an_error_while_older_files_are_removed_stops_nobody(tmp_path: Path) -> None:
-    assert run_ranks(2, save_while_the_folder_cannot_be_listed, str(tmp_path), timeout=30) == [3, 3]
+    load_state(other, tmp_path)
+    assert other.metrics()["step"] == 3
 
 
 def save_apart(rank: int, world_size: int, directory: str) -> list[str]:
@@ -301,9 +299,7 @@ def save_on_machines(rank: int, world_size: int, name: str, directory: str, per_
 def resume_apart(rank: int, world_size: int, name: str, folders: list[str]) -> dict[str, str]:
     params, optimizer = make_kind(OPTIMIZERS[name])
     load_state(optimizer, folders[rank])
-    with torch.no_grad():
-        for p, saved in zip(params, torch.load(f"{folders[rank]}/params-{rank}.pt"), strict=True):
-            p.copy_(saved)
+    assign(params, torch.load(f"{folders[rank]}/params-{rank}.pt"))
     train(rank, world_size, params, optimizer, range(5, STEPS))
     return {**observe(params, optimizer), "bytes_sent": ""}
 
