@@ -43,6 +43,7 @@ class MessageOptions(TopologyOptions):
 
     Attributes:
         bucket_cap_mb: See :class:`GradientCompression`; None is the model's DDP's, and 25 without DDP.
+        param_compression: See :func:`~hf_compressopt.compress_fsdp`; for models without replicas only.
 
     Raises:
         ValueError: For an option outside its range.
@@ -50,6 +51,7 @@ class MessageOptions(TopologyOptions):
     """
 
     bucket_cap_mb: float | None = None
+    param_compression: str = "none"
 
     def __post_init__(self) -> None:
         """Check the options."""

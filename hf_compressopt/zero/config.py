@@ -282,7 +282,7 @@ _IN_BLOCKS = (
 _ITSELF = "it partitions by itself: give the class that it wraps"
 _IN_BACKWARD = "it updates during backward: use it without ZeRO"
 _WHOLE_TENSORS = {
-    **dict.fromkeys(("Muon", "SOAP", "Kron"), _MATRICES),
+    **dict.fromkeys(("Muon", "MuonAdamW", "SOAP", "Kron"), _MATRICES),
     **dict.fromkeys(("Adafactor", "CAME"), _ROWS_AND_COLUMNS),
     **dict.fromkeys(("Lomo", "AdaLomo"), _IN_BACKWARD),
     **dict.fromkeys(("LAMB", "Lamb", "FusedLAMB", "LARS"), _NORM_OF_A_TENSOR),
