@@ -276,11 +276,8 @@ class Warmup:
     def is_over(self, step: int, window: int) -> bool:
         """Return whether the variance has seen enough of the full rate by the end of a step.
 
-        It has if as many steps had the full rate as the warmup took, or a window of the variance; at least two.
-
-        Args:
-            step: The step.
-            window: Steps that the variance remembers, 1 / (1 - beta2).
+        It has if as many steps had the full rate as the warmup took, or as the variance remembers (``window``); at
+        least two.
         """
         at_full_rate = step - self.step + 1
         return self.step <= 1 or (at_full_rate > 1 and at_full_rate >= min(self.step - 1, window))
