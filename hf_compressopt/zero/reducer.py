@@ -107,13 +107,8 @@ class SliceGradients:
 class GradientReducer:
     """Sender of gradients to their owners, and keeper of this rank's averages.
 
-    It is a :class:`~hf_compressopt.collectives.backward.Sender`.
-
-    Attributes:
-        slices: All slices.
-        present: For each parameter, whether this rank had a gradient of it since the last :meth:`clear`.
-        fault: The error in a gradient of this rank, to be raised on all ranks together; None if there is none.
-        passes: Passes in which gradients were sent.
+    ``present`` says of each parameter whether this rank had a gradient of it since the last :meth:`clear`; ``fault`` is
+    the error in a gradient of this rank, to be raised on all ranks together.
     """
 
     def __init__(
