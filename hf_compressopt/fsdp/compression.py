@@ -370,13 +370,13 @@ class FSDPCompression:
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
-        ranks, name = self.replica.world_size, self.communicator.name
+        ranks = self.replica.world_size
         between = f"{self.replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
         params = f"as int{self.param_bits} differences" if self.param_bits else "in full precision"
         others = "" if self.replicated else f", and parameters {params}"
         return (
             f"FSDPCompression: gradients travel as int{self.bits} with error feedback between {between}{others}, over "
-            f"{name}"
+            f"{self.communicator.name}"
         )
 
     def gather_in_full(self) -> None:

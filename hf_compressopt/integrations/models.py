@@ -32,8 +32,8 @@ _INSTEAD = {
     "`hf-compressopt from-deepspeed ds_config.json` translates its configuration",
     "MEGATRON_LM": "Megatron-LM averages the gradients and takes the steps itself. Launch without Megatron-LM, or use "
     "Megatron-LM's own optimizer",
-    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP, or "
-    "launch without FSDP; --optim zero2_adamw partitions gradients and optimizer state here",
+    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP, in "
+    "FSDP2 with grad_compression, or launch without FSDP; --optim zero2_adamw partitions gradients and state here",
     "XLA": "XLA averages the gradients itself. Use an ordinary optimizer there",
 }
 

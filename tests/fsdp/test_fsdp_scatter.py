@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
+from hf_compressopt.planner.report import FSDP2, memory_rows
 from tests.fsdp.test_fsdp_compression import (
     BUCKET,
     CAP,
@@ -309,8 +310,8 @@ def alike(rank: int) -> list[bytes]:
     return [bytes(t.view(torch.uint8).numpy()) for t in states]
 
 
-def sent_bytes(rank: int) -> tuple[dict[str, float], str]:
-    """The bytes of a step of a model of some size, without padding to speak of."""
+def sent_bytes(rank: int) -> tuple[dict[str, float], str, list[int]]:
+    """The bytes of a step of a model of some size, without padding to speak of, and those that it holds."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -324,7 +325,9 @@ def sent_bytes(rank: int) -> tuple[dict[str, float], str]:
         optimizer.zero_grad()
         net(torch.ones(2, 256) * (rank + 1)).pow(2).mean().backward()
         optimizer.step()
-    return compression.metrics(), compression.describe()
+    errors = sum(errors.kept.worker.nbytes for errors in compression.units)
+    replicas = sum(state["replicas"].nbytes for state in compression.state_dict()["gathers"])
+    return compression.metrics(), compression.describe(), [errors, replicas]
 
 
 def not_finite(rank: int) -> list[Any]:
@@ -454,11 +457,14 @@ def test_parameters_as_differences(tmp_path: Path) -> None:
         assert equal and max(sent[1::2]) <= 3 * 4 * 2 < min(sent[::2]), sent  # a flag per unit, then and later
         assert found["changed"] == [True] * 6, found["changed"]
         assert found["alike"] == ranks[0]["alike"], rank
-        metrics, said = found["sent"]
+        metrics, said, held = found["sent"]
         values = 2 * (64 * 256 + 64)  # of a shard
         assert metrics["bytes_sent_step"] == pytest.approx(2 * 3 * values * (0.5 + 2 / 128), rel=0.01)
         assert metrics["compression_ratio"] == pytest.approx(3 * 8 * values / metrics["bytes_sent_step"])
         assert metrics["compression_ratio"] > 7.5
+        plain, grads, both = (memory_rows(4 * values, 4, torch.float32, 2, 25.0)[name] for name in FSDP2)
+        assert grads["states"] - plain["states"] == pytest.approx(2 * held[0], rel=0.01)
+        assert both["parameters"] - plain["parameters"] == held[1] and grads["states"] == both["states"]
         assert "int4 with error feedback between 4 rank(s), and parameters as int4 differences" in said
 
 
