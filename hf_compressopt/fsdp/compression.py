@@ -316,24 +316,23 @@ class FSDPCompression:
         form = {"compact": compact, "replicated": self.replicated}
         trained = [unit for unit in units if unit.names]
         self.units = [UnitErrors(unit, self._bucket_numel, self.communicator, **form) for unit in trained]
-        self.gathers: list[AllGather] = []
-        for unit in units if param_bits else ():
-            gather = AllGather(unit, bucket_numel, self.communicator, param_bits)
-            if unit.set_all_gather(gather, gather.reset):
-                self.gathers.append(gather)
+        gathered = [unit for unit in units if param_bits and unit.can_gather()]
+        self.gathers = [AllGather(unit, bucket_numel, self.communicator, param_bits) for unit in gathered]
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._loss_scale = loss_scale
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
         self._stream: torch.Stream | None = None
+        if not self.replicated:  # before the first gather
+            self._check_ranks()
         for errors in self.units:
             if self.replicated:
                 errors.unit.set_hook(partial(self._average, errors))
             else:
                 errors.unit.set_reduce_scatter(ReduceScatter(partial(self._scatter, errors)))
-        if not self.replicated:  # before the first gather
-            self._check_ranks()
+        for gather in self.gathers:
+            gather.unit.set_all_gather(gather, gather.reset)
 
     @property
     def replicas(self) -> int:

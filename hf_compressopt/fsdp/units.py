@@ -96,11 +96,8 @@ class Unit:
         self.module.set_custom_reduce_scatter(reduce_scatter)
         self._reduce_all()
 
-    def set_all_gather(self, all_gather: Any, at_load: Callable[[], None]) -> bool:
-        """Have FSDP2 call an all-gather in place of its own, and ``at_load`` after a load of other parameters.
-
-        Returns:
-            False if the parameters are frozen and messages cannot carry their dtype: FSDP2 gathers them itself.
+    def can_gather(self) -> bool:
+        """Return whether messages can carry the parameters; if not, they are frozen, and FSDP2 gathers them itself.
 
         Raises:
             ValueError: If the unit gathers in a way of its own.
@@ -127,11 +124,14 @@ class Unit:
                 f"{sorted(map(str, kinds))} in {name}: shard modules of another dtype by a fully_shard call of their "
                 "own, or leave param_compression out"
             )
+        return True
+
+    def set_all_gather(self, all_gather: Any, at_load: Callable[[], None]) -> None:
+        """Have FSDP2 call an all-gather in place of its own, and ``at_load`` after a load of other parameters."""
         self.module.set_custom_all_gather(all_gather)
-        infos = [param._module_info for param in group.fsdp_params]
+        infos = [param._module_info for param in self.group.fsdp_params]
         for module in {module for info in infos for module in (info.module, *info.shared_modules)}:
             module.register_load_state_dict_post_hook(lambda *_: at_load())
-        return True
 
     def _reduce_all(self) -> None:
         """Have FSDP2 reduce parameters without a gradient too, so that all ranks send as much; from torch 2.13 on."""
