@@ -205,7 +205,7 @@ class GradientCompression:
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
         communicator = self.communicator
-        nodes = "" if communicator.levels is None else f" in two levels, {communicator.topology.nodes} node(s)"
+        nodes = "" if communicator.levels is None else f", hierarchical on {communicator.topology.nodes} nodes"
         return (
             f"GradientCompression: the gradients of {len(self.params)} parameters travel as int{self.bits} with error "
             f"feedback, {communicator.world_size} rank(s) over {communicator.name}{nodes}"

@@ -27,6 +27,7 @@ the pass.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -56,6 +57,8 @@ from hf_compressopt.optim.math import bit_sum
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
 
 
 def rows_layout(numel: int, bucket_numel: int, ranks: int) -> FlatLayout:
@@ -615,6 +618,13 @@ def compress_fsdp(
         raise ValueError(
             f"param_compression={param_compression} needs a mesh of 1 dimension, since no parameters travel between "
             "replicas: leave it out, or shard the model over all ranks"
+        )
+    if mesh.ndim == 2 and mesh.size(0) == 1 and mesh.get_rank() == 0:
+        logger.warning(
+            "grad_compression=%s compresses nothing: the mesh has one replica of %d rank(s), which sends nothing to "
+            "others. Give init_device_mesh(device_type, (nodes, ranks_per_node), ...) with nodes >= 2",
+            compression,
+            mesh.size(1),
         )
     bits, param_bits, bucket_numel = (
         FORMATS[compression],

@@ -32,8 +32,8 @@ _INSTEAD = {
     "`hf-compressopt from-deepspeed ds_config.json` translates its configuration",
     "MEGATRON_LM": "Megatron-LM averages the gradients and takes the steps itself. Launch without Megatron-LM, or use "
     "Megatron-LM's own optimizer",
-    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP, in "
-    "FSDP2 with grad_compression, or launch without FSDP; --optim zero2_adamw partitions gradients and state here",
+    "FSDP": "FSDP partitions the parameters and averages the gradients itself. Use an ordinary optimizer with FSDP2 "
+    "(grad_compression=int4), or launch without FSDP: --optim zero2_adamw partitions gradients and optimizer state",
     "XLA": "XLA averages the gradients itself. Use an ordinary optimizer there",
 }
 
@@ -260,12 +260,14 @@ def why_unsupported(accelerator: Any, name: str, model: Any = None) -> str:
     return f"{name} works with DistributedDataParallel, not with {kind}: {_INSTEAD[kind]}"
 
 
-def check_distributed_type(accelerator: Any, optimizer: Any, plugin: CompressOptPlugin | None = None) -> None:
-    """Raise if an optimizer, or what the plugin would make of it, cannot work under the accelerator's set-up."""
+def check_distributed_type(
+    accelerator: Any, optimizer: Any, plugin: CompressOptPlugin | None = None, model: Any = None
+) -> None:
+    """Raise if an optimizer, or what the plugin would make of it, cannot work in the set-up or with the model."""
     name = type(optimizer).__name__ if saves_shards(optimizer) else ""
     if plugin is not None and not name:
         name = "ZeroOptimizer" if plugin.partitions else "" if plugin.optimizer == "none" else plugin.optimizer
         if plugin.ddp_compression != "none":
             name = f"{GRAD_COMPRESSION}{plugin.grad_compression}"
-    if name and (reason := why_unsupported(accelerator, name)):
+    if name and (reason := why_unsupported(accelerator, name, model)):
         raise ValueError(reason)
