@@ -13,21 +13,37 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_compressopt
+from hf_compressopt import average_gradients
 from hf_compressopt.checkpoint.portable import consolidate
 from hf_compressopt.format.index import CheckpointError, checksum_of, sealed
 from hf_compressopt.format.shards import ShardFile
 from tests.checkpoint.kinds import KINDS, load_in_form, observe, written
 from tests.checkpoint.test_checkpoint import in_index
 from tests.checkpoint.test_resharding import contents, stored
-from tests.optim.test_compact_state import SHAPES, go_on, make
+from tests.oracles.cases import bucket_cap
 from tests.support.harness import run_ranks
 
 NAMES = {"OnebitAdam": {}, "OnebitLamb": {}, "ZeroOneAdam": {"var_freeze_step": 3, "local_step_clipper": 1}}
 STOP = 5
+SHAPES = [(20, 17), (64,), (0, 3), (130,)]
 
 
-def made(rank: int, name: str, stop: int, **options: Any) -> tuple[list[torch.nn.Parameter], Any]:
-    return make(rank, stop, name=name, **{"state": "compact", **(NAMES[name] or {"freeze_step": 3}), **options})
+def made(rank: int, name: str, stop: int, **options: Any) -> tuple[list[nn.Parameter], Any]:
+    """An optimizer after some steps; the warmup stage ends with step 3."""
+    torch.manual_seed(1)
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    settings = {"lr": 1e-2, "bucket_cap_mb": bucket_cap(200), "state": "compact", **(NAMES[name] or {"freeze_step": 3})}
+    optimizer = getattr(hf_compressopt, name)(params, **{**settings, **options})
+    go_on(rank, params, optimizer, range(stop))
+    return params, optimizer
+
+
+def go_on(rank: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for index, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * rank + 10 * step + index))
+        average_gradients(optimizer)
+        optimizer.step()
 
 
 def shown(params: list[torch.nn.Parameter], optimizer: Any) -> list[Tensor]:
