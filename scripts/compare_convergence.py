@@ -23,7 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from _common import MB, check_least, logarithmic, markdown, parser_of, pyplot
-from _convergence import ALL_RUNS, GLOBAL_BATCH, ONE_SEED, RUNS, TUNING, WORLD_SIZES, Run, partner, pretrain, train
+from _convergence import (
+    ALL_RUNS,
+    GLOBAL_BATCH,
+    ONE_SEED,
+    RUNS,
+    TUNING,
+    WORLD_SIZES,
+    Run,
+    missing,
+    partner,
+    pretrain,
+    train,
+)
 from _slow_network import ranks_on_links, serve
 
 COLOURS = dict(zip(RUNS["optimizers"], ("#1f6fb4", "#7a7a7a", "#7b4ea3", "#d1495b", "#2a9d5c", "#e09f3e"), strict=True))
@@ -52,6 +64,9 @@ def jobs(arguments: argparse.Namespace) -> list[Key]:
     found: dict[Key, None] = {}
     for group, chosen in RUNS.items():
         runs = [run for run in chosen.values() if group in arguments.only or run.name in arguments.only]
+        for run in filter(missing, runs):
+            print(f"SKIPPED {run.name}: python scripts/real_models.py fetches {', '.join(missing(run))}", flush=True)
+        runs = [run for run in runs if not missing(run)]
         places = itertools.product(seeds_of(group, arguments), world_sizes_of(group, arguments), runs)
         found |= {(run.name, world_size, seed, steps_of(run, arguments)): None for seed, world_size, run in places}
     return list(found)
@@ -145,6 +160,11 @@ def difference_cell(rows: Rows, others: Rows) -> str:
     return f"{found[0]:+.2f} ({min(found[1]):+.2f} to {max(found[1]):+.2f})" if found else ""
 
 
+def accuracy_cell(rows: Rows, _: Rows) -> str:
+    found = [row["accuracy"] for row in rows.values()]
+    return f"{statistics.fmean(found):.4f} ({min(found):.3f} to {max(found):.3f})"
+
+
 def bytes_cell(rows: Rows, others: Rows) -> str:
     """Megabytes; for a compressed run also how many times fewer than those of an all-reduce in float32."""
     sent = statistics.fmean(row["bytes"] for row in rows.values())
@@ -160,7 +180,7 @@ def values_cell(key: str) -> Callable[[Rows, Rows], str]:
     return lambda rows, _: ", ".join(f"{value:,}" for value in sorted({row[key] for row in rows.values()} - {None}))
 
 
-LOSS, ROUNDS, SWITCH = "evaluation loss", "rounds", "last step of the warmup stage"
+LOSS, ROUNDS, SWITCH, ACCURACY = "evaluation loss", "rounds", "last step of the warmup stage", "accuracy"
 DIFFERENCE, SENT = "against the uncompressed, %", "MB sent per rank"
 CELLS: dict[str, Callable[[Rows, Rows], str]] = {
     LOSS: loss_cell,
@@ -168,11 +188,13 @@ CELLS: dict[str, Callable[[Rows, Rows], str]] = {
     SENT: bytes_cell,
     ROUNDS: values_cell("rounds"),
     SWITCH: values_cell("switch"),
+    ACCURACY: accuracy_cell,
 }
 #: What the table of a group shows beside loss, difference and bytes, or instead of them.
 COLUMNS = {
     **{group: [LOSS, DIFFERENCE, SENT] for group in RUNS},
-    "optimizers": list(CELLS),
+    "optimizers": [LOSS, DIFFERENCE, SENT, ROUNDS, SWITCH],
+    "classification": [LOSS, DIFFERENCE, ACCURACY, SENT, SWITCH],
     **dict.fromkeys(("GPT-2", "fine-tuning"), [LOSS, DIFFERENCE, SENT, SWITCH]),
     **dict.fromkeys(ONE_SEED, [LOSS]),
 }
