@@ -36,7 +36,8 @@ TOKENIZED_AS = {
     "reference, after the library": ("reference", "library"),
 }
 AFTER_LIBRARY: dict[str, Any] = {"text": "reference, after the library", "pretrained": True}
-PRETRAINING_STEPS, FINE_TUNING_RATE, LOW_RATE = 1000, 4e-3, 5e-4
+PRETRAINING_STEPS, LOW_RATE, BEST_RATE = 1000, 5e-4, 4e-3
+BEST = ", fine-tuning at the best rate"
 #: Labelled texts, with the folders of real_models.py that they need.
 CLASSIFIED = {"topics": (), "snippets": ("minilm", "snippets")}
 
@@ -133,6 +134,12 @@ def every(name: str, names: Sequence[str] = ("AdamW", "Lamb", "int4", *PARTNER),
     ]
 
 
+def frozen(step: int, name: str, **kept: Any) -> list[Run]:
+    """Optimizers that freeze their variance at this step, also in runs that would not."""
+    given = {"OnebitAdam": FLOAT32 | {"freeze_step": step}, "ZeroOneAdam": {"freeze_step": step}}
+    return [Run(f"{optimizer}, frozen{name}", optimizer, options, **kept) for optimizer, options in given.items()]
+
+
 def rates(rates_of: dict[str, Sequence[float]], title: str = "{}, lr {:g}", **kept: Any) -> dict[str, Run]:
     """Peak learning rates of uncompressed optimizers."""
     pairs = [(name, lr) for name, values in rates_of.items() for lr in values]
@@ -166,16 +173,22 @@ RUNS: dict[str, dict[str, Run]] = {
     "fine-tuning": named(
         *(
             run
-            for title, rate, steps in (
-                *(("fine-tuning", LOW_RATE, steps) for steps in (100, 200, 300)),
-                *(("fine-tuning at the best rate", FINE_TUNING_RATE, steps) for steps in (300, 1000)),
-            )
-            for run in every(f", {title}, {steps} steps", ADAM_FAMILY, lr=rate, steps=steps, **AFTER_LIBRARY)
-        )
+            for steps in (100, 200, 300)
+            for run in every(f", fine-tuning, {steps} steps", ADAM_FAMILY, lr=LOW_RATE, steps=steps, **AFTER_LIBRARY)
+        ),
+        *frozen(100, ", fine-tuning, 300 steps", lr=LOW_RATE, steps=300, **AFTER_LIBRARY),
+        *(
+            run
+            for steps in (300, 1000)
+            for run in every(f"{BEST}, {steps} steps", ADAM_FAMILY, lr=BEST_RATE, steps=steps, **AFTER_LIBRARY)
+        ),
+        *frozen(100, f"{BEST}, 300 steps", lr=BEST_RATE, steps=300, **AFTER_LIBRARY),
     ),
     "classification": named(
         *every(", topics", ADAM_FAMILY, model=TINY_BERT, text="topics", steps=600),
+        *frozen(120, ", topics", model=TINY_BERT, text="topics", steps=600),
         *every(", MiniLM", ADAM_FAMILY, model=MINILM, text="snippets", steps=300),
+        *frozen(100, ", MiniLM", model=MINILM, text="snippets", steps=300),
     ),
     "fine-tuning rates": rates(
         {"AdamW": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
@@ -420,7 +433,7 @@ def batches(examples: Examples, steps: int, size: int, seed: int, rank: int, wor
 
 
 class Training:
-    """What a run needs beside its model: the optimizer, and what exchanges gradients and clips them."""
+    """The optimizer of a run, with the exchange and the clipping of its gradients."""
 
     def __init__(self, run: Run, steps: int, model: nn.Module) -> None:
         import hf_compressopt

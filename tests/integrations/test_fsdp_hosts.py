@@ -1,4 +1,4 @@
-"""grad_compression with FSDP2 through Accelerate and Trainer: 2 replicas of 2 shards, on real gloo ranks."""
+"""grad_compression with FSDP2 through Accelerate and Trainer: 2 replicas of 2 shards, or 4 shards, on gloo ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ def accelerator_of(rank: int, world_size: int, replicas: int, version: int = 2, 
     return attach(accelerator, CompressOptPlugin(**options))
 
 
-def train(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, Any]:
-    accelerator = accelerator_of(rank, world_size, 2, grad_compression="int4")
+def train(rank: int, world_size: int, folder: str, resumed: bool, replicas: int) -> dict[str, Any]:
+    options = {} if replicas > 1 else {"param_compression": "int4"}
+    accelerator = accelerator_of(rank, world_size, replicas, grad_compression="int4", **options)
     model = small_model(dropout=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -62,14 +63,14 @@ def train(rank: int, world_size: int, folder: str, resumed: bool) -> dict[str, A
     return {"weights": weights.numpy(), "losses": losses, "steps": state.steps, **state.metrics()}
 
 
-@pytest.mark.full
-def test_accelerate_compresses_between_replicas_and_resumes(tmp_path: Path) -> None:
-    ranks = run_ranks(4, train, str(tmp_path), False, timeout=240)
-    for rank in (0, 1):
+@pytest.mark.parametrize("replicas", [pytest.param(2, marks=pytest.mark.full), 1])
+def test_accelerate_compresses_and_resumes(replicas: int, tmp_path: Path) -> None:
+    ranks = run_ranks(4, train, str(tmp_path), False, replicas, timeout=240)
+    for rank in (0, 1) if replicas > 1 else ():
         assert ranks[rank]["weights"].tobytes() == ranks[rank + 2]["weights"].tobytes()
     assert all(result["steps"] == 6 and result["compression_ratio"] > 7 for result in ranks)
     assert ranks[0]["losses"][-1] < ranks[0]["losses"][0]
-    for result, again in zip(ranks, run_ranks(4, train, str(tmp_path), True, timeout=240), strict=True):
+    for result, again in zip(ranks, run_ranks(4, train, str(tmp_path), True, replicas, timeout=240), strict=True):
         assert again["losses"] == result["losses"][6:]
         assert again["weights"].tobytes() == result["weights"].tobytes()
         assert again["steps"] == result["steps"]
@@ -79,7 +80,11 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
     from hf_compressopt import OnebitAdam
 
     rows: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
-        "dp_replicate_size=NODES": ({"replicas": 1}, {"grad_compression": "int4"}, False),
+        "needs a mesh of 1 dimension": (
+            {"replicas": 2},
+            {"grad_compression": "int4", "param_compression": "int4"},
+            False,
+        ),
         "fsdp_version=2": ({"replicas": 1, "version": 1}, {"grad_compression": "int4"}, False),
         "node_bits=16": ({"replicas": 2}, {"grad_compression": "int4", "node_bits": 16}, False),
         "ZeroOptimizer works with DistributedDataParallel": (
@@ -109,11 +114,14 @@ def test_accelerate_refuses_by_name() -> None:
             assert text in error
 
 
-def train_with_trainer(rank: int, world_size: int, folder: str, resume: str | None) -> dict[str, Any]:
-    arguments = {"output_dir": folder, "optim_args": "grad_compression=int4", "save_strategy": "steps", "save_steps": 4}
+def train_with_trainer(
+    rank: int, world_size: int, folder: str, resume: str | None, replicas: int, options: str
+) -> dict[str, Any]:
+    arguments = {"output_dir": folder, "optim_args": f"grad_compression=int4{options}", "bf16": replicas == 1}
+    arguments |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     trainer = make_trainer(rank, world_size, Run(arguments, dropout=0.0))
     trainer.remove_callback(trainer.watch)
-    as_on_gpus(trainer.accelerator, world_size, 2)
+    as_on_gpus(trainer.accelerator, world_size, replicas)
     trainer.is_fsdp_enabled = True
     trainer.train(resume_from_checkpoint=resume)
     (state,) = trainer.accelerator._compressopt.compressions()
@@ -122,11 +130,14 @@ def train_with_trainer(rank: int, world_size: int, folder: str, resume: str | No
 
 
 @pytest.mark.full
-def test_trainer_compresses_between_replicas_and_resumes(tmp_path: Path) -> None:
-    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, timeout=240)
-    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), str(tmp_path / "checkpoint-4"), timeout=240)
+@pytest.mark.parametrize(("replicas", "options"), [(2, ""), (1, ""), (1, ",param_compression=int4")])
+def test_trainer_compresses_and_resumes(replicas: int, options: str, tmp_path: Path) -> None:
+    how = replicas, options
+    ranks = run_ranks(4, train_with_trainer, str(tmp_path), None, *how, timeout=240)
+    again = run_ranks(4, train_with_trainer, str(tmp_path / "again"), str(tmp_path / "checkpoint-4"), *how, timeout=240)
     for rank, (result, other) in enumerate(zip(ranks, again, strict=True)):
-        assert result["weights"].tobytes() == ranks[rank % 2]["weights"].tobytes()
+        if replicas > 1:
+            assert result["weights"].tobytes() == ranks[rank % 2]["weights"].tobytes()
         assert result["weights"].tobytes() == other["weights"].tobytes()
         assert result["steps"] == other["steps"] == 8
     last = [row for row in ranks[0]["history"] if "loss" in row][-1]

@@ -51,10 +51,22 @@ def sum_in_groups(rows: list[np.ndarray]) -> np.ndarray:
 
 
 class Simulation:
-    """The errors of W ranks for one flat buffer that is cut into buckets; compact errors are rounded to 8 bits."""
+    """The errors of W ranks for one flat buffer that is cut into buckets; compact errors are rounded to 8 bits.
 
-    def __init__(self, numel: int, bucket_numel: int, world_size: int, bits: int, *, compact: bool = False) -> None:
-        self.world_size, self.bits, self.compact = world_size, bits, compact
+    Averages that are not served to all ranks are those of a reduce-scatter: each stays with the owner of its chunk.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        bucket_numel: int,
+        world_size: int,
+        bits: int,
+        *,
+        compact: bool = False,
+        served: bool = True,
+    ) -> None:
+        self.world_size, self.bits, self.compact, self.served = world_size, bits, compact, served
         self.buckets = [slice(i, min(i + bucket_numel, numel)) for i in range(0, numel, bucket_numel)]
         self.worker_error = np.zeros((world_size, numel), np.float32)
         self.server_error = np.zeros(numel, np.float32)
@@ -75,6 +87,9 @@ class Simulation:
                     sent.append(quantize(u, self.bits))
                     worker_error[rank, place] = self._stored(u - sent[-1])
                 mean = sum_in_groups(sent) * np.float32(1.0 / self.world_size)
+                if not self.served:
+                    out[place] = mean
+                    continue
                 a = mean + server_error[place]
                 out[place] = quantize(a, self.bits)
                 server_error[place] = self._stored(a - out[place])

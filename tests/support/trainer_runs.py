@@ -98,6 +98,14 @@ def small_model(unused: bool = False, dropout: float = 0.1) -> Any:
     return model
 
 
+def small_llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, use_cache=False, **sizes))
+
+
 def tokens(count: int = EXAMPLES) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(0, VOCAB, (count, LENGTH), generator=generator)
