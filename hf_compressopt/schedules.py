@@ -167,8 +167,8 @@ class Schedule(ABC):
             return f"of {max_steps} steps, as given"
         if self.last_warmup_step > max_steps:
             return (
-                f"the warmup stage takes all {max_steps} steps: in so short a run a frozen variance costs loss, above all "
-                "in fine-tuning; freeze_step=N freezes it all the same"
+                f"the warmup stage takes all {max_steps} steps: in so short a run a frozen variance costs loss, "
+                "most of all in fine-tuning; freeze_step=N freezes it all the same"
             )
         return f"freeze_step is found by the variance, at most {self.last_warmup_step} of {max_steps} steps"
 

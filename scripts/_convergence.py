@@ -187,8 +187,7 @@ RUNS: dict[str, dict[str, Run]] = {
     "classification": named(
         *every(", topics", ADAM_FAMILY, model=TINY_BERT, text="topics", steps=600),
         *frozen(120, ", topics", model=TINY_BERT, text="topics", steps=600),
-        *every(", MiniLM", ADAM_FAMILY, model=MINILM, text="snippets", steps=300),
-        *frozen(100, ", MiniLM", model=MINILM, text="snippets", steps=300),
+        *every(", MiniLM", ADAM_FAMILY, model=MINILM, text="snippets", steps=150),
     ),
     "fine-tuning rates": rates(
         {"AdamW": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
