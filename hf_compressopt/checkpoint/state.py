@@ -133,7 +133,7 @@ def not_alike(key: object) -> str:
     )
 
 
-# -- the errors of gradients that are compressed in DDP or FSDP2 ---------------------------------------------------------
+# -- the errors of gradients that are compressed in DDP or FSDP2 -------------------------------------------------------
 
 
 class LowBitState(State):

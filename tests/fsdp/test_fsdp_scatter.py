@@ -28,7 +28,8 @@ from tests.fsdp.test_fsdp_compression import (
     take_step,
     uses,
 )
-from tests.oracles.simulation_integers import Simulation, chunks, quantize
+from tests.oracles.simulation import chunk_bounds
+from tests.oracles.simulation_integers import Simulation, quantize
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 # state, bits, bits of parameters, accumulation, options of fully_shard
@@ -111,8 +112,8 @@ class Columns:
             width = self.simulation.buckets[0].stop
             for start in range(0, len(flat), width):
                 part = slice(start, min(start + width, len(flat)))
-                for chunk in chunks(part.stop - start, self.ranks):
-                    place = slice(start + chunk.start, start + chunk.stop)
+                for begin, end in chunk_bounds(part.stop - start, self.ranks):
+                    place = slice(start + begin, start + end)
                     self.replicas[place] += quantize(flat[place] - self.replicas[place], bits)
         shards = self.whole(self.replicas)
         return [
