@@ -190,7 +190,7 @@ RUNS: dict[str, dict[str, Run]] = {
         *every(", MiniLM", ADAM_FAMILY, model=MINILM, text="snippets", steps=150),
     ),
     "fine-tuning rates": rates(
-        {"AdamW": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
+        {"AdamW": (2e-3, 4e-3, 8e-3)}, "{}, fine-tuning, lr {:g}, 300 steps", steps=300, **AFTER_LIBRARY
     ),
     "learning rates": rates({"AdamW": (1e-3, 2e-3, 4e-3, 8e-3), "Lamb": (5e-3, 1e-2, 2e-2)}),
     "rivals, rates": named(
