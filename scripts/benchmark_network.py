@@ -283,6 +283,7 @@ def train_whole(order: dict[str, Any], interface: str) -> dict[str, Any]:
 
     method, steps = METHODS[order["method"]], int(order["whole"])
     interval = max(1, steps // 30)
+    bound = f"max_freeze_step={max(1, steps // 5)}" if method.stage else ""  # also in a run that would not freeze
     set_seed(order["seed"])
     model = recipe.make_model(recipe.ModelArguments(tiny=True), order["tokens"], tokenizer)
     found: dict[str, Any] = {"seconds": [], "steps": [], "losses": [], "first": 0, "sent": 0}
@@ -321,7 +322,7 @@ def train_whole(order: dict[str, Any], interface: str) -> dict[str, Any]:
             hook=method.hook,
             data={"eval_dataset": blocks["validation"], "data_collator": default_data_collator},
             optim=method.optim,
-            optim_args=method.optim_args or None,
+            optim_args=",".join(filter(None, (method.optim_args, bound))) or None,
             per_device_train_batch_size=order["batch_size"],
             per_device_eval_batch_size=16,
             max_steps=steps,

@@ -21,7 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from _common import MB, check_least, parser_of, print_table
-from _convergence import ALL_RUNS, GLOBAL_BATCH, ONE_SEED, RUNS, TUNING, WORLD_SIZES, Run, partner, pretrain, train
+from _convergence import (
+    ALL_RUNS,
+    GLOBAL_BATCH,
+    ONE_SEED,
+    RUNS,
+    TUNING,
+    WORLD_SIZES,
+    Run,
+    missing,
+    partner,
+    pretrain,
+    train,
+)
 from _slow_network import ranks_on_links, serve
 from make_tables import against, fewer, losses, percent
 
@@ -48,6 +60,9 @@ def jobs(arguments: argparse.Namespace) -> list[Key]:
     found: dict[Key, None] = {}
     for group, chosen in RUNS.items():
         runs = [run for run in chosen.values() if group in arguments.only or run.name in arguments.only]
+        for run in filter(missing, runs):
+            print(f"SKIPPED {run.name}: python scripts/real_models.py fetches {', '.join(missing(run))}", flush=True)
+        runs = [run for run in runs if not missing(run)]
         places = itertools.product(seeds_of(group, arguments), world_sizes_of(group, arguments), runs)
         found |= {(run.name, world_size, seed, steps_of(run, arguments)): None for seed, world_size, run in places}
     return list(found)
@@ -97,6 +112,8 @@ def rounded(value: Any) -> Any:
 def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Print the loss of each run of a group, against the uncompressed run's, and megabytes sent by a rank."""
     lines = [["run", "ranks", "seeds", "evaluation loss", "against the uncompressed", "MB sent", "fewer bytes"]]
+    if group == "classification":
+        lines[0].append("accuracy")
     seeds = seeds_of(group, arguments)
     for ranks, run in itertools.product(world_sizes_of(group, arguments), RUNS[group].values()):
         mine = [
@@ -109,7 +126,9 @@ def print_group(group: str, rows: Sequence[dict[str, Any]], arguments: argparse.
             difference = "" if other is None else percent(against(run.name, other.name, ranks, mine))
             sent = statistics.fmean(row["bytes"] for row in found.values()) / MB
             cells = mean, difference, f"{sent:,.1f}", f"{fewer(run.name, ranks, mine):.1f}x"
+            scores = [row["accuracy"] for row in found.values() if "accuracy" in row]
             lines.append([run.name, str(ranks), str(len(values)), *cells])
+            lines[-1] += [f"{statistics.fmean(scores):.4f}"] if scores else []
     if len(lines) > 1:
         print_table(group, lines)
 

@@ -82,6 +82,8 @@ def command(optim: str, directory: Path, arguments: argparse.Namespace) -> list[
         "ddp_backend": "gloo",
         "ddp_find_unused_parameters": "false",
     }
+    if optim == "onebit_adam":  # a run of fewer than 1,000 steps would stay in the warmup stage
+        options["optim_args"] = f"max_freeze_step={max(1, steps // 5)}"
     flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
     return [*launcher, str(RECIPE), "--tiny", "--use_cpu", *flags]
 

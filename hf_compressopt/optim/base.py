@@ -502,7 +502,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         given = {_OLD_NAMES.get(name, name) for name in given}
         if self._step > 0 and not self.schedule.is_given(given):
             raise RuntimeError(f"the schedule can be chosen before the first step only, this is step {self._step + 1}")
-        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32)
+        window = round(1 / (1 - self.param_groups[0]["betas"][1]))
+        self.schedule = self.schedule.fitted(max_steps, given, low_bit=self.warmup_bits < 32, window=window)
         self._make_room_for_history()
         return self.schedule.describe(max_steps, given)
 

@@ -125,20 +125,22 @@ def test_trainer_says_once_that_nothing_is_compressed(
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "bits", "lr_warmup", "switch"),
+    ("name", "steps", "bits", "lr_warmup", "beta2", "switch"),
     [
-        ("onebit_adam", 20, 4, 0, None),
-        ("zero_one_adam", 30, 8, 3, None),
-        ("onebit_lamb", 30, 32, 0, 6),
-        ("zero_one_adam", 30, 32, 3, 6),  # the bound is 3, and yields to the learning rate's warmup
-        pytest.param("onebit_adam", 400, 4, 60, 120, marks=pytest.mark.full),
-        pytest.param("zero_one_adam", 310, 4, 0, 100, marks=pytest.mark.full),
+        ("onebit_adam", 20, 4, 0, 0.999, None),
+        ("zero_one_adam", 30, 8, 3, 0.999, None),
+        ("onebit_lamb", 30, 32, 0, 0.999, 6),
+        ("zero_one_adam", 30, 32, 3, 0.999, 6),  # the bound is 3, and yields to the learning rate's warmup
+        pytest.param("onebit_adam", 400, 4, 60, 0.999, None, marks=pytest.mark.full),
+        pytest.param("onebit_adam", 400, 4, 60, 0.99, 120, marks=pytest.mark.full),
+        pytest.param("zero_one_adam", 310, 4, 0, 0.99, 100, marks=pytest.mark.full),
     ],
 )
 def test_trainer_ends_the_warmup_stage_by_the_length_of_the_run(
-    name: str, steps: int, bits: int, lr_warmup: int, switch: int | None, tmp_path: Path
+    name: str, steps: int, bits: int, lr_warmup: int, beta2: float, switch: int | None, tmp_path: Path
 ) -> None:
     arguments = {"optim": name, "optim_args": f"warmup_bits={bits}", "max_steps": steps, "warmup_steps": lr_warmup}
+    arguments["adam_beta2"] = beta2
     found = run_ranks(2, trainer_run, str(tmp_path), {**arguments, "save_strategy": "no"}, False, timeout=300)
     said = [sum(f"the warmup stage takes all {steps} steps" in line for line in rank["lines"]) for rank in found]
     switches = [sum(f"freeze_step=auto: found {switch} " in line for line in rank["lines"]) for rank in found]
