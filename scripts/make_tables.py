@@ -146,7 +146,9 @@ def lost() -> Table:
     cases = [
         (f"{title}, from scratch", name, partner, n) for title, (name, partner) in DEFAULTS.items() for n in (2, 4, 8)
     ]
-    suffixes = [(", batch 64", "64 examples per step", n) for n in (16, 32, 64)] + [(", library, untied", "untied, on code", 4)]
+    suffixes = [(", batch 64", "64 examples per step", n) for n in (16, 32, 64)] + [
+        (", library, untied", "untied, on code", 4)
+    ]
     for title, name in MANY_RANKS.items():
         cases += [(f"{title}, {words}", name + suffix, "AdamW" + suffix, n) for suffix, words, n in suffixes]
     for title, name in TUNED.items():
