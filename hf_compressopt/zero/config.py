@@ -95,7 +95,7 @@ class ZeroConfig:
         offload_optimizer: Keep masters, states and gradients in page-locked host memory, and update on the CPU.
         comm_backend_name: DeepSpeed's spelling of ``communicator``.
         grad_compression: "int4" or "int8": send gradients in messages of 4 or 8 bits per element, with error feedback.
-            "none" is full precision, as are parameters of one dimension always.
+            "none" is full precision, as are parameters of one dimension and small ones always.
         param_compression: "int4" or "int8": give the updated parameters to all ranks in messages of 4 or 8 bits per
             element: what the float32 masters, which each rank keeps of its part, are ahead of them.
         topology: "flat", "hierarchical" or "auto": the way of gradients and parameters between nodes of several ranks.

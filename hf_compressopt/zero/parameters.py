@@ -16,6 +16,7 @@ from hf_compressopt.collectives.exchange import Pipeline
 from hf_compressopt.collectives.topology import with_topology
 from hf_compressopt.collectives.torch_dist import TorchCommunicator, make_communicator
 from hf_compressopt.flat import FLOAT_BYTES
+from hf_compressopt.kernels.messages import travels_in_full
 from hf_compressopt.optim.lamb import Lamb
 from hf_compressopt.optim.math import bit_sum, trust_ratio
 from hf_compressopt.zero.config import LossScale, ZeroConfig, check_parameters
@@ -125,14 +126,14 @@ class PartitionedParameters:
     def _cut(self, numbers: Iterable[int]) -> list[SliceGradients]:
         """Cut parameters of the same ranks, dtype and device into slices; returned in the order of backward.
 
-        Parameters of one dimension, such as biases, are few and sensitive: they are in slices of full precision.
+        Parameters of one dimension, such as biases, and small ones are in slices of full precision.
         """
         streams: dict[tuple[int, torch.dtype, torch.device, bool], list[int]] = {}
         config, found = self.config, []
-        small = config.grad_form is not None or config.param_form is not None
+        low_bit = config.grad_form is not None or config.param_form is not None
         for number in sorted(numbers, reverse=True):
             tensor, communicator = self.tensors[number], self.known[number].communicator
-            key = id(communicator), tensor.dtype, tensor.device, small and tensor.dim() > 1
+            key = id(communicator), tensor.dtype, tensor.device, low_bit and not travels_in_full(tensor)
             streams.setdefault(key, []).append(number)
         for (_, dtype, device, compressed), members in streams.items():
             communicator = self.known[members[0]].communicator

@@ -167,6 +167,24 @@ def test_low_bit_bytes_are_those_that_are_sent(world_size: int) -> None:
         assert sent == pytest.approx([model.low_bit(bits).sent for bits in (4, 8)], rel=0.005)
 
 
+def warmup_bytes(rank: int, world_size: int, zero_stage: int) -> float:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((200, 195), (1000,))]
+    optimizer = OnebitAdam(params, bucket_cap_mb=0.05, zero_stage=zero_stage)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    average_gradients(optimizer)
+    optimizer.step()
+    return optimizer.metrics()["bytes_sent_step"]
+
+
+@pytest.mark.parametrize(("world_size", "zero_stage"), [(2, 0), (3, 0), (2, 1), (3, 1)])
+def test_bytes_in_full_beside_integers_are_those_that_are_sent(world_size: int, zero_stage: int) -> None:
+    model = Model(Training(40_000, 1.0, bucket_cap_mb=0.05, in_full=1000), Cluster(world_size, 1, 1e9))
+    expected = model.shared_out() if zero_stage else model.averaged()
+    for sent in run_ranks(world_size, warmup_bytes, zero_stage):
+        assert sent == pytest.approx(expected.sent, rel=0.01)
+
+
 def bytes_of_levels(rank: int, world_size: int, numel: int) -> tuple[float, float, int]:
     param = torch.nn.Parameter(torch.zeros(numel))
     compression = GradientCompression([param], bucket_cap_mb=0.05, node_size=2)
