@@ -744,20 +744,22 @@ class CompressedOptimizer(torch.optim.Optimizer):
             ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule
             has gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
             traffic of a plain loop that averages gradients itself, and in two levels to other nodes only:
-            ``bytes_sent_in_node`` has the rest; of 0/1 Adam's steps the mean over the last sync and the local steps
-            before it); ``compression_ratio`` (bytes of a float32 ring all-reduce over ``bytes_sent_step``; in two
+            ``bytes_sent_in_node`` has the rest; of 0/1 Adam's local steps the mean since the last call that had a sync
+            to report); ``compression_ratio`` (bytes of a float32 ring all-reduce over ``bytes_sent_step``; in two
             levels both on the link of a node); ``seconds_all_to_all``,
             ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
             gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
             :mod:`~hf_compressopt.optim.agreement`).
         """
+        return self._metrics(self.traffic.mean_bytes())
+
+    def _metrics(self, sent: float) -> dict[str, float]:
         counts: dict[str, float] = {"step": self._step, "skipped_steps": self.skipped_steps, "rounds": self.rounds}
         in_full = self.last_plan.reduce_grads and not self.warmup_gradients.in_use
         noise = self._consensus.noise.scale
         counts |= {} if noise is None else {"gradient_noise_scale": noise}
         states, traffic = self._states, self.traffic
         full = sum(2 * (1 - 1 / s.communicator.world_size) * FLOAT_BYTES * s.layout.numel for s in states)
-        sent = traffic.round_bytes / max(1, traffic.round_steps)
         on_link = sent * max((s.communicator.topology.node_size for s in states), default=1)  # all ranks of the node
         inside = sum(traffic.node_bytes.values())
         counts |= {"bytes_sent_in_node": inside} if inside else {}
@@ -777,7 +779,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         if self._bytes_compared or not (plan.stage.number and plan.synchronize) or self.communicator.rank != 0:
             return
         self._bytes_compared = True
-        numbers = self.metrics()
+        numbers = self._metrics(self.traffic.mean_bytes(peek=True))
         if numbers["bytes_sent_step"] > 0 and numbers["compression_ratio"] < FOUR_BITS_RATIO:
             self._log(
                 logging.WARNING,
