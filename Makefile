@@ -118,7 +118,8 @@ $(TOOLS)/.installed: constraints.txt
 # Spills and 128-bit accesses of the CUDA kernels, for all architectures: some minutes.
 check-cuda: $(TOOLS)/.installed
 	@echo "== CUDA kernels: registers and machine code =="
-	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-cuobjdump
+	@$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 	@$(TOOLS)/bin/python scripts/check_cuda.py --table
 
 wheel: $(TOOLS)/.installed $(if $(shell command -v nvcc),check-cuda)

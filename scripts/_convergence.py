@@ -360,7 +360,7 @@ def batches(examples: Examples, steps: int, seed: int, rank: int, world_size: in
 
 
 class Training:
-    """What a run needs beside its model: the optimizer, and what exchanges gradients and clips them."""
+    """The optimizer of a run, with the exchange and the clipping of its gradients."""
 
     def __init__(self, run: Run, steps: int, model: nn.Module) -> None:
         import hf_compressopt

@@ -7,7 +7,6 @@ an error or Ctrl-C.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -184,24 +183,10 @@ def sent_bytes(interface: str) -> int:
     return int({name.strip(): row for name, row in rows.items()}[interface].split()[8])
 
 
-def check_report(parser: argparse.ArgumentParser, report: Path | None) -> None:
-    """Exit where the report could not be written after all the work."""
-    if report is not None and not report.resolve().parent.is_dir():
-        parser.error(f"--report: there is no folder {report.parent}: make it first")
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def add_link_arguments(parser: argparse.ArgumentParser, links: list[str], count: str = "+") -> None:
-    """Add the arguments of every script that trains over links; count: how many links, as argparse says it."""
-    parser.add_argument("--links", nargs=count, choices=list(RATES), default=links)
-    parser.add_argument("--loopback", action="store_true", help="no namespaces, no shaping")
-    parser.add_argument("--report", type=Path, help="Markdown file; a picture and the rows as JSON go beside it")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
 
 
 def nothing_hook(_, bucket):  # DDP compares annotations with its own types
@@ -223,11 +208,11 @@ def trainer_of(
         examples: Its training examples.
         folder: An empty folder.
         watch: A callback.
-        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", "powersgd", or "" for DDP's own.
+        hook: DDP communication hook: "none" exchanges nothing at all, "fp16", or "" for DDP's own.
         data: Other arguments of Trainer.
         options: Other TrainingArguments.
     """
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -235,13 +220,9 @@ def trainer_of(
 
     class Hook(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            if not hook or not isinstance(trainer.model_wrapped, DistributedDataParallel):
-                return
-            state = None
-            if hook == "powersgd":
-                state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-            hooks = {"none": nothing_hook, "fp16": default_hooks.fp16_compress_hook}
-            trainer.model_wrapped.register_comm_hook(state, hooks.get(hook, powerSGD_hook.powerSGD_hook))
+            if hook and isinstance(trainer.model_wrapped, DistributedDataParallel):
+                chosen = nothing_hook if hook == "none" else default_hooks.fp16_compress_hook
+                trainer.model_wrapped.register_comm_hook(None, chosen)
 
     arguments = TrainingArguments(
         output_dir=folder,
@@ -260,7 +241,7 @@ def trainer_of(
 
 
 def serve(do: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """On a rank: take orders, one JSON object a line, and answer each with one; ends where its input does."""
+    """Take orders on a rank, one JSON object a line, and answer each with one, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends its ranks
     import torch
     import torch.distributed as dist

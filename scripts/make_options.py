@@ -20,7 +20,7 @@ from hf_compressopt.options import ACCEPTED, Option, descriptions, options_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 COMPRESSED = ("OnebitAdam", "ZeroOneAdam", "OnebitLamb")
-OTHERS = ("Lamb", "FusedAdam", "ZeroOptimizer", "GradientCompression")
+OTHERS = ("Lamb", "FusedAdam", "MuonAdamW", "ZeroOptimizer", "GradientCompression")
 
 INTRODUCTION = """\
 # Options

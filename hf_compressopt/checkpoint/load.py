@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_compressopt.checkpoint.adamw import Stored, source_of
 from hf_compressopt.checkpoint.state import LoadPlan, State
+from hf_compressopt.checkpoint.stored import Stored, source_of
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import (
     BY_PLACE,

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from hf_compressopt import kernels
-from hf_compressopt.checkpoint.state import State, bytes_of, not_alike
+from hf_compressopt.checkpoint.state import State, not_alike
+from hf_compressopt.checkpoint.stored import bytes_of
 from hf_compressopt.collectives.communicator import Communicator
 from hf_compressopt.format.index import BLOCK_BYTES, INDEX_NAME, SHARD_NAME, CheckpointIndex, Piece, Shard, TensorEntry
 from hf_compressopt.format.plan import Per, StateTensor, TensorKey

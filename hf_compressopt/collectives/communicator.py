@@ -300,7 +300,7 @@ class Communicator(ABC):
         undo: Callable[[], None] = lambda: None,
         others: type[Exception] = OSError,
     ) -> _Result:
-        """As :meth:`gather_together`, for any kind of result; returns this rank's."""
+        """Run :meth:`gather_together` for any kind of result, and return this rank's."""
         results: list[_Result] = []
         self.gather_together(lambda: results.append(action()), undo, others)
         return results[0]

@@ -136,7 +136,7 @@ class ErrorFeedback:
 
 
 class _Plan(NamedTuple):
-    """What one rank sends of a bucket, prepared once for each size of a bucket.
+    """One rank's messages of a bucket, prepared once for each size of a bucket.
 
     Attributes:
         is_flat: Whether the topology is flat.

@@ -114,7 +114,7 @@ class TorchCommunicator(Communicator):
         """See the base class: a group that ends with ``destroy_process_group()``, with the timeout of this one."""
         everyone = dist.get_process_group_ranks(self.process_group)
         if everyone != sorted(everyone):
-            raise ValueError(f"two levels need a process_group whose ranks ascend, got {everyone}")
+            raise ValueError(f"the hierarchical topology needs a process_group whose ranks ascend, got {everyone}")
         chosen, found = tuple(everyone[rank] for rank in ranks), copy(self)
         made = _PARTS.setdefault(self._group, {})
         if chosen not in made:

@@ -46,7 +46,7 @@ def travels_in_full(tensor: Tensor) -> bool:
 
 
 class Code(ABC):
-    """How the values of a chunk become a message, and a message values.
+    """Layout of a chunk's values in a message.
 
     Attributes:
         scale_dtype: Of the scales in a message.

@@ -741,15 +741,12 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Return numbers of the last step and of the run so far, of this rank.
 
         Returns:
-            ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps in which the schedule
-            has gradients averaged or a message sent); ``bytes_sent_step`` and ``bytes_sent`` (by this rank; without the
-            traffic of a plain loop that averages gradients itself, and in two levels to other nodes only:
-            ``bytes_sent_in_node`` has the rest; of 0/1 Adam's local steps the mean since the last call that had a sync
-            to report); ``compression_ratio`` (bytes of a float32 ring all-reduce over ``bytes_sent_step``; in two
-            levels both on the link of a node); ``seconds_all_to_all``,
-            ``seconds_all_gather`` and ``seconds_communication`` (host seconds blocked so far); and, once local
-            gradients were clipped by clip="sketch", ``gradient_noise_scale``, in batches of one rank (see
-            :mod:`~hf_compressopt.optim.agreement`).
+            ``stage`` (0.0 is the warmup stage), ``step``, ``skipped_steps``, ``rounds`` (steps with an average or a
+            message); ``bytes_sent_step`` and ``bytes_sent`` by this rank, if hierarchical to other nodes, and
+            ``bytes_sent_in_node``; ``compression_ratio``; seconds that the host was blocked, ``seconds_all_to_all``,
+            ``seconds_all_gather`` and ``seconds_communication``; ``gradient_noise_scale`` in batches of one rank, once
+            local gradients were clipped by clip="sketch". Of 0/1 Adam's local steps bytes are means since the last
+            call that had a sync to report.
         """
         return self._metrics(self.traffic.mean_bytes())
 
@@ -802,7 +799,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         options |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         chosen = ", ".join(f"{key}={value}" for key, value in options.items())
         numel, everyone = sum(state.layout.numel for state in self._states), self.communicator
-        nodes = "" if everyone.levels is None else f" in two levels, {everyone.topology.nodes} node(s)"
+        nodes = "" if everyone.levels is None else f", hierarchical on {everyone.topology.nodes} nodes"
         return (
             f"{type(self).__name__}, {numel:,} parameters, {chosen}; {everyone.world_size} rank(s) over "
             f"{everyone.name}{nodes}, scale_block={self.scale_block}, kernels: "

@@ -55,9 +55,9 @@ class Cluster:
         local_bandwidth: Rate of each rank to the others of its node, each way.
         memory_bandwidth: Rate of a rank's memory; its share, if ranks share a processor.
         host_bandwidth: Rate at which a rank's processor moves messages while it also computes; infinity if network
-            cards move them. In two levels it does not count inside a node, where ranks share memory.
+            cards move them. In the hierarchical topology it does not count inside a node.
         latency: Seconds of one hop between nodes.
-        topology: Of compressed messages and of ZeRO: "flat", "two-level" or "auto", as in the optimizers.
+        topology: Of compressed messages and of ZeRO: "flat", "hierarchical" or "auto", as in the optimizers.
     """
 
     nodes: int
@@ -133,7 +133,7 @@ def all_to_all(cluster: Cluster, nbytes: float) -> Message:
 
 
 def all_gather(cluster: Cluster, nbytes: float) -> Message:
-    """Cost of giving all ranks ``nbytes`` of parameters: a ring, in two levels one of each level."""
+    """Cost of giving all ranks ``nbytes`` of parameters: a ring, or one inside the nodes and one between them."""
     if cluster.node_size == 1:
         return ring(cluster, nbytes, passes=1)
     inside, between = _levels(cluster)
@@ -416,7 +416,7 @@ class Model:
         return min(bucket_numel_of(self.training.bucket_cap_mb), self.training.params)
 
     def _node_passes(self) -> float:
-        """Bytes over memory per parameter that two levels add: all values are written, those of the node read."""
+        """Bytes over memory per parameter if hierarchical: all values are written, those of the node read."""
         size = self.cluster.node_size
         return 0.0 if size == 1 else 2 * FLOAT_BYTES * (1 + 1 / size)
 

@@ -66,7 +66,7 @@ def estimate_zero_memory(
         offload_optimizer: As of ZeroOptimizer.
         grad_compression: As of ZeroOptimizer.
         param_compression: As of ZeroOptimizer.
-        node_size: Ranks of a node, which share the errors of compressed gradients in two levels; 1 if it is flat.
+        node_size: Ranks of a node, which share the errors of compressed gradients; 1 if the topology is flat.
 
     Raises:
         ValueError: For a stage or number that is not legal.

@@ -546,7 +546,7 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def describe(self) -> str:
         """Describe the optimizer in one line for the log."""
         ranks, slices = self.communicator, len(self.partition.reducer.slices)
-        levels = "" if ranks.levels is None else f" in two levels, {ranks.topology.nodes} node(s)"
+        levels = "" if ranks.levels is None else f", hierarchical on {ranks.topology.nodes} nodes"
         forms = {"gradients": self.config.grad_compression, "parameters": self.config.param_compression}
         return (
             f"ZeRO stage {self.stage} around {self.optimizer_class.__name__}, {ranks.world_size} rank(s) "
@@ -556,8 +556,8 @@ class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     def metrics(self) -> dict[str, float]:
         """Return numbers for a log, of this rank: stage, step, bytes sent, host seconds in communication, skips.
 
-        ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In two levels
-        bytes are those to other nodes, beside ``bytes_sent_in_node``.
+        ``compression_ratio`` is the bytes of a float32 ring all-reduce over those of the last step. In the
+        hierarchical topology bytes are those to other nodes, beside ``bytes_sent_in_node``.
         """
         inside, sent = sum(self.traffic.node_bytes.values()), self.traffic.step_bytes
         numel = sum(param.numel() for param in self.trainable_parameters)

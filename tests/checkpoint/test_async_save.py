@@ -1,8 +1,11 @@
-"""Saves in the background: the state of the call, whatever the training does meanwhile; failures that nobody loses."""
+"""Saves in the background: the state of the call, failures that nobody loses, and the end of the process."""
 
 import json
 import os
 import resource
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from torch import nn
 from hf_compressopt import ZeroOneAdam, ZeroOptimizer, async_save_state, load_state, save_state, wait_for_saves
 from hf_compressopt.checkpoint.io import _BACKGROUNDS
 from hf_compressopt.checkpoint.save import HostCopy
+from hf_compressopt.format.inspect import collect
 from tests.checkpoint.test_checkpoint import make, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
@@ -277,3 +281,55 @@ def test_a_save_in_an_exit_handler_that_can_start_no_thread_is_done_at_once(
     with no_room(), pytest.raises(OSError, match="File too large"):
         async_save_state(optimizer, tmp_path / "other")
     wait_for_saves()  # it was told
+
+
+# -- saves that are under way, or begin, when a process of several ranks ends -----------------------------------------
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import atexit, os, sys, time
+    import torch, torch.distributed as dist
+    from torch import nn
+    from hf_compressopt import OnebitAdam, async_save_state, save_state
+
+    ending, folder = sys.argv[1:]
+    dist.init_process_group("gloo")
+    params = [nn.Parameter(torch.ones(40))]
+    optimizer = OnebitAdam(params, lr=1e-2, freeze_step=2)
+    optimizer.step(lambda: params[0].square().sum().backward())
+
+    allocate = os.posix_fallocate
+
+    def allocate_late(*args):  # a shard takes longer than the rest of the program
+        time.sleep(1.0)
+        allocate(*args)
+
+    os.posix_fallocate = allocate_late
+    if ending == "exit handler that saves":
+        atexit.register(save_state, optimizer, folder)
+    elif ending == "exit handler that saves in the background":
+        atexit.register(async_save_state, optimizer, folder)
+    else:
+        async_save_state(optimizer, folder)
+    if ending == "error":
+        raise ValueError("the training has failed")
+    """
+)
+
+
+@pytest.mark.parametrize(
+    "ending", ["last act", "error", "exit handler that saves", "exit handler that saves in the background"]
+)
+def test_the_end_of_the_process_waits_for_a_save(ending: str, tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "checkpoint"
+    script.write_text(SCRIPT)
+    launcher = "--standalone --nproc_per_node=2 --max-restarts=0".split()
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(script), ending, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    (facts,) = collect(folder, verify=True)
+    assert not facts["problems"] and facts["step"] == 1 and facts["ranks"] == 2, done.stderr
+    assert not list(folder.glob("*.tmp"))
+    assert (done.returncode == 0) == (ending != "error"), done.stderr
+    assert "RuntimeError" not in done.stderr

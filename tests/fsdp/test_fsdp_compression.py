@@ -16,6 +16,7 @@ from torch import nn
 from hf_compressopt import FSDPCompression, compress_fsdp, load_state, save_state
 from tests.oracles.simulation_integers import Simulation
 from tests.support.harness import run_ranks, run_ranks_expecting_error
+from tests.support.logs import log_lines
 
 BUCKET = 300  # elements, so that buckets cut units
 CAP = BUCKET * 4 / 2**20
@@ -344,7 +345,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     wide, _ = sharded(make().double(), "shard")
     calls: dict[str, Any] = {
         "mesh must be a DeviceMesh": lambda: compress_fsdp(net, "int4"),
-        "2 dimensions": lambda: compress_fsdp(net, mesh["shard"]),
+        "needs a mesh of 1 dimension": lambda: compress_fsdp(net, mesh, param_compression="int4"),
         "not sharded by FSDP2": lambda: compress_fsdp(make(), mesh),
         "mesh=mesh['shard']": lambda: compress_fsdp(over_all, mesh),
         "hook already": lambda: compress_fsdp(hooked, mesh),
@@ -370,6 +371,22 @@ def test_refuses_by_name() -> None:
         assert len(found) == 10
         for text, error in found.items():
             assert text in error
+
+
+def one_replica(rank: int, world_size: int) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net, mesh = make(), init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net, mesh=mesh)
+    with log_lines() as lines:
+        compress_fsdp(net, mesh)
+    return lines
+
+
+def test_one_replica_compresses_nothing_and_says_so() -> None:
+    first, second = run_ranks(2, one_replica)
+    assert "compresses nothing: the mesh has one replica of 2 rank(s)" in first[0] and second == []
 
 
 def other_start(rank: int, world_size: int) -> None:

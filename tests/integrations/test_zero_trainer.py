@@ -8,7 +8,7 @@ import torch
 
 from tests.support.harness import run_ranks
 from tests.support.spreading import short
-from tests.support.trainer_runs import VARIANTS, Run, losses, train
+from tests.support.trainer_runs import VARIANTS, Run, logged, losses, train
 
 #: Of VARIANTS; the second ones are for the long tests.
 SHORT = ("plain", "accumulation", "gradient_checkpointing", "find_unused_parameters", "scaler")
@@ -41,7 +41,7 @@ def test_losses_and_weights_are_those_of_adamw_under_ddp(name: str, tmp_path: Pa
         assert worst <= (1e-5 if name == "bf16_autocast" else 1e-6), worst
         if name == "scaler":
             continue  # Accelerate's own reports the norm of scaled gradients here
-        norms = [[row["grad_norm"] for row in r["history"] if "grad_norm" in row] for r in (result, plain)]
+        norms = [logged(r, "grad_norm") for r in (result, plain)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 

@@ -168,8 +168,8 @@ def test_low_bit_bytes_are_those_that_are_sent(world_size: int) -> None:
 
 
 def warmup_bytes(rank: int, world_size: int, zero_stage: int) -> float:
-    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((200, 195), (1000,))]
-    optimizer = OnebitAdam(params, bucket_cap_mb=0.05, zero_stage=zero_stage)
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((500,), (200, 195), (500,))]
+    optimizer = OnebitAdam(params, zero_stage=zero_stage)
     for param in params:
         param.grad = torch.ones_like(param)
     average_gradients(optimizer)
@@ -179,10 +179,10 @@ def warmup_bytes(rank: int, world_size: int, zero_stage: int) -> float:
 
 @pytest.mark.parametrize(("world_size", "zero_stage"), [(2, 0), (3, 0), (2, 1), (3, 1)])
 def test_bytes_in_full_beside_integers_are_those_that_are_sent(world_size: int, zero_stage: int) -> None:
-    model = Model(Training(40_000, 1.0, bucket_cap_mb=0.05, in_full=1000), Cluster(world_size, 1, 1e9))
+    model = Model(Training(40_000, 1.0, in_full=1000), Cluster(world_size, 1, 1e9))
     expected = model.shared_out() if zero_stage else model.averaged()
-    for sent in run_ranks(world_size, warmup_bytes, zero_stage):
-        assert sent == pytest.approx(expected.sent, rel=0.01)
+    sent = run_ranks(world_size, warmup_bytes, zero_stage)  # with zero_stage by where the small tensors' servers are
+    assert sum(sent) / world_size == pytest.approx(expected.sent, rel=0.005)
 
 
 def bytes_of_levels(rank: int, world_size: int, numel: int) -> tuple[float, float, int]:
