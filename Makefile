@@ -24,7 +24,7 @@ PYTEST := env PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(or $(WO
 
 help:
 	@echo "make demo      train a small language model twice (adamw_torch, onebit_adam) on 2 processes and compare"
-	@echo "make test      the tests (real process groups, a real Trainer), some 9 minutes on 2 cores"
+	@echo "make test      the tests (real process groups, a real Trainer), some 5 minutes on 2 cores"
 	@echo "make test-full the long tests that make test leaves out: fuzz, stress, whole runs, launchers"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make test-compat  the tests of Trainer and Accelerate, with the oldest and the newest versions of them and of torch"

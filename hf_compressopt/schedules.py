@@ -191,15 +191,8 @@ class OnebitSchedule(Schedule):
 class ZeroOneSchedule(Schedule):
     """The schedule of 0/1 Adam: a variance stage, then a local-step stage.
 
-    Source: 0/1 Adam, arXiv 2202.06009, Algorithm 1 and section 6.
-
-    Attributes:
-        freeze_step: Last step of the variance stage, or "auto".
-        max_freeze_step: Bound on the step that "auto" finds.
-        min_freeze_step: The first step that "auto" may find.
-        var_update_scaler: Variance steps after which the interval between them doubles (kappa).
-        local_step_scaler: Steps after which the interval between syncs doubles.
-        local_step_clipper: Longest interval between syncs (H).
+    Source: 0/1 Adam, arXiv 2202.06009, Algorithm 1 and section 6; ``var_update_scaler`` is its kappa,
+    ``local_step_clipper`` its H.
     """
 
     freeze_share: ClassVar[float] = 0.1
@@ -276,11 +269,8 @@ class Warmup:
     def is_over(self, step: int, window: int) -> bool:
         """Return whether the variance has seen enough of the full rate by the end of a step.
 
-        It has if as many steps had the full rate as the warmup took, or a window of the variance; at least two.
-
-        Args:
-            step: The step.
-            window: Steps that the variance remembers, 1 / (1 - beta2).
+        It has if as many steps had the full rate as the warmup took, or as the variance remembers (``window``); at
+        least two.
         """
         at_full_rate = step - self.step + 1
         return self.step <= 1 or (at_full_rate > 1 and at_full_rate >= min(self.step - 1, window))
@@ -299,12 +289,8 @@ class FreezeDetector:
     """The search for the step at which the variance is stable (1-bit Adam, arXiv 2102.02888, section 4.3).
 
     With a the 1-norm of the bias-corrected second moment now and b the same D = 1/(1 - beta2) steps ago, the variance
-    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) >= ``threshold``.
-
-    Attributes:
-        history: One 1-norm for each of the last D steps, in a ring, and the last learning rate behind them.
-        threshold: Least stability, in (0, 1].
-        last_step: The step at which the search ends in any case.
+    is stable at the first step at which the learning rate rises no more and min(a/b, b/a) >= ``threshold``, at
+    ``last_step`` at the latest. ``history`` has D norms, in a ring, and the last learning rate behind them.
     """
 
     history: History

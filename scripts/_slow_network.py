@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from _common import REPOSITORY
 
@@ -107,7 +107,7 @@ class Ranks:
     """Processes that run `script --serve INTERFACE`, and take one order after the other, together."""
 
     def __init__(self, network: Network | None, ranks: int, threads: int, script: str) -> None:
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[Any] = []
         port = free_port() if network is None else PORT
         interface, per_node = "lo" if network is None else "eth0", 1 if network is None else network.per_node
         local = per_node if per_node > 1 else ranks
@@ -129,11 +129,8 @@ class Ranks:
                 "TOKENIZERS_PARALLELISM": "false",
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
             }
-            self.processes.append(
-                subprocess.Popen(
-                    words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=REPOSITORY
-                )
-            )
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self.processes.append(subprocess.Popen(words, env=environment, cwd=REPOSITORY, **pipes))
 
     def order(self, **what: Any) -> list[dict[str, Any]]:
         """Have all ranks do it. Returns their answers.
@@ -143,22 +140,21 @@ class Ranks:
         """
         for process in self.processes:
             try:
-                pipe(process.stdin).write(json.dumps(what) + "\n")
-                pipe(process.stdin).flush()
+                process.stdin.write(json.dumps(what) + "\n")
+                process.stdin.flush()
             except BrokenPipeError:
                 raise RuntimeError(f"a rank died before {what}; see its error above") from None
         return [self._answer(process, what) for process in self.processes]
 
-    def _answer(self, process: subprocess.Popen[str], what: dict[str, Any]) -> dict[str, Any]:
-        for line in pipe(process.stdout):
+    def _answer(self, process: Any, what: dict[str, Any]) -> dict[str, Any]:
+        for line in process.stdout:
             if line.startswith(RESULT):
-                answer: dict[str, Any] = json.loads(line.removeprefix(RESULT))
-                return answer
+                return dict(json.loads(line.removeprefix(RESULT)))
         raise RuntimeError(f"a rank died in {what}; see its error above")
 
     def close(self) -> None:
         for process in self.processes:
-            pipe(process.stdin).close()
+            process.stdin.close()
         for process in self.processes:
             try:
                 process.wait(timeout=20)
@@ -170,11 +166,6 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.wait()
-
-
-def pipe(stream: IO[str] | None) -> IO[str]:
-    assert stream is not None
-    return stream
 
 
 def sent_bytes(interface: str) -> int:

@@ -55,7 +55,9 @@ def save_state(
 ) -> None:
     """Save an optimizer's whole state, with every rank's errors. All ranks call, and return together.
 
-    An earlier checkpoint in the same folder stays loadable until the new one is whole, and is removed then.
+    An earlier checkpoint in the same folder stays loadable until the new one is whole, and is removed then::
+
+        save_state(optimizer, "checkpoint", names=[name for name, _ in model.named_parameters()])
 
     Args:
         optimizer: The optimizer. An optimizer of another package, such as torch's AdamW, must have the same state on

@@ -297,16 +297,8 @@ def make_communicator(
 ) -> Communicator:
     """Return the communicator for an optimizer's ``communicator`` option.
 
-    Args:
-        name: None, "auto" or "compressed" for any backend that the process group has; the name of a torch.distributed
-            backend, also of one that registered itself, for that backend; "mpi" for MPI by mpi4py; or a communicator.
-        process_group: The process group, None for the default one.
-        device: Device of the parameters.
-        traffic: Counters of the optimizer.
-        cuda_aware: For "mpi": hand CUDA tensors to the library directly.
-
-    Raises:
-        ValueError: If the group has no such backend, or MPI is not available.
+    ``name`` is None, "auto" or "compressed" for any backend of the process group, a backend's name for that one (a
+    ValueError if the group has another), "mpi" for mpi4py, or a communicator.
     """
     if isinstance(name, Communicator):
         name.traffic = traffic

@@ -192,12 +192,20 @@ class UnitErrors:
                 yield "worker_error", rank, begin, worker[first : first + min(columns, self.unit.numel - begin)]
 
 
-class AllGather:
+class Allocator:
+    """What FSDP2's collectives have in common: see torch's Comm, whose import takes seconds."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory for gathered parameters, or for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(Allocator):
     """The replicas of a unit's parameters, and the all-gather that FSDP2 calls: see torch's AllGather.
 
     Attributes:
         unit: The unit.
-        behind: Whether the parameters may have changed since the last gather: a backward pass is over.
+        behind: Whether parameters have trained since the last gather: a backward pass is over.
     """
 
     def __init__(self, unit: Unit, bucket_numel: int, ranks: TorchCommunicator, bits: int) -> None:
@@ -206,10 +214,6 @@ class AllGather:
         self._replicas = torch.empty(0)  # [ranks * n] after the first gather
         self._seen: Tensor | None = None  # the sum of the bits of the own parameters then; None to gather all of them
         self._stream: torch.Stream | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for gathered parameters."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def reset(self) -> None:
         """Have the next forward pass gather the parameters in full precision. All ranks call."""
@@ -289,8 +293,8 @@ class FSDPCompression:
         replicated: Whether the messages travel between replicas, not between the ranks that share the model.
         communicator: The ranks that exchange messages: those of this rank's place in all replicas, or all.
         replica: The ranks that share this rank's replica.
-        units: The errors of each unit.
-        gathers: Its parameters, if their messages have few bits.
+        units: The errors of each unit that has trainable parameters.
+        gathers: The parameters of all units, if their messages have few bits.
         traffic: Bytes of the messages. FSDP2's own bytes are not counted.
         steps: Passes whose gradients were exchanged.
     """
@@ -313,23 +317,25 @@ class FSDPCompression:
         if self.replicated:
             self.replica = TorchCommunicator(mesh.get_group(1), device=device, traffic=self.traffic.inside_node())
         form = {"compact": compact, "replicated": self.replicated}
-        self.units = [UnitErrors(unit, self._bucket_numel, self.communicator, **form) for unit in units]
-        self.gathers: list[AllGather] = []
-        for unit in units if param_bits else ():
-            gather = AllGather(unit, bucket_numel, self.communicator, param_bits)
-            unit.set_all_gather(gather, gather.reset)
-            self.gathers.append(gather)
+        trained = [unit for unit in units if unit.names]
+        self.units = [UnitErrors(unit, self._bucket_numel, self.communicator, **form) for unit in trained]
+        gathered = [unit for unit in units if param_bits and unit.can_gather()]
+        self.gathers = [AllGather(unit, bucket_numel, self.communicator, param_bits) for unit in gathered]
         self.steps = 0
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._loss_scale = loss_scale
         self._checked, self._pass = False, -1
         self._faults: list[Tensor] = []
         self._stream: torch.Stream | None = None
+        if not self.replicated:  # before the first gather
+            self._check_ranks()
         for errors in self.units:
             if self.replicated:
                 errors.unit.set_hook(partial(self._average, errors))
             else:
                 errors.unit.set_reduce_scatter(ReduceScatter(partial(self._scatter, errors)))
+        for gather in self.gathers:
+            gather.unit.set_all_gather(gather, gather.reset)
 
     @property
     def replicas(self) -> int:
@@ -373,13 +379,13 @@ class FSDPCompression:
 
     def describe(self) -> str:
         """One line for a log: the compression and the ranks."""
-        ranks, name = self.replica.world_size, self.communicator.name
+        ranks = self.replica.world_size
         between = f"{self.replicas} replica(s) of {ranks} rank(s)" if self.replicated else f"{ranks} rank(s)"
         params = f"as int{self.param_bits} differences" if self.param_bits else "in full precision"
         others = "" if self.replicated else f", and parameters {params}"
         return (
             f"FSDPCompression: gradients travel as int{self.bits} with error feedback between {between}{others}, over "
-            f"{name}"
+            f"{self.communicator.name}"
         )
 
     def gather_in_full(self) -> None:
@@ -515,7 +521,7 @@ class FSDPCompression:
         for errors in self.units:
             errors.end_pass(dropped)
         for gather in self.gathers:
-            gather.behind = True
+            gather.behind = bool(gather.unit.names)
         self._skipped += dropped
         self._pass, self._faults = -1, []
         self.steps += 1
@@ -542,15 +548,11 @@ class FSDPCompression:
             self._checked = True
 
 
-class ReduceScatter:
-    """A reduce-scatter as FSDP2 calls it: see torch's ReduceScatter, whose import takes seconds."""
+class ReduceScatter(Allocator):
+    """A reduce-scatter as FSDP2 calls it: see torch's ReduceScatter."""
 
     def __init__(self, scatter: Callable[[Tensor, Tensor, Any], None]) -> None:
         self._scatter = scatter
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the gradients, or for those of the shard."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}  # dtypes that messages can carry
+
+
 @dataclass(frozen=True)
 class Unit:
     """Parameters that FSDP2 reduces together.
 
     Attributes:
-        names: Names of the trainable parameters, in the order of their gradients.
+        names: Names of the trainable parameters, in the order of their gradients; none if all are frozen.
         numels: Elements of this rank's shard of each, padding included.
         module: A module of the unit.
         group: FSDP2's own state of the unit.
@@ -93,21 +96,19 @@ class Unit:
         self.module.set_custom_reduce_scatter(reduce_scatter)
         self._reduce_all()
 
-    def set_all_gather(self, all_gather: Any, at_load: Callable[[], None]) -> None:
-        """Have FSDP2 call an all-gather in place of its own, and ``at_load`` after a load of other parameters.
+    def can_gather(self) -> bool:
+        """Return whether messages can carry the parameters; if not, they are frozen, and FSDP2 gathers them itself.
 
         Raises:
             ValueError: If the unit gathers in a way of its own.
             TypeError: If its parameters have several dtypes, or such as messages cannot carry.
         """
-        group, name = self.group, self.names[0]
+        group, name = self.group, type(self.module).__name__
         if type(group._all_gather_comm).__name__ != "DefaultAllGather":
-            raise ValueError(
-                f"the unit of {name} has a custom all-gather already: param_compression needs it for itself"
-            )
+            raise ValueError(f"{name} has a custom all-gather already: param_compression needs it for itself")
         if group._use_post_forward_mesh:
             raise ValueError(
-                f"the unit of {name} is gathered from fewer ranks after forward: param_compression needs "
+                f"{name} is gathered from fewer ranks after forward: param_compression needs "
                 "reshard_after_forward=True or False"
             )
         wide, kinds = group.mp_policy.param_dtype, set()
@@ -115,14 +116,20 @@ class Unit:
             dtype = param.sharded_param.dtype
             kinds.add(wide if wide is not None and dtype.is_floating_point else dtype)
         changed = any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in group.fsdp_params)
-        if changed or len(kinds) > 1 or not kinds <= {torch.float32, torch.bfloat16, torch.float16}:
+        if changed or len(kinds) > 1 or not kinds <= _FLOATS:
+            if not self.names:
+                return False
             raise TypeError(
                 f"param_compression needs parameters of one dtype in a unit, float32, bfloat16 or float16, got "
-                f"{sorted(map(str, kinds))} in that of {name}: shard modules of another dtype by a fully_shard call "
-                "of their own, or leave param_compression out"
+                f"{sorted(map(str, kinds))} in {name}: shard modules of another dtype by a fully_shard call of their "
+                "own, or leave param_compression out"
             )
+        return True
+
+    def set_all_gather(self, all_gather: Any, at_load: Callable[[], None]) -> None:
+        """Have FSDP2 call an all-gather in place of its own, and ``at_load`` after a load of other parameters."""
         self.module.set_custom_all_gather(all_gather)
-        infos = [param._module_info for param in group.fsdp_params]
+        infos = [param._module_info for param in self.group.fsdp_params]
         for module in {module for info in infos for module in (info.module, *info.shared_modules)}:
             module.register_load_state_dict_post_hook(lambda *_: at_load())
 
@@ -139,7 +146,7 @@ class Unit:
 
 
 def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
-    """List the units of a model that have trainable parameters."""
+    """List the units of a model."""
     from torch.distributed.fsdp import FSDPModule  # seconds, for those who use it
 
     if mesh.ndim > 2:
@@ -168,16 +175,16 @@ def units_of(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
                 "that, so that grad_compression cannot work there"
             )
         for group in groups:
-            _check(group, module, mesh)
             params = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+            if params or mesh.ndim == 1:
+                _check(group, module, mesh)
             for p in params:
-                if p.sharded_param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                if p.sharded_param.dtype not in _FLOATS:
                     name, dtype = names.get(p.sharded_param, "a parameter"), p.sharded_param.dtype
                     raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
-            if params:
-                known = tuple(names.get(p.sharded_param, "?") for p in params)
-                numels = tuple(p.padded_sharded_param_size.numel() for p in params)
-                found.setdefault(id(group), Unit(known, numels, module, group))
+            known = tuple(names.get(p.sharded_param, "?") for p in params)
+            numels = tuple(p.padded_sharded_param_size.numel() for p in params)
+            found.setdefault(id(group), Unit(known, numels, module, group))
     return list(found.values())
 
 

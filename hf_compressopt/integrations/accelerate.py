@@ -145,7 +145,9 @@ class CompressOptAccelerator(Accelerator):  # type: ignore[misc]
 
     It leaves the gradients of a DDP model local when the optimizer's plan says so, clips them by a norm that all ranks
     know, keeps a GradScaler's decisions alike on all ranks, saves and loads the optimizer's state in shards, and adds
-    the optimizer's metrics to every log line.
+    the optimizer's metrics to every log line::
+
+        accelerator = CompressOptAccelerator(compressopt_plugin=CompressOptPlugin(grad_compression="int4"))
 
     Args:
         *args: Accelerate's.

@@ -48,6 +48,12 @@ class _ParamGroups(torch.optim.Optimizer):
 class ZeroOptimizer(torch.optim.Optimizer, Joinable):
     """An ordinary optimizer whose state, and in stage 2 whose gradients, are partitioned among the ranks.
 
+    Source: ZeRO, arXiv 1910.02054, section 5. In a loop without DistributedDataParallel::
+
+        optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=2, lr=1e-3)
+        loss.backward()  # sends the gradients
+        optimizer.step()
+
     Gradients are sent while backward runs. :meth:`step` updates this rank's part of every parameter and gathers the
     parameters. Nothing else averages gradients: do not wrap the model in DistributedDataParallel. The results are
     those of the wrapped optimizer on averaged gradients, bit for bit, for any stage, bucket size and overlap.

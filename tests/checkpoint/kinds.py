@@ -74,6 +74,7 @@ SCALED = {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_windo
 LARGE = ((37, 19), (11,), (0, 4), (), (19, 7))
 #: More that a run resumes from, by more ranks.
 RESUMED = {
+    "onebit_adam_start_2": Kind("OnebitAdam", ONEBIT, 2, 0),
     "onebit_adam_switching_2": Kind("OnebitAdam", ONEBIT, 2, 2),
     "onebit_adam_compact_switching_2": Kind("OnebitAdam", COMPACT, 2, 2),
     "onebit_adam_compact_3": Kind("OnebitAdam", COMPACT, 3, 4),
@@ -118,9 +119,9 @@ def make(kind: Kind) -> tuple[list[nn.Parameter], Any]:
     return params, cls(groups, lr=0.01, **kind.options)
 
 
-def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: int, start: int = 0) -> None:
+def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
     """Steps with another lr each, and gradients that differ where the optimizer averages them; one comes at times."""
-    for step in range(start, start + steps):
+    for step in steps:
         local = isinstance(optimizer, ZeroOptimizer) or (hasattr(optimizer, "plan") and not optimizer.plan.reduce_grads)
         generator = torch.Generator().manual_seed(1000 * (rank + 1) * local + step)
         for group in optimizer.param_groups:
@@ -135,6 +136,8 @@ def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any
 def observe(params: list[nn.Parameter], optimizer: Any) -> dict[str, str]:
     """A digest of everything that this rank holds, by the names of the state dict, and of the parameters."""
     packed = optimizer.state_dict()
+    if packed.get("compressopt", {}).get("rank"):
+        del packed["compressopt"]["bytes_sent"]  # a checkpoint has rank 0's
     groups = [{key: group[key] for key in GROUP_OPTIONS if key in group} for group in packed["param_groups"]]
     found: dict[str, list[str]] = {}
     for name, value in _leaves({**packed, "param_groups": groups, "params": [p.detach() for p in params]}):
@@ -170,7 +173,7 @@ def save_all(rank: int, world_size: int, folder: str) -> None:
         if kind.ranks != world_size:
             continue
         params, optimizer = make(kind)
-        train(rank, world_size, params, optimizer, kind.steps)
+        train(rank, world_size, params, optimizer, range(kind.steps))
         if name == "imported_torch_file":
             files = Path(folder, "files")
             files.mkdir()

@@ -8,51 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
-import hf_compressopt
 from hf_compressopt import OnebitAdam, load_state, save_state
 from hf_compressopt.checkpoint.load import _Reading
 from hf_compressopt.format.index import sealed
+from tests.checkpoint import kinds
+from tests.checkpoint.kinds import Kind, observe, train
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 
 SHAPES = [(30, 7), (11,), (0, 4), (5, 3, 2), (1,)]
-FREEZE = 3
 
 
-def make(world_size: int, shapes: list[tuple[int, ...]] = SHAPES, **options: Any) -> tuple[list[nn.Parameter], Any]:
-    torch.manual_seed(0)
-    optimizer_class = getattr(hf_compressopt, options.pop("optimizer", "OnebitAdam"))
-    named = [(f"layer.{i}", nn.Parameter(torch.randn(shape))) for i, shape in enumerate(shapes)]
-    mask = (torch.arange(7) < 5).float()
-    groups = [
-        {"params": named[:1], "exp_avg_mask": mask},
-        {"params": named[1:-1], "weight_decay": 0.1},
-        {"params": named[-1:], "non_freeze": True},
-    ]
-    settings = {"lr": 1e-2, "freeze_step": FREEZE, "bucket_cap_mb": 0.0003, "scale_block": 16, **options}
-    return [p for _, p in named], optimizer_class(groups, **settings)
-
-
-def train(rank: int, world_size: int, params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * rank + step)
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (step + 1)
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
-            if optimizer.plan.reduce_grads:
-                p.grad.mul_(1 / world_size)
-                dist.all_reduce(p.grad)
-        optimizer.step()
-
-
-def everything(params: list[nn.Parameter], optimizer: Any) -> list[Tensor]:
-    own = optimizer.state_dict()["compressopt"]
-    moments = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq", "step")]
-    return [t.detach().clone() for t in [*params, *moments, *own["worker_error"], *own["server_error"]]]
+def make(
+    world_size: int, shapes: list[tuple[int, ...]] = SHAPES, optimizer: str = "OnebitAdam", **options: Any
+) -> tuple[list[nn.Parameter], Any]:
+    options = {"freeze_step": 3, "bucket_cap_mb": 0.0003, "scale_block": 16, **options}
+    return kinds.make(Kind(optimizer, options, world_size, 0, shapes=tuple(shapes)))
 
 
 def save_two_runs(rank: int, world_size: int, directory: str) -> None:
@@ -102,13 +75,11 @@ def load_and_compare(rank: int, world_size: int, directory: str, options: dict[s
     """Load into an optimizer that has state; whatever happens, it must be unchanged after an error."""
     params, optimizer = make(world_size, **options)
     train(rank, world_size, params, optimizer, range(5))
-    before, step = everything(params, optimizer), optimizer.metrics()["step"]
+    before = observe(params, optimizer)
     try:
         load_state(optimizer, directory)
     finally:
-        after = everything(params, optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the state was changed"
-        assert optimizer.metrics()["step"] == step
+        assert observe(params, optimizer) == before, "the state was changed"
 
 
 Damage = Callable[[Path], str]

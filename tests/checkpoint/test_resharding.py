@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import hf_compressopt
 from hf_compressopt import OnebitAdam, ZeroOptimizer, load_state, save_state
 from tests.oracles.stored import in_float32
+from tests.support.family import assign
 from tests.support.forking import forked
 from tests.support.harness import run_ranks, run_ranks_expecting_error
 from tests.support.made_once import made_once
@@ -85,12 +86,6 @@ def whole(optimizer: Any, params: list[nn.Parameter]) -> list[Tensor]:
     return [p.detach().clone() for p in params]
 
 
-def set_parameters(params: list[nn.Parameter], values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for p, value in zip(params, values, strict=True):
-            p.copy_(value)
-
-
 def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float, float]]:
     """Train, save, and go on: the loss at the save and at the end, by optimizer."""
     losses = {}
@@ -102,9 +97,9 @@ def save_each(rank: int, world_size: int, folder: str) -> dict[str, tuple[float,
         if rank == 0:
             torch.save(weights, f"{folder}/{name}-{world_size}.pt")
         train(rank, world_size, params, optimizer, range(SAVED_AT, STEPS))
-        set_parameters(params, whole(optimizer, params))
+        assign(params, whole(optimizer, params))
         before, _ = make(name)
-        set_parameters(before, weights)
+        assign(before, weights)
         losses[name] = loss_of(before), loss_of(params)
     return losses
 
@@ -115,12 +110,12 @@ def load_each(rank: int, world_size: int, most: int, folder: str) -> dict[tuple[
     for name in OPTIMIZERS:
         for saved_by in range(1, most + 1):
             params, optimizer = make(name)
-            set_parameters(params, torch.load(f"{folder}/{name}-{saved_by}.pt"))
+            assign(params, torch.load(f"{folder}/{name}-{saved_by}.pt"))
             load_state(optimizer, f"{folder}/{name}-{saved_by}")
             save_state(optimizer, f"{folder}/{name}-{saved_by}-{world_size}")
             if (saved_by, world_size) in GOING_ON:
                 train(rank, world_size, params, optimizer, range(SAVED_AT, STEPS))
-                set_parameters(params, whole(optimizer, params))
+                assign(params, whole(optimizer, params))
                 losses[name, saved_by] = loss_of(params)
     return losses
 

@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hf_compressopt import ZeroOneAdam, async_save_state, load_state, save_state
 from hf_compressopt.checkpoint import save as saving
 from hf_compressopt.checkpoint.portable import import_state
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
-from tests.checkpoint.test_async_save import held_back, made, step
-from tests.checkpoint.test_checkpoint import everything, make, train
-from tests.support.harness import RankError, run_ranks, run_ranks_expecting_error
+from tests.checkpoint.kinds import make as make_kind
+from tests.checkpoint.kinds import observe, train
+from tests.checkpoint.test_async_save import OPTIMIZERS, held_back
+from tests.checkpoint.test_checkpoint import make
+from tests.support.family import assign
+from tests.support.harness import RankError, on_ranks, run_ranks, run_ranks_expecting_error
 from tests.support.launching import environment, run_python
 
 
@@ -87,10 +90,11 @@ def test_a_new_folder_is_made_durable(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "checkpoint")} <= set(synced)
 
 
-def save_while_the_folder_cannot_be_listed(rank: int, world_size: int, directory: str) -> int:
+@on_ranks(2, timeout=30)
+def test_an_error_while_older_files_are_removed_stops_nobody(rank: int, world_size: int, tmp_path: Path) -> None:
     params, optimizer = make(world_size)
     train(rank, world_size, params, optimizer, range(2))
-    save_state(optimizer, directory)
+    save_state(optimizer, tmp_path)
     train(rank, world_size, params, optimizer, range(2, 3))
     listing = Path.iterdir
 
@@ -100,16 +104,12 @@ def save_while_the_folder_cannot_be_listed(rank: int, world_size: int, directory
     if rank == 1:
         Path.iterdir = fail  # type: ignore[method-assign]
     try:
-        save_state(optimizer, directory)
+        save_state(optimizer, tmp_path)
     finally:
         Path.iterdir = listing  # type: ignore[method-assign]
     _, other = make(world_size)
-    load_state(other, directory)
-    return other.metrics()["step"]
-
-
-def test_an_error_while_older_files_are_removed_stops_nobody(tmp_path: Path) -> None:
-    assert run_ranks(2, save_while_the_folder_cannot_be_listed, str(tmp_path), timeout=30) == [3, 3]
+    load_state(other, tmp_path)
+    assert other.metrics()["step"] == 3
 
 
 def save_apart(rank: int, world_size: int, directory: str) -> list[str]:
@@ -283,36 +283,25 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 STEPS = 8
 
 
-def state(optimizer: Any) -> list[Any]:
-    rows = (optimizer.state.get(p, {}) for p in optimizer.param_groups[0]["params"])
-    return [row[key].tolist() for row in rows for key in sorted(row)]
-
-
-def save_on_machines(rank: int, world_size: int, name: str, directory: str, per_machine: int) -> list[Any]:
+def save_on_machines(rank: int, world_size: int, name: str, directory: str, per_machine: int) -> dict[str, str]:
     """Two saves, the second in the background, into the folder of the rank's machine."""
-    params, optimizer = made(name, world_size)
-    step(rank, world_size, params, optimizer, range(3))
+    params, optimizer = make_kind(OPTIMIZERS[name])
+    train(rank, world_size, params, optimizer, range(3))
     folder = Path(directory, f"machine{rank // per_machine}")
     save_state(optimizer, folder)
-    step(rank, world_size, params, optimizer, range(3, 5))
+    train(rank, world_size, params, optimizer, range(3, 5))
     async_save_state(optimizer, folder).result()
     torch.save([p.detach() for p in params], folder / f"params-{rank}.pt")
-    step(rank, world_size, params, optimizer, range(5, STEPS))
-    return [p.tolist() for p in params] + (everything_of(params, optimizer))
+    train(rank, world_size, params, optimizer, range(5, STEPS))
+    return {**observe(params, optimizer), "bytes_sent": ""}  # each index has those of a rank of its folder
 
 
-def everything_of(params: list[Tensor], optimizer: Any) -> list[Any]:
-    return [t.tolist() for t in everything(params, optimizer)] if hasattr(optimizer, "plan") else state(optimizer)
-
-
-def resume_apart(rank: int, world_size: int, name: str, folders: list[str]) -> list[Any]:
-    params, optimizer = made(name, world_size)
+def resume_apart(rank: int, world_size: int, name: str, folders: list[str]) -> dict[str, str]:
+    params, optimizer = make_kind(OPTIMIZERS[name])
     load_state(optimizer, folders[rank])
-    with torch.no_grad():
-        for p, saved in zip(params, torch.load(f"{folders[rank]}/params-{rank}.pt"), strict=True):
-            p.copy_(saved)
-    step(rank, world_size, params, optimizer, range(5, STEPS))
-    return [p.tolist() for p in params] + (everything_of(params, optimizer))
+    assign(params, torch.load(f"{folders[rank]}/params-{rank}.pt"))
+    train(rank, world_size, params, optimizer, range(5, STEPS))
+    return {**observe(params, optimizer), "bytes_sent": ""}
 
 
 @pytest.mark.invariant(21)
@@ -342,14 +331,13 @@ def test_every_machine_goes_on_from_its_own_folder(
 
 
 def load_from(rank: int, world_size: int, folders: list[str]) -> int:
-    params, optimizer = make(world_size)
+    params, optimizer = make_kind(OPTIMIZERS["OnebitAdam"])
     train(rank, world_size, params, optimizer, range(2))
-    before = everything(params, optimizer)
+    before = observe(params, optimizer)
     try:
         load_state(optimizer, folders[rank])
     except Exception:
-        after = everything(params, optimizer)
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the state was changed"
+        assert observe(params, optimizer) == before, "the state was changed"
         raise
     return int(optimizer.metrics()["step"])
 
@@ -376,7 +364,7 @@ def test_a_shard_out_of_reach_is_named_with_who_has_it(tmp_path: Path) -> None:
 
 def save_cut_off(rank: int, world_size: int, directory: str) -> None:
     """The second machine loses power when the first one has given the index its name."""
-    params, optimizer = make(world_size)
+    params, optimizer = make_kind(OPTIMIZERS["OnebitAdam"])
     train(rank, world_size, params, optimizer, range(3))
     save_state(optimizer, f"{directory}/machine{rank}")
     train(rank, world_size, params, optimizer, range(3, 4))

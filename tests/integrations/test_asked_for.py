@@ -38,6 +38,11 @@ def outcome(rank: int, world_size: int, variables: dict[str, str], arguments: di
     [
         ({"COMPRESSOPT_GRAD_COMPRESION": "int4"}, "adamw_torch", "did you mean 'COMPRESSOPT_GRAD_COMPRESSION'"),
         ({"COMPRESSOPT_ZERO_STAGE": "2"}, "adamw_torch", "ZeroOptimizer"),
+        (
+            {"COMPRESSOPT_GRAD_COMPRESSION": "int4", "COMPRESSOPT_PARAM_COMPRESSION": "int4"},
+            "adamw_torch",
+            "param_compression=int4 has no effect with DistributedDataParallel",
+        ),
         ({"COMPRESSOPT_ZERO_STAGE": "1", "COMPRESSOPT_GRAD_COMPRESSION": "int4"}, "fused_adam", "ZeroOptimizer"),
         ({"COMPRESSOPT_ZERO_STAGE": "1", "COMPRESSOPT_OPTIM": "onebit_adam"}, "adamw_torch", "OnebitAdam"),
         ({"COMPRESSOPT_OPTIM": "onebit_adam"}, "sgd", "COMPRESSOPT_OPTIM=onebit_adam was asked for, but SGD trains"),

@@ -20,7 +20,7 @@ from tests.support.trainer_runs import (
     params_of,
     same_on_all_ranks,
     take_steps,
-    train,
+    train_all,
     use_accelerate,
 )
 
@@ -38,8 +38,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_trainer_has_the_numbers_of_adamw_torch(name: str, tmp_path: Path) -> None:
     arguments, extra = VARIANTS[name]
     here = {**arguments, **EPSILON, "output_dir": str(tmp_path), "max_steps": 6}
-    plain = run_ranks(2, train, Run({**here, "optim": "adamw_torch"}, **extra), timeout=240)[0]
-    fused = run_ranks(2, train, Run({**here, "optim": "fused_adam"}, **extra), timeout=240)[0]
+    runs = [Run({**here, "optim": optim}, **extra) for optim in ("adamw_torch", "fused_adam")]
+    plain, fused = run_ranks(2, train_all, *runs, timeout=240)[0]
     assert plain["optimizer"] == "AdamW" and fused["optimizer"] == "FusedAdam"
     assert all(fused["alike"]) and fused["model_class"] == "DistributedDataParallel"
     for parameter, value in plain["params"].items():

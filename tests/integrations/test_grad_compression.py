@@ -19,6 +19,7 @@ from tests.support.trainer_runs import (
     same_on_all_ranks,
     take_steps,
     train,
+    train_all,
     use_accelerate,
 )
 
@@ -35,9 +36,9 @@ def run(arguments: dict[str, Any], tmp_path: Path, world_size: int = 2, **more: 
 @pytest.mark.parametrize("name", short(EACH, SHORT))
 def test_trainer_trains_as_without_compression(name: str, tmp_path: Path) -> None:
     arguments, more = VARIANTS[name]
-    arguments = {"optim": "adamw_torch", "adam_epsilon": 1e-5, **arguments}
-    plain = run(arguments, tmp_path, **more)[0]
-    int4 = run({**arguments, "optim_args": "grad_compression=int4"}, tmp_path, **more)[0]
+    arguments = {"optim": "adamw_torch", "adam_epsilon": 1e-5, "output_dir": str(tmp_path), **arguments}
+    runs = [Run({**arguments, **args}, **more) for args in ({}, {"optim_args": "grad_compression=int4"})]
+    plain, int4 = run_ranks(2, train_all, *runs, timeout=240)[0]
     assert int4["optimizer"] == "AdamW" and all(int4["alike"]) and len(int4["alike"]) == 8
     assert losses(int4)[0] == losses(plain)[0]
     assert losses(int4) != losses(plain)

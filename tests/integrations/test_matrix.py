@@ -25,7 +25,7 @@ SETUPS = {
 HOSTS = ("Trainer", "Accelerate", "plain")
 SHORT = [("`DistributedConfig` without replicas", "Trainer"), ("`DistributedConfig` with replicas", "Accelerate")]
 #: What an error tells the user to do.
-REMEDIES = r"[Uu]se (an ordinary|the) optimizer|dp_replicate_size=NODES|give init_device_mesh\(.*nodes"
+REMEDIES = r"[Uu]se (an ordinary|the) optimizer"
 
 
 class Method(NamedTuple):

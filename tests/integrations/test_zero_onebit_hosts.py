@@ -9,13 +9,9 @@ import torch
 from hf_compressopt import CompressOptAccelerator, CompressOptPlugin, OnebitAdam
 from hf_compressopt.amp import innermost
 from tests.support.harness import on_ranks, run_ranks, same_on_all_ranks
-from tests.support.trainer_runs import Run, equal_params, loads_optimizer_pt, logged, losses, train, use_accelerate
+from tests.support.trainer_runs import Run, equal_params, loads_optimizer_pt, logged, losses, train_all, use_accelerate
 
 ARGUMENTS = {"optim": "onebit_adam", "max_grad_norm": 0.5, "adam_epsilon": 1e-5}
-
-
-def run_all(rank: int, world_size: int, runs: list[Run]) -> list[dict[str, Any]]:
-    return [train(rank, world_size, run) for run in runs]
 
 
 @loads_optimizer_pt
@@ -28,7 +24,7 @@ def test_trainer_trains_through_the_switch_and_resumes_in_both_stages(stage: int
         given["output_dir"] = str(tmp_path / output)
         return Run({**ARGUMENTS, "gradient_accumulation_steps": stage, **given}, overflow=(1, 6), **more)
 
-    whole, plain = run_ranks(2, run_all, [of(stage, "whole", save_at=(2, 4, 6)), of(0, "plain")], timeout=240)[0]
+    whole, plain = run_ranks(2, train_all, of(stage, "whole", save_at=(2, 4, 6)), of(0, "plain"), timeout=240)[0]
     assert whole["alike"] == [True] * 8 and whole["optimizer"] == "OnebitAdam"
     assert [row["skipped"] for row in whole["rows"]] == [step == 6 for step in range(8)]
     assert losses(whole) == pytest.approx(losses(plain), abs=0.05) and losses(whole) != losses(plain)
@@ -36,7 +32,7 @@ def test_trainer_trains_through_the_switch_and_resumes_in_both_stages(stage: int
     assert norms[0][:3] == pytest.approx(norms[1][:3], rel=0.1)
     checkpoints = [str(tmp_path / "whole" / f"checkpoint-{step}") for step in (2, 4, 6)]
     rest = [of(stage, f"resumed-{number}", resume=folder) for number, folder in enumerate(checkpoints)]
-    for resumed in run_ranks(2, run_all, rest, timeout=240)[0]:
+    for resumed in run_ranks(2, train_all, *rest, timeout=240)[0]:
         assert equal_params(whole["params"], resumed["params"])
 
 

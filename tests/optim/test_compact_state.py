@@ -105,7 +105,6 @@ def test_copies_and_state_dicts_go_on(rank: int, world_size: int, stop: int, sav
 def test_checkpoints_cross_to_the_other_form_and_to_adamw(
     rank: int, world_size: int, stop: int, tmp_path: Path
 ) -> None:
-    """Checkpoints load into the other form, and into AdamW, with the moments that the optimizer showed."""
 
     def moments(params: list[nn.Parameter], optimizer: Any) -> list[torch.Tensor]:
         own = [optimizer.state[p] for p in params if p in optimizer.state]

@@ -201,7 +201,6 @@ def test_all_ranks_skip_a_step_and_nothing_has_changed(rank: int, world_size: in
 
 @on_ranks(2)
 def test_messages_whose_step_does_not_follow_are_dropped(rank: int, world_size: int) -> None:
-    """Backward passes whose step does not follow leave no trace."""
     results = []
     for abandon in (False, True):
         ddp, net, optimizer = attached("late", CLIP)
@@ -218,7 +217,6 @@ def test_messages_whose_step_does_not_follow_are_dropped(rank: int, world_size: 
     assert same(*results)
 
 
-#: What may happen between a backward pass and a step; True and False for zero_grad(), which sets None or not.
 def in_place(change: Callable[[torch.Tensor], object]) -> Callable[[list[nn.Parameter], int], object]:
     return lambda params, rank: [change(p.grad) for p in params if p.grad is not None]
 

@@ -403,35 +403,6 @@ def test_group_added_in_the_compressed_stage():
 # -- state dicts ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.invariant(21)
-@pytest.mark.invariant(24)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@on_ranks()
-def test_resume_is_bit_for_bit_at_every_step(rank, world_size):
-    """Before the first step, in warmup, at the switch and after it; errors, counts and masks included."""
-    problem = Problem(CASE, world_size, 0)
-    whole, whole_params = make_optimizer(problem)
-    saved = [(through_a_file(whole.state_dict()), copies(whole_params))]
-    for t in range(1, STEPS + 1):
-        steps_of(problem, (whole, whole_params), rank, t, t)
-        saved.append((through_a_file(whole.state_dict()), copies(whole_params)))
-    expected = tensors_in(whole.state_dict())
-    for at, (state, values) in enumerate(saved):
-        optimizer, params = make_optimizer(problem, lr=0.5, weight_decay=0.3)  # all of it must come from the state
-        for p, value in zip((p for group in params for p in group), values, strict=True):
-            p.data.copy_(value)
-        optimizer.load_state_dict(state)
-        assert same(tensors_in(optimizer.state_dict()), tensors_in(state)), f"saved right after loading at {at}"
-        steps_of(problem, (optimizer, params), rank, at + 1)
-        assert flat_params(params).tobytes() == flat_params(whole_params).tobytes(), f"resumed after step {at}"
-        assert same(tensors_in(optimizer.state_dict()), expected), f"state, resumed after step {at}"
-        assert at < STEPS or optimizer.metrics()["bytes_sent"] == whole.metrics()["bytes_sent"]
-
-
-def copies(params):
-    return [p.detach().clone() for group in params for p in group]
-
-
 @pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam, OnebitLamb])
 def test_loading_the_state_of_before_the_first_step_changes_nothing(kind):
     """Accelerate does so in prepare(): there is no variance yet, and still each parameter moves in the first step."""
@@ -453,27 +424,6 @@ def test_load_copies_into_the_buffers():
     fresh.load_state_dict(optimizer.state_dict())
     assert_same(views, [optimizer.state[p]["exp_avg"] for p in params])
     assert fresh.param_groups[0] is group, "schedulers keep hold of it"
-
-
-@pytest.mark.invariant(31)
-def test_mask_survives_save_and_load():
-    """Loaded into an optimizer that was made without one, as a resumed script may."""
-    problem = Problem(CASE, 1, 0)
-    optimizer, params = make_optimizer(problem)
-    steps_of(problem, (optimizer, params), 0, 1, 5)
-    state = through_a_file(optimizer.state_dict())
-    fresh, fresh_params = make_optimizer(problem)
-    for group in fresh.param_groups:
-        group.pop("exp_avg_mask", None)
-    for p, value in zip((p for group in fresh_params for p in group), copies(params), strict=True):
-        p.data.copy_(value)
-    fresh.load_state_dict(state)
-    assert torch.equal(fresh.param_groups[1]["exp_avg_mask"], torch.tensor(MASK))
-    for run in ((optimizer, params), (fresh, fresh_params)):
-        steps_of(problem, run, 0, 6)
-    assert flat_params(params).tobytes() == flat_params(fresh_params).tobytes()
-    masked = fresh.state[fresh_params[1][0]]["exp_avg"]
-    assert not masked[:, 1].any() and not masked[:, 4].any() and bool(masked[:, 0].all())
 
 
 @pytest.mark.invariant(26)

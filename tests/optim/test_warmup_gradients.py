@@ -301,7 +301,6 @@ def test_a_run_that_is_resumed_in_the_warmup_stage(form: str, world_sizes: tuple
 @pytest.mark.invariant(21)
 @on_ranks(2)
 def test_a_run_that_is_resumed_before_one_bit_gradients(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Return the parameters of a run of 0/1 Adam, and of the same run resumed before a step with 1-bit gradients."""
     options = {"var_freeze_step": 20, "var_update_scaler": 1}
 
     def made() -> tuple[list[torch.nn.Parameter], Any]:

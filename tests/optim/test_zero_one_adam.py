@@ -198,7 +198,6 @@ ADDING = {**SCHEDULE, "var_update_scaler": 1, "local_step_scaler": 2}
 
 @on_ranks(2)
 def test_groups_are_taken_in_every_step_of_the_variance_stage_and_refused_after_it(rank: int, world_size: int) -> None:
-    """Add a group before each step of the variance stage, whatever the step does, and after it."""
     params, learning = [nn.Parameter(torch.ones(11))], []
     optimizer = ZeroOneAdam(params[:], lr=0.01, scale_block=8, **ADDING)
     for step in range(1, 11):

@@ -124,7 +124,6 @@ def test_signs_that_others_flip_stay_flipped(rank: int, world_size: int) -> None
 def test_weights_that_are_swapped_for_an_evaluation_leave_the_run_as_it_was(
     rank: int, world_size: int, way: str
 ) -> None:
-    """Swap other weights in for an evaluation and back again: the run does not notice."""
     runs = [make() for _ in range(2)]
     for step in range(16):
         for model, optimizer in runs:
@@ -153,7 +152,6 @@ def test_replaced_parameters_are_the_start_of_an_interval(rank: int, world_size:
 
 @on_ranks(2, timeout=30)
 def test_a_rank_alone_can_save_the_parameters_of_the_last_sync(rank: int, world_size: int) -> None:
-    """Rank 0 alone looks at the parameters of the last sync: nobody else takes part, nothing changes."""
     runs = [make() for _ in range(2)]
     for each in runs:
         train(*each, rank, range(8))

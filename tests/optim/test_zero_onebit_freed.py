@@ -227,7 +227,6 @@ def test_bytes_of_a_whole_run(rank: int, world_size: int, matrices: int) -> None
 @pytest.mark.invariant(22)
 @on_ranks(3)
 def test_stages_1_and_2_load_each_other(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Checkpoints of stages 1 and 2 load into each other: without clipping the run goes on bit for bit."""
     for stop in (2, 5):
         for before, after in ((1, 2), (2, 1)):
             params, optimizer = make_by_hand(rank, stop, zero_stage=before)

@@ -214,6 +214,10 @@ def train(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     }
 
 
+def train_all(rank: int, world_size: int, *runs: Run) -> list[dict[str, Any]]:
+    return [train(rank, world_size, run) for run in runs]
+
+
 def logged(result: dict[str, Any], name: str) -> list[Any]:
     """The values of a name in the log lines of a run."""
     return [row[name] for row in result["history"] if name in row]
