@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from hf_compressopt.collectives.communicator import Traffic
 from hf_compressopt.collectives.ddp import IntegerBucket
 from hf_compressopt.collectives.errors import GroupErrors
-from hf_compressopt.collectives.exchange import Task, run_tasks
+from hf_compressopt.collectives.exchange import Task, in_runs, run_tasks
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import FlatLayout, bucket_numel_of
 from hf_compressopt.fsdp.units import Unit, units_of
@@ -72,14 +72,13 @@ class UnitErrors:
         before, self.used = self.pending if self.used else self.kept, True
         faults: list[Tensor] = []
 
-        def average(bucket: IntegerBucket) -> Task[None]:
-            not_finite, _ = yield from bucket.average(bucket.segments({grads: grads}))
+        def average(run: list[IntegerBucket]) -> Task[None]:
+            not_finite, _ = yield from IntegerBucket.average(run, {grads: grads})
             faults.append(not_finite)
 
         rows = zip(self.layout.buckets, before.feedback, self.pending.feedback, strict=True)
-        run_tasks(
-            average(IntegerBucket(b, [grads], communicator, 0, old, bits, loss_scale, new)) for b, old, new in rows
-        )
+        buckets = (IntegerBucket(b, [grads], communicator, 0, old, bits, loss_scale, new) for b, old, new in rows)
+        run_tasks(map(average, in_runs(buckets, lambda bucket: bucket.bucket.numel, communicator)))
         return faults
 
     def end_pass(self, dropped: Tensor) -> None:

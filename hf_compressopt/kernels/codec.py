@@ -138,15 +138,16 @@ def all_finite(y: Average) -> Tensor:
     return _largest_scale(y).isfinite()
 
 
-def any_nan(y: IntegerAverage) -> Tensor:
-    """Return whether a block of an average is not finite, from its scales alone, 2 bytes per block of 128 elements.
+def any_nan(*averages: IntegerAverage) -> Tensor:
+    """Return whether a block of some averages is not finite, from their scales, 2 bytes per block of 128 elements.
 
     Returns:
         [] bool, on the device of the messages.
     """
-    if on(y.messages) is native and library.has("co_any_nan", y.messages.device):
-        return native.any_nan(y)
-    return _largest_scale(y).isnan()
+    where = averages[0].messages
+    if on(where) is native and library.has("co_any_nan", where.device):
+        return native.any_nan(*averages)
+    return torch.stack([_largest_scale(y) for y in averages]).isnan().any()
 
 
 def _largest_scale(y: Average | IntegerAverage) -> Tensor:

@@ -128,11 +128,13 @@ def decompress_(y: Average | IntegerAverage, out: Tensor) -> None:
     mark_written([out])
 
 
-def any_nan(y: IntegerAverage) -> Tensor:
-    """Return whether a block of an average is not finite, [] bool, from its scales alone. Where there is co_any_nan."""
-    use, found = Operands(y.messages.device, y.numel), torch.empty((), dtype=torch.bool, device=y.messages.device)
-    call("co_any_nan", use.device, use.average(y), found.data_ptr())
-    return found
+def any_nan(*averages: IntegerAverage) -> Tensor:
+    """Return whether a block of some averages is not finite, [] bool, from its scales. Where there is co_any_nan."""
+    device = averages[0].messages.device
+    found = torch.empty(len(averages), dtype=torch.bool, device=device)
+    for number, y in enumerate(averages):
+        call("co_any_nan", device, Operands(device, y.numel).average(y), found.data_ptr() + number)
+    return found.any() if len(averages) > 1 else found[0]
 
 
 def combine_(z: Combination, out: Tensor) -> None:

@@ -447,7 +447,7 @@ class FreedGradients:
                 self._add_to_sketch(index, state, bucket, segments)
             z, new = self._early.message(state, bucket, grads, segments), old.like()
             self._early.keep(row.key, None)
-            average = all_reduce(z, old, state.form, state.communicator, new)
+            average = all_reduce([z], [old], state.form, state.communicator, [new])
             self._sent.tasks.add(self._keep_average(row.key, average, new))
         for number in self._members[index]:
             self._parts_to_send[number] -= 1
@@ -467,8 +467,8 @@ class FreedGradients:
         values = yield from mean
         self._sent.means[key] = _SentMean(values, errors)
 
-    def _keep_average(self, key: Key, returned: Task[Average], errors: ErrorFeedback) -> Task[None]:
-        average = yield from returned
+    def _keep_average(self, key: Key, returned: Task[list[Average]], errors: ErrorFeedback) -> Task[None]:
+        (average,) = yield from returned
         self._sent.returned.append((key, average, errors))
 
     def end_pass(self) -> None:

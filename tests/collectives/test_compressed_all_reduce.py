@@ -269,8 +269,8 @@ def pipeline_on_a_rank(rank, world_size):
     piped, single = [torch.empty_like(x) for x in xs], [x.clone() for x in xs]
 
     def task(x, out):
-        z = kernels.Combination.of(x)
-        average = yield from all_reduce(z, zero_feedback(x.numel(), communicator), kernels.SignFormat(64), communicator)
+        z, feedback = kernels.Combination.of(x), zero_feedback(x.numel(), communicator)
+        (average,) = yield from all_reduce([z], [feedback], kernels.SignFormat(64), communicator)
         kernels.on(out).decompress_(average, out)
 
     pipeline = Pipeline()
