@@ -25,6 +25,7 @@ from hf_compressopt.collectives.exchange import ErrorFeedback, Pipeline, Task, a
 from hf_compressopt.collectives.torch_dist import TorchCommunicator
 from hf_compressopt.flat import Bucket, FlatLayout
 from hf_compressopt.kernels import Combination, IntegerFormat, Segment, any_nan
+from hf_compressopt.kernels.memory import numbers_on
 
 _BUCKET_BYTES = 25 * 2**20
 _Grads = Mapping[Tensor, Tensor | None]
@@ -111,8 +112,9 @@ class IntegerBucket(GradientBucket):
         rows = zip(run, segments, strict=True)
         zs = [Combination(b.bucket.numel, ranks.device, grads=mine, beta=1.0 / scale) for b, mine in rows]
         averages = yield from all_reduce(zs, old, form, ranks, new)
+        use = kernels.on(averages[0].messages)
         for average, mine in zip(averages, segments, strict=True):
-            form.add_(average, mine, scale=scale)
+            use.add_(average, mine, 0.0, scale)
 
         def finish(finite: bool) -> None:
             for bucket, errors in zip(run, new, strict=True):
@@ -573,9 +575,7 @@ def average_gradients(
 
 def _average(params: Sequence[Tensor], communicator: Communicator, rounds: GradientRounds | None) -> None:
     sparse = any(p.grad is not None and p.grad.layout != torch.strided for p in params)
-    present = torch.tensor(
-        [float(p.grad is not None) for p in params] + [2.0 * sparse], dtype=torch.float32, device=communicator.device
-    )
+    present = numbers_on(communicator.device, [*(float(p.grad is not None) for p in params), 2.0 * sparse])
     communicator.all_reduce(present, op="max").wait()
     *has_grad, any_sparse = present.tolist()
     if any_sparse:
@@ -617,7 +617,7 @@ def average_group(
 ) -> list[Tensor | None]:
     """Average one param group's local gradients: new float32 tensors, or None without a gradient on any rank."""
     device = communicator.device
-    present = torch.tensor([float(grad is not None) for grad in grads], dtype=torch.float32, device=device)
+    present = numbers_on(device, [float(grad is not None) for grad in grads])
     flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)  # [numel]
     for grad, start, numel in zip(grads, layout.starts, layout.numels, strict=True):
         if grad is not None:

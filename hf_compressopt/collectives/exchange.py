@@ -264,10 +264,10 @@ def all_reduce(
         return alone
     numels, device = tuple([z.numel for z in zs]), zs[0].device
     plan = _plan(numels, form, ranks.topology, device)
-    messages = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=device)
+    messages, use = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=device), kernels.on(device)
     if ranks.levels is None:
         for z, old, fresh, out in zip(zs, feedback, new, torch.split(messages, plan.sent), strict=True):
-            form.compress_settled_(z, old.worker[0], fresh.worker[0], out, ranks.world_size)
+            use.compress_(form, z, old.worker[0], out, ranks.world_size, fresh.worker[0])
         del out
     else:
         yield from _compress_shard(zs[0], feedback[0].worker, new[0].worker, messages, form, ranks, plan)
@@ -277,7 +277,7 @@ def all_reduce(
     together, received = _room(plan, device), _in_order(received, plan, 1)
     parts = torch.split(received, plan.received)
     for (start, stop), part, old, fresh in zip(plan.own, parts, feedback, new, strict=True):
-        form.average_compress_(part, old.server, fresh.server, together[start:stop], plan.peers)
+        use.average_compress_(form, part, old.server, fresh.server, together[start:stop], plan.peers)
     del received, parts, part
     yield from all_gather(together, ranks, last=None)
     rows = zip(numels, torch.split(_in_order(together, plan, 2), plan.whole), plan.strides, strict=True)
@@ -313,7 +313,7 @@ def reduce_scatter(
     plan = _plan((z.numel,), form, ranks.topology, z.device)
     messages = torch.empty(sum(plan.to_peers), dtype=torch.uint8, device=z.device)
     if ranks.levels is None:
-        form.compress_settled_(z, old[0], new[0], messages, ranks.world_size)
+        form.compress_(z, old[0], messages, ranks.world_size, new[0])
     else:
         yield from _compress_shard(z, old, new, messages, form, ranks, plan)
     del z
@@ -371,7 +371,7 @@ def _compress_shard(
     means = torch.split(mean, [numel for numel, _ in plan.parts])
     outs = torch.split(messages, [nbytes for _, nbytes in plan.parts])
     for part, before, after, out in zip(means, old, new, outs, strict=True):
-        form.compress_settled_(Combination.of(part), before, after, out, 1)
+        form.compress_(Combination.of(part), before, out, 1, after)
 
 
 def _received(messages: Tensor, ranks: Communicator, plan: _Plan) -> Task[Tensor]:

@@ -419,7 +419,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._consensus.end_step()
         if self.early_messages.enabled or LATE_CLIP in self._tensors:
             self.early_messages.end_step(taken=taken)
-        self.warmup_gradients.end_step(plan)
+        if plan.reduce_grads or self.warmup_gradients.in_use:
+            self.warmup_gradients.end_step(plan)
         self.traffic.end_step(local=not plan.agree)
         if taken:
             self._compare_bytes(plan)

@@ -104,7 +104,7 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         u = x + error
         sizes = form.chunk_nbytes(numel, world_size)
         messages = torch.zeros(sum(sizes), dtype=torch.uint8)
-        form.compress_with_feedback_(kernels.Combination.of(x), error, messages, world_size)
+        form.compress_(kernels.Combination.of(x), error, messages, world_size, error)
         sent, byte = [], 0
         for rank, size in enumerate(sizes):
             start, stop = chunk_range(numel, world_size, rank)
@@ -121,7 +121,7 @@ def test_decompressed_plus_error_is_input(numel, scale_block):
         server_error = torch.randn(own, generator=generator)
         a = server_error + kernels.SignFormat(scale_block).decode(messages, own)
         out = torch.zeros(size, dtype=torch.uint8)
-        form.average_with_feedback_(received, server_error, out, world_size)
+        form.average_compress_(received, server_error, server_error, out, world_size)
         result = torch.empty(own)
         kernels.on(result).decompress_(form.average(own, out, 1, size), result)
         assert_adds_up(a, result, server_error, roundings=world_size)
